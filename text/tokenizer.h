@@ -1,0 +1,90 @@
+// From text to token ids and back: any BPE tokenizer.json, the ids of Hugging Face `tokenizers`.
+// Provides Tokenizer, EncodeOptions, Encoding, StreamingDecoder.
+#pragma once
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace pith {
+
+struct EncodeOptions {
+  bool add_special_tokens = true;  // what the file's post-processor adds, usually a start token
+  bool parse_special = true;       // special tokens spelled in the text become their ids
+  bool offsets = false;            // fill Encoding::offsets
+  bool strict = false;             // refuse ill-formed UTF-8 instead of replacing it by U+FFFD
+};
+
+// Bytes [begin, end) of the input. A token that holds a part of a character covers the whole character;
+// tokens that a post-processor adds have {0, 0}.
+struct TokenSpan {
+  uint32_t begin = 0, end = 0;
+  bool operator==(const TokenSpan&) const = default;
+};
+
+struct Encoding {
+  std::vector<int32_t> ids;
+  std::vector<TokenSpan> offsets;   // one a token, empty unless EncodeOptions::offsets
+  int64_t replaced_sequences = 0;   // ill-formed UTF-8 sequences that were read as U+FFFD
+  int64_t dropped_characters = 0;   // outside a vocabulary that has neither unk nor byte tokens
+};
+
+// Immutable after load and cheap to copy; every const member may be called from many threads at once.
+class Tokenizer {
+ public:
+  // `path` is a tokenizer.json, or a folder with tokenizer.json and (optional) tokenizer_config.json.
+  // A component that is not supported is refused by its name.
+  static Tokenizer load(const std::filesystem::path& path);
+  // A .tiktoken ranks file ("base64 rank" lines). `special` gives ids to further tokens.
+  static Tokenizer load_tiktoken(const std::filesystem::path& path, std::string_view pattern,
+                                 const std::vector<std::pair<std::string, int32_t>>& special);
+  static Tokenizer from_json(std::string tokenizer_json, std::string tokenizer_config = "");
+  // Ids 0..255 are the bytes, 256 is <|endoftext|>.
+  static Tokenizer bytes();
+
+  // Writes tokenizer.json and tokenizer_config.json; the files load in Python too.
+  void save(const std::filesystem::path& folder) const;
+
+  Encoding encode(std::string_view text, const EncodeOptions& options = {}) const;
+  // One encoding a text, in order, made by `threads` threads.
+  std::vector<Encoding> encode_batch(std::span<const std::string> texts, int threads,
+                                     const EncodeOptions& options = {}) const;
+  // Bytes that are not UTF-8 come out as U+FFFD. Ids outside the vocabulary are an error.
+  std::string decode(std::span<const int32_t> ids, bool skip_special_tokens = true) const;
+
+  int64_t vocab_size() const;                         // largest id + 1, added tokens included
+  std::string token(int32_t id) const;                // as the file spells it; "" for an unused id
+  std::optional<int32_t> id(std::string_view token) const;
+  bool is_special(int32_t id) const;
+  std::optional<int32_t> bos_id() const, eos_id() const, pad_id() const;
+  const std::string& chat_template() const;           // "" when tokenizer_config.json has none
+  uint64_t hash() const;                              // of the content, not of the file's layout
+
+  struct State;  // private to text/
+
+ private:
+  friend class StreamingDecoder;
+  explicit Tokenizer(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+  std::shared_ptr<const State> state_;
+};
+
+// Text as it becomes certain while ids arrive: never half a character.
+class StreamingDecoder {
+ public:
+  explicit StreamingDecoder(Tokenizer tokenizer, bool skip_special_tokens = true);
+  std::string push(int32_t id);  // the text that this id completes, often ""
+  std::string finish();          // what was held back; incomplete characters become U+FFFD
+
+ private:
+  Tokenizer tokenizer_;
+  bool skip_special_tokens_;
+  std::vector<int32_t> window_;  // ids whose text is not final, after one id that gives context
+  std::string held_;             // bytes of an incomplete character
+  size_t emitted_ = 0;           // bytes of decode(window_) that were given out
+};
+
+}  // namespace pith
