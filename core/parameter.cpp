@@ -1,0 +1,61 @@
+#include "core/parameter.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+namespace pith {
+namespace {
+
+int64_t product(const std::vector<int64_t>& shape) {
+  int64_t numel = 1;
+  for (int64_t size : shape) numel *= size;
+  return numel;
+}
+
+}  // namespace
+
+int64_t HfTensor::numel() const { return product(shape); }
+
+int64_t Parameter::numel() const { return product(shape); }
+
+Parameter::Parameter(std::string hf_name, std::vector<int64_t> shape, ParameterGroup group,
+                     Init init)
+    : Parameter(hf_name, shape, {HfTensor{hf_name, shape, 0}}, group, init) {}
+
+Parameter::Parameter(std::string name, std::vector<int64_t> shape, std::vector<HfTensor> tensors,
+                     ParameterGroup group, Init init)
+    : name(std::move(name)),
+      shape(std::move(shape)),
+      tensors(std::move(tensors)),
+      group(group),
+      init(init) {
+  int64_t end = 0;
+  for (const HfTensor& part : this->tensors) {
+    PITH_CHECK(part.offset == end, "parameter {}: {} starts at element {}, the one before ends at {}",
+               this->name, part.name, part.offset, end);
+    end += part.numel();
+  }
+  PITH_CHECK(end == numel(), "parameter {} has {} elements, its Hugging Face tensors {}",
+             this->name, numel(), end);
+}
+
+Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {
+  PITH_CHECK(flat_or_shaped.defined() && flat_or_shaped.is_contiguous(),
+             "{} must be contiguous to be cut into Hugging Face tensors",
+             describe(flat_or_shaped, part.name));
+  PITH_CHECK(part.offset >= 0 && part.offset + part.numel() <= flat_or_shaped.numel(),
+             "{} takes elements {} to {} of a parameter of {}", part.name, part.offset,
+             part.offset + part.numel(), flat_or_shaped.numel());
+  // Detached: the view of an autograd leaf can be written without being recorded.
+  return flat_or_shaped.detach().view({-1}).narrow(0, part.offset, part.numel()).view(part.shape);
+}
+
+void Parameter::allocate(at::ScalarType dtype, at::Device device) {
+  const auto options = at::TensorOptions().device(device);
+  value = at::zeros(shape, options.dtype(dtype));
+  value.set_requires_grad(true);
+  grad = at::zeros(shape, options.dtype(grad_dtype(dtype)));
+}
+
+}  // namespace pith
