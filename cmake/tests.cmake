@@ -1,0 +1,36 @@
+# tests/ROOM/*_test.cpp -> one GoogleTest executable test_ROOM, run from the repository root.
+foreach(room core operators models engine text apps)
+  file(GLOB sources CONFIGURE_DEPENDS tests/${room}/*_test.cpp)
+  if(NOT sources)
+    continue()
+  endif()
+  set(libraries pith_engine pith_text)
+  if(room STREQUAL "text")
+    set(libraries pith_text)
+  endif()
+  pith_executable(test_${room} SOURCES ${sources} LINK ${libraries} pith::gtest)
+  if(NOT room STREQUAL "text")
+    pith_use_pch(test_${room})
+  endif()
+  target_compile_definitions(test_${room} PRIVATE PITH_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+  add_test(NAME ${room} COMMAND test_${room} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+endforeach()
+
+# tests/integration/NAME.sh: a script that gets the program's path, the build folder and an own
+# temporary folder (its working directory, removed when it passes).
+file(GLOB scripts CONFIGURE_DEPENDS tests/integration/*.sh)
+foreach(script ${scripts})
+  cmake_path(GET script STEM name)
+  add_test(NAME integration.${name} COMMAND
+    ${PROJECT_SOURCE_DIR}/cmake/run_in_temp.sh ${script} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  set_tests_properties(integration.${name} PROPERTIES TIMEOUT 600 SKIP_RETURN_CODE 77 ENVIRONMENT
+    "PITHTRAIN=${PROJECT_BINARY_DIR}/pithtrain;PITH_BUILD_DIR=${PROJECT_BINARY_DIR}")
+endforeach()
+
+# tests/gpu/*.cpp -> test_gpu: needs a GPU, so it is built with CUDA and run by hand.
+file(GLOB gpu_sources CONFIGURE_DEPENDS tests/gpu/*.cpp)
+if(PITH_CUDA AND gpu_sources)
+  pith_executable(test_gpu SOURCES ${gpu_sources} LINK pith_engine pith_text pith::gtest)
+  pith_use_pch(test_gpu)
+  target_compile_definitions(test_gpu PRIVATE PITH_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+endif()
