@@ -1,0 +1,204 @@
+// pithtrain generate: text from a model folder, with a key-value cache, several prompts at once.
+#include <ATen/Parallel.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "apps/commands.h"
+#include "apps/families.h"
+#include "core/device.h"
+#include "engine/batches.h"
+#include "engine/pipeline.h"
+#include "engine/sampling.h"
+#include "engine/training_state.h"
+#include "text/tokenizer.h"
+
+namespace pith {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct GenerateOptions {
+  std::string folder, dtype = "auto", device = "auto";
+  std::vector<std::string> prompts, prompt_files;
+  int64_t max_tokens = 200, threads = 0;
+  bool no_cache = false, ignore_eos = false, quiet = false;
+  SamplingOptions sampling;
+};
+
+struct Sequence {
+  std::vector<int64_t> ids;  // prompt and answer
+  size_t prompt_length = 0;
+  size_t end = 0;  // length up to and with the end token; 0 = not finished
+};
+
+// Ids that end a document: of generation_config.json, config.json and the tokenizer.
+std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
+  std::set<int64_t> ids;
+  if (tokenizer.eos_id()) ids.insert(*tokenizer.eos_id());
+  for (const char* name : {"generation_config.json", "config.json"}) {
+    if (!fs::exists(folder / name)) continue;
+    const nlohmann::json eos = read_json(folder / name).value("eos_token_id", nlohmann::json());
+    if (eos.is_number_integer()) ids.insert(eos.get<int64_t>());
+    if (eos.is_array())
+      for (const auto& id : eos)
+        if (id.is_number_integer()) ids.insert(id.get<int64_t>());
+  }
+  return ids;
+}
+
+// The new tokens of every sequence as one micro-batch, each a document that begins at position `done`.
+MicroBatch pack(const std::vector<Sequence>& sequences, const std::vector<size_t>& done, at::Device device) {
+  std::vector<Row> rows(sequences.size());
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const std::vector<int64_t>& ids = sequences[i].ids;
+    rows[i].document_begins = {0};
+    for (size_t t = done[i]; t < ids.size(); ++t) {
+      rows[i].tokens.push_back(ids[t]);
+      rows[i].labels.push_back(-100);
+      rows[i].positions.push_back(static_cast<int64_t>(t));
+    }
+  }
+  return make_microbatch(rows, true, 0, static_cast<int64_t>(rows.size()), device);
+}
+
+// Extends all sequences until each has ended; `on_token(i, id)` sees every new token, the end tokens too.
+template <class Model, class OnToken>
+void generate_tokens(Pipeline<Model>& pipeline, std::vector<Sequence>& sequences,
+                     const GenerateOptions& options, const std::set<int64_t>& ends, int64_t num_layers,
+                     at::Device device, const OnToken& on_token) {
+  std::vector<LayerCache> caches(options.no_cache ? 0 : static_cast<size_t>(num_layers));
+  std::vector<size_t> done(sequences.size(), 0);
+  for (int64_t n = 0; n < options.max_tokens; ++n) {
+    const std::vector<MicroBatch> batch{pack(sequences, done, device)};
+    const BatchResult result = pipeline.forward_only(batch, LastTokenLogits(), caches);
+    const Tensor logits = result.per_token[0].to(at::kCPU).contiguous();  // (B, V)
+    const auto vocab = static_cast<size_t>(logits.size(1));
+    bool all_finished = true;
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      Sequence& sequence = sequences[i];
+      if (!options.no_cache) done[i] = sequence.ids.size();
+      const std::span<const float> row(logits.const_data_ptr<float>() + i * vocab, vocab);
+      // A draw depends on seed, prompt and position alone, not on how long the other prompts run.
+      const uint64_t draw = (static_cast<uint64_t>(i) << 32) + static_cast<uint64_t>(n);
+      const int64_t id = sample(row, options.sampling, draw);
+      sequence.ids.push_back(id);  // a finished sequence runs along unseen, so that rows stay aligned
+      if (sequence.end != 0) continue;
+      if (!options.ignore_eos && ends.contains(id)) sequence.end = sequence.ids.size();
+      on_token(i, id);
+      all_finished = all_finished && sequence.end != 0;
+    }
+    if (all_finished) return;
+  }
+}
+
+template <class Model>
+int generate(const GenerateOptions& options) {
+  if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
+  Mesh mesh;
+  mesh.device = select_device(options.device);
+  std::string dtype = options.dtype;
+  if (dtype == "auto") dtype = mesh.device.is_cpu() ? "fp32" : "bf16";
+  PITH_CHECK(dtype == "fp32" || dtype == "bf16", "--dtype must be auto, fp32 or bf16, not {}", dtype);
+  PITH_CHECK(options.max_tokens >= 1, "--max-tokens must be at least 1");
+
+  const auto config = Model::Config::parse_file(options.folder);
+  Model model(config, whole_model(config.num_layers, config.num_experts));
+  std::vector<ShardGroup> groups = make_shard_groups(
+      model.parameter_units(), dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh.device,
+      ShardGroup::Use::inference);
+  restore_weights(groups, options.folder, config.tie_embeddings);
+  const Tokenizer tokenizer = Tokenizer::load(options.folder);
+  PITH_CHECK(tokenizer.vocab_size() <= config.vocab_size, "the tokenizer has {} ids, the model {}",
+             tokenizer.vocab_size(), config.vocab_size);
+
+  std::vector<Sequence> sequences;
+  std::vector<std::string> prompts = options.prompts;
+  for (const std::string& file : options.prompt_files) {
+    std::ifstream stream(file, std::ios::binary);
+    PITH_CHECK(stream, "cannot read the prompt file {}", file);
+    prompts.emplace_back(std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>());
+  }
+  if (prompts.empty())
+    PITH_FAIL_HINT("pithtrain generate FOLDER --prompt \"...\"", "no prompt: give --prompt or --prompt-file");
+  int64_t longest = 0;
+  for (const std::string& prompt : prompts) {
+    Sequence& sequence = sequences.emplace_back();
+    const Encoding encoding = tokenizer.encode(prompt);
+    sequence.ids.assign(encoding.ids.begin(), encoding.ids.end());
+    PITH_CHECK(!sequence.ids.empty(), "the prompt \"{}\" holds no token", prompt);
+    sequence.prompt_length = sequence.ids.size();
+    longest = std::max(longest, static_cast<int64_t>(sequence.ids.size()));
+  }
+  const int64_t positions = longest + options.max_tokens;
+  PITH_CHECK(positions <= config.max_positions,
+             "prompt and answer would take {} positions, the model has {} (max_position_embeddings)", positions,
+             config.max_positions);
+
+  Pipeline<Model> pipeline(model, mesh, positions, {});
+  const auto start = std::chrono::steady_clock::now();
+  int64_t produced = 0;
+  const bool stream = sequences.size() == 1;
+  StreamingDecoder decoder(tokenizer);
+  if (stream) fmt::print("{}", prompts[0]);
+  generate_tokens(pipeline, sequences, options, end_ids(options.folder, tokenizer), config.num_layers,
+                  mesh.device, [&](size_t, int64_t id) {
+                    ++produced;
+                    if (!stream) return;
+                    fmt::print("{}", decoder.push(static_cast<int32_t>(id)));
+                    std::fflush(stdout);
+                  });
+  if (stream) fmt::print("{}\n", decoder.finish());
+  for (size_t i = 0; !stream && i < sequences.size(); ++i) {
+    StreamingDecoder whole(tokenizer);
+    std::string text;
+    const Sequence& sequence = sequences[i];
+    const size_t end = sequence.end != 0 ? sequence.end : sequence.ids.size();
+    for (size_t t = sequence.prompt_length; t < end; ++t)
+      text += whole.push(static_cast<int32_t>(sequence.ids[t]));
+    fmt::print("=== {}\n{}{}{}\n", i + 1, prompts[i], text, whole.finish());
+  }
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  if (!options.quiet) {
+    fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, elapsed.count(),
+               static_cast<double>(produced) / elapsed.count());
+  }
+  return 0;
+}
+
+}  // namespace
+
+void add_generate_command(CLI::App& app) {
+  auto options = std::make_shared<GenerateOptions>();
+  CLI::App* command = app.add_subcommand("generate", "Continue prompts with a model folder or checkpoint");
+  command->add_option("folder", options->folder, "Hugging Face folder or checkpoint")->required();
+  command->add_option("--prompt", options->prompts, "Text to continue; may be given several times")
+      ->expected(1)
+      ->allow_extra_args(false);
+  command->add_option("--prompt-file", options->prompt_files, "The same from a file")
+      ->expected(1)
+      ->allow_extra_args(false);
+  command->add_option("--max-tokens", options->max_tokens, "Longest answer in tokens (default 200)");
+  command->add_option("--temperature", options->sampling.temperature, "0 = greedy; default 1");
+  command->add_option("--top-k", options->sampling.top_k, "Keep the k likeliest tokens; 0 = all");
+  command->add_option("--top-p", options->sampling.top_p, "Keep the likeliest tokens of this mass");
+  command->add_option("--min-p", options->sampling.min_p, "Drop tokens below this share of the likeliest");
+  command->add_option("--seed", options->sampling.seed, "Seed of the draws (default 0)");
+  command->add_flag("--ignore-eos", options->ignore_eos, "Do not stop at the end of the document");
+  command->add_flag("--no-cache", options->no_cache, "Recompute everything for each token (slow; a check)");
+  command->add_flag("--quiet", options->quiet, "No speed line on stderr");
+  command->add_option("--dtype", options->dtype, "auto (fp32 on CPU, bf16 on GPU), fp32, bf16");
+  command->add_option("--device", options->device, "auto (default), cpu, cuda");
+  command->add_option("--threads", options->threads, "CPU threads; 0 = all");
+  command->footer("Example: pithtrain generate runs/demo/checkpoints/step-00000300 --prompt \"#include <\" "
+                  "--temperature 0.7");
+  command->callback([options] {
+    with_family(options->folder, [&]<class Model>() { return generate<Model>(*options); });
+  });
+}
+
+}  // namespace pith

@@ -1,0 +1,126 @@
+// pithtrain trace: one batch through a model folder, everything written down, to check one program against another.
+#include <ATen/TensorOperators.h>
+
+#include <CLI/CLI.hpp>
+
+#include "apps/commands.h"
+#include "apps/families.h"
+#include "core/device.h"
+#include "engine/batches.h"
+#include "engine/optimizer.h"
+#include "engine/pipeline.h"
+#include "engine/token_rows.h"
+#include "engine/training_state.h"
+
+namespace pith {
+namespace {
+
+
+struct TraceOptions {
+  std::string folder, tokens, out, dtype = "fp32", device = "auto", routes;
+  bool grads = false, stages = false, routing = false;
+  double balance_loss = 0;
+};
+
+RoutingTape read_routes(const std::string& path, int64_t num_layers, at::Device device) {
+  const SafetensorsFile file(path);
+  RoutingTape tape;
+  tape.replay = true;
+  tape.topk_idx.resize(static_cast<size_t>(num_layers));
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    const std::string name = fmt::format("routing.topk_idx.{}", layer);
+    if (file.header().tensors.contains(name))
+      tape.topk_idx[static_cast<size_t>(layer)] = file.tensor(name).to(device);
+  }
+  return tape;
+}
+
+template <class Model>
+int trace(const TraceOptions& options) {
+  PITH_CHECK(options.dtype == "fp32" || options.dtype == "bf16", "--dtype must be fp32 or bf16, not {}",
+             options.dtype);
+  Mesh mesh;
+  mesh.device = select_device(options.device);
+  const auto config = Model::Config::parse_file(options.folder);
+  Model model(config, whole_model(config.num_layers, config.num_experts));
+  std::vector<ShardGroup> groups =
+      make_shard_groups(model.parameter_units(), options.dtype == "fp32" ? at::kFloat : at::kBFloat16,
+                        mesh.device, ShardGroup::Use::training);
+  restore_weights(groups, options.folder, config.tie_embeddings);
+  const std::vector<Row> rows = read_token_rows(options.tokens, config.vocab_size);
+  int64_t trained = 0;
+  for (const Row& row : rows) trained += row.trained_tokens();
+  const std::vector<MicroBatch> batch{
+      make_microbatch(rows, true, trained, static_cast<int64_t>(rows.size()), mesh.device)};
+  Pipeline<Model> pipeline(model, mesh, batch[0].max_seqlen, {options.balance_loss, false});
+
+  std::vector<NamedTensor> written;
+  const auto write = [&](const std::string& name, const Tensor& tensor) {
+    written.emplace_back(name, tensor.to(at::kCPU).contiguous().clone());
+  };
+  if (options.stages) pipeline.observe(write);
+  std::vector<RoutingTape> tapes(1);
+  if (!options.routes.empty()) tapes[0] = read_routes(options.routes, config.num_layers, mesh.device);
+
+  zero_grads(groups);
+  const BatchResult result = options.grads ? pipeline.forward_backward(batch, NextTokenLoss(), tapes)
+                                           : pipeline.forward_only(batch, NextTokenLoss(), {}, tapes);
+  pipeline.observe({});
+  const auto divisor = static_cast<double>(std::max<int64_t>(trained, 1));
+  write("loss", result.loss_sum / divisor);
+  write("logprobs", result.per_token[0]);
+  if (options.routing) {
+    for (size_t layer = 0; layer < tapes[0].topk_idx.size(); ++layer) {
+      if (!tapes[0].topk_idx[layer].defined() || tapes[0].replay) continue;
+      write(fmt::format("routing.topk_idx.{}", layer), tapes[0].topk_idx[layer]);
+      write(fmt::format("routing.topk_weight.{}", layer), tapes[0].topk_weight[layer]);
+    }
+  }
+  if (result.balance_sum.defined()) {
+    const auto count = static_cast<double>(batch[0].global_rows * result.num_moe_layers);
+    write("balance_loss", result.balance_sum / count);
+  }
+  // The same routes again, so that logits and loss speak of one pass.
+  tapes[0].replay = true;
+  write("logits", pipeline.forward_only(batch, AllLogits(), {}, tapes).per_token[0]);
+  if (options.grads) {
+    for (const Parameter* parameter : all_parameters(groups)) {
+      for (const HfTensor& tensor : parameter->tensors)
+        write("grad." + tensor.name, Parameter::view_of(parameter->grad.view({-1}), tensor));
+    }
+  }
+  write_safetensors(options.out, written);
+  fmt::print("{}: {} tensors; loss {:.6f} over {} trained tokens\n", options.out, written.size(),
+             (result.loss_sum / divisor).template item<double>(), trained);
+  return 0;
+}
+
+}  // namespace
+
+void add_trace_command(CLI::App& app) {
+  auto options = std::make_shared<TraceOptions>();
+  CLI::App* command = app.add_subcommand(
+      "trace", "Run one batch through a model folder and write logits, loss, log-probabilities, gradients");
+  command->add_option("folder", options->folder, "Hugging Face folder or checkpoint")->required();
+  command->add_option("--tokens", options->tokens,
+                      "JSON: a list of rows, each a list of documents, each a list of ids; or an object with "
+                      "\"rows\" and \"labels\" of the same shape (-100: not trained)")
+      ->required();
+  command->add_option("--out", options->out, "safetensors file to write")->required();
+  command->add_flag("--grads", options->grads, "Write every parameter's gradient of the loss as grad.NAME");
+  command->add_flag("--stages", options->stages, "Write the outputs of every layer's stages");
+  command->add_flag("--routing", options->routing, "Write expert ids and weights of every layer and token");
+  command->add_option("--routes", options->routes,
+                      "Take the expert ids from such a file instead of choosing (to compare dtypes)");
+  command->add_option("--balance-loss", options->balance_loss,
+                      "Coefficient of the load-balance loss in the gradients (default 0)");
+  command->add_option("--dtype", options->dtype, "Compute dtype: fp32 (default) or bf16");
+  command->add_option("--device", options->device, "auto (default), cpu, cuda");
+  command->footer("Example: pithtrain trace runs/demo/checkpoints/step-00000300 --tokens ids.json "
+                  "--out trace.safetensors --grads --routing");
+  command->callback([options] {
+    with_family(options->folder, [&]<class Model>() { return trace<Model>(*options); });
+  });
+}
+
+}  // namespace pith

@@ -1,0 +1,108 @@
+#include "core/device.h"
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <fstream>
+
+#if PITH_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#endif
+
+namespace pith {
+namespace {
+
+#if PITH_CUDA
+// Empty when a GPU can be used, else why not.
+std::string load_cuda() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) return cudaGetErrorString(status);
+  if (count == 0) return "no GPU on this machine";
+  // RTLD_GLOBAL: cuDNN and the operators' registration look for each other's symbols.
+  if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr) return dlerror();
+  return "";
+}
+#else
+std::string load_cuda() { return "this program was built without CUDA (no nvcc was found)"; }
+#endif
+
+// A field of /proc/self/status in GiB.
+double process_memory(const std::string& field) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with(field + ":"))
+      return std::stod(line.substr(field.size() + 1)) / (1024.0 * 1024.0);
+  }
+  return 0;
+}
+
+}  // namespace
+
+at::Device select_device(const std::string& wanted) {
+  if (wanted == "cpu") return at::kCPU;
+  PITH_CHECK(wanted == "auto" || wanted == "cuda", "unknown device '{}': auto, cpu or cuda", wanted);
+  static const std::string problem = load_cuda();
+  if (problem.empty()) return at::Device(at::kCUDA, 0);
+  if (wanted == "cuda") {
+    PITH_FAIL_HINT("use --set run.device=cpu, or check the driver and that LibTorch's CUDA libraries are "
+                   "on LD_LIBRARY_PATH (./pith setup --cuda)",
+                   "device 'cuda' was asked for but cannot be used: {}", problem);
+  }
+  return at::kCPU;
+}
+
+std::string describe_device(at::Device device) {
+#if PITH_CUDA
+  if (device.is_cuda()) {
+    cudaDeviceProp properties;
+    PITH_CHECK(cudaGetDeviceProperties(&properties, device.index()) == cudaSuccess,
+               "the GPU's properties cannot be read");
+    return fmt::format("{}, {:.0f} GiB, compute capability {}.{}; own kernels, cuBLAS, cuDNN",
+                       properties.name, static_cast<double>(properties.totalGlobalMem) / (1 << 30),
+                       properties.major, properties.minor);
+  }
+#endif
+  return device.is_cpu() ? "CPU; reference operators (ATen)" : device.str();
+}
+
+double peak_flops(at::Device device) {
+#if PITH_CUDA
+  if (device.is_cuda()) {
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, device.index()) != cudaSuccess) return 0;
+    const std::string_view name = properties.name;
+    // Dense BF16 rates of the vendor's datasheets for the SXM parts.
+    if (name.find("H200") != name.npos || name.find("H100") != name.npos) return 989e12;
+    if (name.find("B200") != name.npos) return 2250e12;
+  }
+#endif
+  (void)device;
+  return 0;
+}
+
+MemoryUse memory_use(at::Device device) {
+#if PITH_CUDA
+  if (device.is_cuda()) {
+    constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
+    constexpr double kGib = 1 << 30;
+    return {static_cast<double>(stats.allocated_bytes[kAll].current) / kGib,
+            static_cast<double>(stats.allocated_bytes[kAll].peak) / kGib};
+  }
+#endif
+  (void)device;
+  return {process_memory("VmRSS"), process_memory("VmHWM")};
+}
+
+void synchronize(at::Device device) {
+#if PITH_CUDA
+  if (device.is_cuda())
+    PITH_CHECK(cudaDeviceSynchronize() == cudaSuccess, "the GPU reports an error: {}",
+               cudaGetErrorString(cudaGetLastError()));
+#endif
+  (void)device;
+}
+
+}  // namespace pith

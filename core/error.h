@@ -1,0 +1,42 @@
+// The one error layer: what failed, where, what to do next. Provides Error, PITH_CHECK, PITH_FAIL.
+#pragma once
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace pith {
+
+// what() is the whole text for a person: message, statement, file:line, rank, hint.
+// Errors of the user's input (file, config, shape of a checkpoint) and of the program share this type;
+// apps/main.cpp prints what() and exits with 1. LibTorch's c10::Error is translated there as well.
+class Error : public std::runtime_error {
+ public:
+  Error(const char* file, int line, std::string_view statement, std::string message);
+  // Returns the same error with one more line saying what to do next.
+  [[nodiscard]] Error hint(std::string_view text) const;
+  const std::string& message() const { return message_; }
+
+ private:
+  Error(std::string message, std::string where, std::string hint);
+  std::string message_, where_, hint_;
+};
+
+// Names this process in every later error, e.g. "rank 3 (pp 0, dp 1, cp 1)". Empty for one process.
+void set_error_context(std::string context);
+
+}  // namespace pith
+
+// PITH_FAIL("corpus {}: document {} ends at byte {}", path, i, end): always throws pith::Error.
+#define PITH_FAIL(...) throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__))
+// PITH_FAIL_HINT("what to do next", "message {}", ...): the same with advice.
+#define PITH_FAIL_HINT(advice, ...) \
+  throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__)).hint(advice)
+// PITH_CHECK(a == b, "rows {} differ from {}", a, b): throws pith::Error unless the condition holds.
+#define PITH_CHECK(condition, ...)                                                            \
+  do {                                                                                        \
+    if (!(condition)) [[unlikely]]                                                            \
+      throw ::pith::Error(__FILE__, __LINE__, #condition, ::fmt::format(__VA_ARGS__));        \
+  } while (false)

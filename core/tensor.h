@@ -1,0 +1,45 @@
+// Tensor helpers shared by every room: the Tensor name, shape and dtype checks, exact integer arithmetic.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <initializer_list>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "core/error.h"
+
+namespace pith {
+
+using at::Tensor;
+
+// "hidden: bfloat16 (4096, 2048) on cuda:0", or "hidden: undefined".
+std::string describe(const Tensor& tensor, std::string_view name);
+
+// Name of a dtype as safetensors-free prose: "float32", "bfloat16", "int64", ...
+std::string dtype_name(at::ScalarType dtype);
+
+// Throws unless tensor is defined and has this shape; -1 allows any size in that place.
+void check_shape(const Tensor& tensor, std::string_view name, std::initializer_list<int64_t> shape);
+
+// Throws unless tensor is defined and has this dtype.
+void check_dtype(const Tensor& tensor, std::string_view name, at::ScalarType dtype);
+
+// a / b for integers where b must divide a.
+inline int64_t div_exact(int64_t a, int64_t b) {
+  PITH_CHECK(b != 0 && a % b == 0, "{} is not divisible by {}", a, b);
+  return a / b;
+}
+
+// Integer conversion that throws when the value does not fit.
+template <class To, class From>
+To narrow(From value) {
+  static_assert(std::is_integral_v<To> && std::is_integral_v<From>);
+  const auto result = static_cast<To>(value);
+  PITH_CHECK(static_cast<From>(result) == value && (result < To{}) == (value < From{}),
+             "the value {} does not fit into {} bytes", value, sizeof(To));
+  return result;
+}
+
+}  // namespace pith

@@ -1,0 +1,42 @@
+// What a training run is at a moment: counters, weights and optimizer state, on their way to and from a checkpoint.
+#pragma once
+#include <filesystem>
+#include <span>
+#include <string>
+
+#include "engine/checkpoint.h"
+#include "engine/sharding.h"
+
+namespace pith {
+
+// The small part, kept as training_state.json.
+struct TrainingState {
+  int64_t step = 0;         // updates done
+  int64_t rows_read = 0;    // the data cursor: rows of the RowStream consumed
+  int64_t tokens_seen = 0;
+  // What the cursor counts in; a difference on resume is refused by name.
+  std::string corpus_fingerprint;
+  int64_t sequence_length = 0;
+  uint64_t data_seed = 0;
+  bool document_mask = true;
+
+  std::string to_json() const;
+  static TrainingState from_json(const std::string& text, const std::string& source);
+  // Throws unless this state's cursor means the same rows under `other`'s data settings.
+  void check_same_data(const TrainingState& other, const std::string& source) const;
+};
+
+// Host copies of everything that a checkpoint holds of these groups.
+void collect_state(std::span<ShardGroup> groups, CheckpointContent& content);
+
+// Masters, moments and (through publish) weights from a checkpoint's optimizer shards.
+void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& checkpoint);
+
+// Weights only, from any Hugging Face folder; moments start at zero. `tied_head`: a stored lm_head.weight is allowed.
+void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder, bool tied_head);
+
+// Name of the first parameter (in the order of the forward pass) that holds a NaN or Inf in the weights
+// ("weight NAME") or in the gradient ("gradient of NAME"), or "".
+std::string first_non_finite(std::span<ShardGroup> groups);
+
+}  // namespace pith

@@ -1,0 +1,135 @@
+// The contract between a model family and the engine, checked by the compiler.
+//
+// A decoder layer is cut at the expert-parallel boundaries. The engine calls, for each layer and micro-batch,
+//   1 attend     norm, attention, norm, router                       (model)
+//   2 dispatch   rows and routing weights travel to their experts    (engine)
+//     shared     what needs no dispatch: shared experts, dense MLP   (model, meanwhile)
+//   3 experts    expert computation, weighted sum per row in FP32    (model)
+//   4 combine    one row per (token, rank) travels back              (engine)
+//   5 aggregate  plain sum: returned + shared + residual             (model)
+// and joins the stages by detaching: autograd works inside a stage.
+#pragma once
+#include <concepts>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "core/mesh.h"
+#include "core/microbatch.h"
+#include "core/parameter.h"
+#include "operators/kv_cache.h"
+#include "operators/permute.h"
+#include "operators/rotary.h"
+
+namespace pith {
+
+// What generation keeps of one layer between calls.
+struct LayerCache {
+  KvCache kv;
+};
+
+// The routes of one micro-batch, one entry per layer (undefined in dense layers).
+struct RoutingTape {
+  bool replay = false;                       // take topk_idx from here instead of choosing
+  std::vector<Tensor> topk_idx, topk_weight; // (T, K) int64, float32
+};
+
+// How the router is trained, from the run configuration.
+struct RouterTraining {
+  double balance_loss = 0;     // coefficient of the load-balance loss; 0 = only measured
+  bool force_balance = false;  // balanced_routes() instead of the router's choice
+};
+
+struct LayerContext {
+  const MicroBatch& batch;
+  const Mesh& mesh;
+  const RotaryTable& rotary;
+  const RouterTraining& router;
+  int64_t layer;          // index in the whole model
+  LayerCache* cache;      // of this layer while generating, else null
+  RoutingTape* tape;      // records or replays routes, or null
+};
+
+// Documents as attention() takes them, queries and keys alike.
+inline AttentionSpan span_of(const MicroBatch& batch) {
+  return {batch.cu_seqlens, batch.cu_seqlens, batch.cu_seqlens_host, batch.cu_seqlens_host,
+          batch.max_seqlen, batch.max_seqlen};
+}
+
+// Result of stage 1.
+struct Attended {
+  Tensor rows;         // (T, H) what the experts and shared() see
+  Tensor residual;     // (T, H)
+  Tensor topk_idx;     // (T, K) int64; undefined in a dense layer
+  Tensor topk_weight;  // (T, K) float32; undefined in a dense layer
+  Tensor aux;          // scalar float32, an extra root of the backward pass with gradient 1, or undefined
+  Tensor balance;      // scalar float32, no gradient: balance loss summed over rows, for the log, or undefined
+};
+
+// Which part of a model this process holds.
+struct ModelPart {
+  std::vector<int64_t> layers;        // indices in the whole model, ascending
+  bool embedding = true, head = true;
+  int64_t expert_begin, expert_end;   // of every MoE layer
+};
+
+template <class Layer>
+concept DecoderLayer = requires(Layer& layer, const LayerContext& context, const Tensor& tensor,
+                                const Attended& attended, const ExpertPlan& plan) {
+  // hidden (T, H) -> Attended
+  { layer.attend(context, tensor) } -> std::same_as<Attended>;
+  // (T, H), or undefined where the layer has nothing of the kind
+  { layer.shared(context, attended) } -> std::same_as<Tensor>;
+  // rows (R, H), row_weight (R, K) float32, plan over local experts -> (R, H) weighted sums
+  { layer.experts(context, tensor, tensor, plan) } -> std::same_as<Tensor>;
+  // returned (T, H) or undefined, attended, shared (T, H) or undefined -> hidden (T, H)
+  { layer.aggregate(context, tensor, attended, tensor) } -> std::same_as<Tensor>;
+};
+
+// Numbers that describe a model, for --dry-run, inspect and MFU.
+struct ModelSize {
+  int64_t parameters = 0;         // every weight, tied ones once
+  int64_t active_parameters = 0;  // weights one token passes through
+  // Floating-point operations of one token's forward and backward pass: 6 per weight of the matrices it passes
+  // through (embedding lookup excluded) plus attention with the causal half counted.
+  double flops_per_token = 0;
+  // Elements in the compute dtype that one token keeps between its forward and its backward pass, all layers.
+  int64_t activations_per_token = 0;
+};
+
+template <class Model>
+concept DecoderModel = requires(Model& model, const Model& constant, const Tensor& tensor, int64_t i,
+                                const typename Model::Config& config, const ModelPart& part,
+                                at::Device device) {
+  requires DecoderLayer<typename Model::Layer>;
+  requires std::constructible_from<Model, typename Model::Config, ModelPart>;
+  { constant.config() } -> std::same_as<const typename Model::Config&>;
+  // tokens (T) -> hidden (T, H)
+  { model.embed(tensor) } -> std::same_as<Tensor>;
+  { model.layer(i) } -> std::same_as<typename Model::Layer&>;  // i: index in the whole model
+  // hidden (T, H) -> (T, H): the last norm; the head itself is a weight that objectives multiply with
+  { model.final_norm(tensor) } -> std::same_as<Tensor>;
+  { model.head_weight() } -> std::same_as<Parameter&>;  // (V, H)
+  { constant.rotary(i, device) } -> std::same_as<RotaryTable>;  // i: number of positions
+  // One list per unit of sharding (embedding, each layer, head), in the order of the forward pass.
+  { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
+  { Model::Config::parse_file(std::filesystem::path()) } -> std::same_as<typename Model::Config>;
+  { config.to_json(at::kBFloat16) } -> std::same_as<std::string>;  // config.json of a checkpoint
+  { config.generation_json() } -> std::same_as<std::string>;       // its generation_config.json
+  { config.num_layers } -> std::convertible_to<int64_t>;
+  { config.num_experts } -> std::convertible_to<int64_t>;
+  { config.hidden_size } -> std::convertible_to<int64_t>;
+  { config.vocab_size } -> std::convertible_to<int64_t>;
+  { config.max_positions } -> std::convertible_to<int64_t>;
+  { config.tie_embeddings } -> std::convertible_to<bool>;
+  { config.size(i) } -> std::same_as<ModelSize>;  // i: sequence length
+};
+
+// The part of one process that holds everything.
+inline ModelPart whole_model(int64_t num_layers, int64_t num_experts) {
+  ModelPart part{{}, true, true, 0, num_experts};
+  for (int64_t layer = 0; layer < num_layers; ++layer) part.layers.push_back(layer);
+  return part;
+}
+
+}  // namespace pith

@@ -1,0 +1,72 @@
+// Qwen3-MoE (Qwen3 technical report, arXiv 2505.09388): grouped-query attention with per-head RMSNorm on
+// queries and keys, rotary embedding, softmax top-k routing, SwiGLU experts; some layers may be dense.
+#pragma once
+#include <deque>
+#include <nlohmann/json_fwd.hpp>
+
+#include "models/model.h"
+
+namespace pith {
+
+struct Qwen3MoeConfig {
+  int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, max_positions;
+  int64_t num_experts, experts_per_token, moe_intermediate_size, intermediate_size;
+  std::vector<bool> sparse;  // per layer: experts or a dense MLP
+  bool norm_topk_prob, tie_embeddings;
+  double rms_norm_eps, rope_theta;
+  std::string source_json;   // the config.json it was read from, kept so that nothing is lost on export
+
+  // Reads a Hugging Face config.json in either style (num_experts or num_local_experts; rope_theta or
+  // rope_parameters). Every missing, ill-typed or unsupported field is listed in one Error.
+  static Qwen3MoeConfig parse(const nlohmann::json& json, const std::string& source);
+  static Qwen3MoeConfig parse_file(const std::filesystem::path& path);
+  // Keeps the first `layers` layers.
+  void cut_layers(int64_t layers);
+  std::string to_json(at::ScalarType dtype) const;
+  std::string generation_json() const;
+  ModelSize size(int64_t sequence_length) const;
+};
+
+class Qwen3MoeLayer {
+ public:
+  Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end);
+
+  Attended attend(const LayerContext& context, const Tensor& hidden);
+  Tensor shared(const LayerContext& context, const Attended& attended);
+  Tensor experts(const LayerContext& context, const Tensor& rows, const Tensor& row_weight,
+                 const ExpertPlan& plan);
+  Tensor aggregate(const LayerContext& context, const Tensor& returned, const Attended& attended,
+                   const Tensor& shared);
+  std::vector<Parameter*> parameters();
+
+ private:
+  Qwen3MoeConfig config_;
+  bool sparse_;
+  Parameter input_norm_, qkv_, q_norm_, k_norm_, o_, post_norm_;
+  Parameter router_, experts_gate_up_, experts_down_;  // sparse: (E, H), (E, 2 I, H), (E, H, I)
+  Parameter gate_up_, down_;                           // dense: (2 F, H), (H, F)
+};
+
+class Qwen3MoeModel {
+ public:
+  using Config = Qwen3MoeConfig;
+  using Layer = Qwen3MoeLayer;
+
+  Qwen3MoeModel(Config config, const ModelPart& part);
+  const Config& config() const { return config_; }
+  Tensor embed(const Tensor& tokens);
+  Layer& layer(int64_t index);
+  Tensor final_norm(const Tensor& hidden);
+  Parameter& head_weight();
+  RotaryTable rotary(int64_t num_positions, at::Device device) const;
+  std::vector<std::vector<Parameter*>> parameter_units();
+
+ private:
+  Config config_;
+  ModelPart part_;
+  Parameter embedding_, norm_, head_;
+  std::deque<Layer> layers_;  // a deque: operators keep the addresses of parameters
+};
+static_assert(DecoderModel<Qwen3MoeModel>);
+
+}  // namespace pith

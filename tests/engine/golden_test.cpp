@@ -1,0 +1,132 @@
+// Qwen3-MoE against transformers: logits, loss, routes and every gradient (files of tests/golden).
+#include <gtest/gtest.h>
+
+#include <ATen/ops/equal.h>
+
+#include "engine/token_rows.h"
+#include "tests/engine/tiny_model.h"
+
+namespace pith {
+namespace {
+
+namespace fs = std::filesystem;
+
+fs::path golden(const std::string& name) { return fs::path(PITH_SOURCE_DIR) / "tests/golden" / name; }
+
+struct Case {
+  fs::path folder;
+  TinyModel tiny;
+  std::vector<MicroBatch> batch;
+
+  Case(const std::string& name, at::ScalarType dtype)
+      : folder(golden(name)), tiny(Qwen3MoeConfig::parse_file(folder), dtype, at::kCPU, 0.02) {
+    restore_weights(tiny.groups, folder, tiny.model.config().tie_embeddings);
+    const std::vector<Row> rows = read_token_rows(folder / "ids.json", tiny.model.config().vocab_size);
+    batch = cut(rows, static_cast<int64_t>(rows.size()));
+  }
+
+  // The gradient of one Hugging Face tensor.
+  Tensor grad(const std::string& name) {
+    for (const Parameter* parameter : all_parameters(tiny.groups)) {
+      for (const HfTensor& tensor : parameter->tensors)
+        if (tensor.name == name) return Parameter::view_of(parameter->grad.view({-1}), tensor);
+    }
+    ADD_FAILURE() << "no parameter holds " << name;
+    return {};
+  }
+
+  // Every gradient in the file, each below `limit(name)`; the file must name every parameter.
+  template <class Limit>
+  void compare_gradients(const SafetensorsFile& expected, const Limit& limit) {
+    size_t compared = 0, held = 0;
+    for (const auto& [name, entry] : expected.header().tensors) {
+      if (!name.starts_with("grad.")) continue;
+      const Tensor reference = expected.tensor(name), mine = grad(name.substr(5));
+      ++compared;
+      if (reference.abs().max().item<double>() == 0) {
+        EXPECT_EQ(mine.abs().max().item<double>(), 0) << name << " must be exactly zero";
+        continue;
+      }
+      EXPECT_LT(relative_error(mine, reference), limit(name)) << name;
+    }
+    for (const Parameter* parameter : all_parameters(tiny.groups)) held += parameter->tensors.size();
+    EXPECT_EQ(compared, held);
+  }
+};
+
+class Golden : public testing::TestWithParam<const char*> {};
+
+TEST_P(Golden, Fp32EqualsTransformers) {
+  Case test(GetParam(), at::kFloat);
+  const SafetensorsFile expected(test.folder / "expected_fp32.safetensors");
+  auto pipeline = test.tiny.pipeline();
+  std::vector<RoutingTape> tapes(1);
+  zero_grads(test.tiny.groups);
+  const BatchResult result = pipeline.forward_backward(test.batch, NextTokenLoss(), tapes);
+  const auto trained = static_cast<double>(test.batch[0].global_trained_tokens);
+  for (size_t layer = 0; layer < tapes[0].topk_idx.size(); ++layer) {
+    const std::string name = fmt::format("routing.topk_idx.{}", layer);
+    ASSERT_EQ(tapes[0].topk_idx[layer].defined(), expected.header().tensors.contains(name));
+    if (!tapes[0].topk_idx[layer].defined()) continue;
+    ASSERT_TRUE(at::equal(tapes[0].topk_idx[layer], expected.tensor(name))) << name;
+    EXPECT_LT(relative_error(tapes[0].topk_weight[layer],
+                             expected.tensor(fmt::format("routing.topk_weight.{}", layer))),
+              1e-5);
+  }
+  EXPECT_LT(relative_error(result.loss_sum / trained, expected.tensor("loss")), 1e-5);
+  EXPECT_LT(relative_error(result.per_token[0], expected.tensor("logprobs")), 1e-5);
+  EXPECT_LT(relative_error(pipeline.forward_only(test.batch, AllLogits()).per_token[0],
+                           expected.tensor("logits")),
+            1e-5);
+  test.compare_gradients(expected, [](const std::string&) { return 1e-5; });
+}
+
+TEST_P(Golden, BalanceLossGradients) {
+  Case test(GetParam(), at::kFloat);
+  if (!fs::exists(test.folder / "expected_aux_fp32.safetensors")) GTEST_SKIP() << "no such file";
+  const SafetensorsFile expected(test.folder / "expected_aux_fp32.safetensors");
+  auto pipeline = test.tiny.pipeline(0.1);
+  zero_grads(test.tiny.groups);
+  const BatchResult result = pipeline.forward_backward(test.batch, NextTokenLoss());
+  double balance = 0;
+  for (const auto& [name, entry] : expected.header().tensors)
+    if (name.starts_with("aux.")) balance += expected.tensor(name).item<double>();
+  const auto rows = static_cast<double>(test.batch[0].global_rows);
+  EXPECT_NEAR(result.balance_sum.item<double>() / rows, balance, 1e-5 * balance);
+  test.compare_gradients(expected, [](const std::string&) { return 1e-5; });
+}
+
+// On the routes of FP32, BF16 may differ from FP32 by what transformers' own BF16 differs; twice that for the
+// other order of rounding (recorded per tensor in tolerance.json).
+TEST_P(Golden, Bf16WithinTransformersOwnError) {
+  Case test(GetParam(), at::kBFloat16);
+  const SafetensorsFile expected(test.folder / "expected_fp32.safetensors");
+  const nlohmann::json tolerance = read_json(test.folder / "tolerance.json")["bf16"];
+  std::vector<RoutingTape> tapes(1);
+  tapes[0].replay = true;
+  tapes[0].topk_idx.resize(static_cast<size_t>(test.tiny.model.config().num_layers));
+  for (size_t layer = 0; layer < tapes[0].topk_idx.size(); ++layer) {
+    const std::string name = fmt::format("routing.topk_idx.{}", layer);
+    if (expected.header().tensors.contains(name)) tapes[0].topk_idx[layer] = expected.tensor(name);
+  }
+  auto pipeline = test.tiny.pipeline();
+  zero_grads(test.tiny.groups);
+  const BatchResult result = pipeline.forward_backward(test.batch, NextTokenLoss(), tapes);
+  const auto trained = static_cast<double>(test.batch[0].global_trained_tokens);
+  const auto limit = [&](const std::string& name) {
+    EXPECT_TRUE(tolerance.contains(name)) << name;
+    return 2 * tolerance.value(name, 0.0) + 1e-3;
+  };
+  EXPECT_LT(relative_error(result.loss_sum / trained, expected.tensor("loss")), limit("loss"));
+  EXPECT_LT(relative_error(pipeline.forward_only(test.batch, AllLogits(), {}, tapes).per_token[0],
+                           expected.tensor("logits")),
+            limit("logits"));
+  test.compare_gradients(expected, limit);
+}
+
+INSTANTIATE_TEST_SUITE_P(Qwen3Moe, Golden,
+                         testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d"),
+                         [](const auto& info) { return std::string(info.param); });
+
+}  // namespace
+}  // namespace pith

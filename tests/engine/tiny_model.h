@@ -1,0 +1,92 @@
+// A tiny Qwen3-MoE with buffers of its own, for tests of the engine.
+#pragma once
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "engine/batches.h"
+#include "engine/optimizer.h"
+#include "engine/pipeline.h"
+#include "engine/training_state.h"
+#include "models/qwen3_moe.h"
+
+namespace pith {
+
+inline nlohmann::json tiny_config() {
+  return {{"model_type", "qwen3_moe"},      {"vocab_size", 61},
+          {"hidden_size", 32},              {"num_hidden_layers", 3},
+          {"num_attention_heads", 4},       {"num_key_value_heads", 2},
+          {"head_dim", 8},                  {"num_experts", 6},
+          {"num_experts_per_tok", 2},       {"moe_intermediate_size", 24},
+          {"intermediate_size", 40},        {"mlp_only_layers", {1}},
+          {"norm_topk_prob", true},         {"tie_word_embeddings", false},
+          {"rms_norm_eps", 1e-6},           {"rope_theta", 10000.0},
+          {"max_position_embeddings", 512}, {"eos_token_id", 60}};
+}
+
+struct TinyModel {
+  Mesh mesh;
+  Qwen3MoeModel model;
+  std::vector<ShardGroup> groups;
+
+  explicit TinyModel(const nlohmann::json& json = tiny_config(), at::ScalarType dtype = at::kFloat,
+                     at::Device device = at::kCPU, double init_std = 0.1)
+      : TinyModel(Qwen3MoeConfig::parse(json, "test"), dtype, device, init_std) {}
+
+  TinyModel(const Qwen3MoeConfig& config, at::ScalarType dtype, at::Device device, double init_std)
+      : model(config, whole_model(config.num_layers, config.num_experts)),
+        groups(make_shard_groups(model.parameter_units(), dtype, device, ShardGroup::Use::training)) {
+    mesh.device = device;
+    for (ShardGroup& group : groups) group.initialize(7, init_std, config.num_layers);
+  }
+
+  Pipeline<Qwen3MoeModel> pipeline(double balance_loss = 0, int64_t positions = 512) {
+    return Pipeline<Qwen3MoeModel>(model, mesh, positions, {balance_loss, false});
+  }
+};
+
+// Rows of ragged documents from a fixed pattern; labels stop at documents.
+inline std::vector<Row> ragged_rows(int64_t count, int64_t length, int64_t vocab) {
+  std::vector<Row> rows(static_cast<size_t>(count));
+  uint64_t state = 12345;
+  const auto next = [&] { return state = state * 6364136223846793005u + 1442695040888963407u, state >> 33; };
+  for (Row& row : rows) {
+    int64_t left = 0;
+    for (int64_t t = 0; t < length; ++t) {
+      if (left == 0) {
+        left = std::min<int64_t>(length - t, 1 + static_cast<int64_t>(next() % 17));
+        row.document_begins.push_back(t);
+      }
+      row.tokens.push_back(static_cast<int64_t>(next() % static_cast<uint64_t>(vocab)));
+      row.positions.push_back(t - row.document_begins.back());
+      --left;
+    }
+    for (int64_t t = 0; t < length; ++t) {
+      const bool last = t + 1 == length || row.positions[static_cast<size_t>(t + 1)] == 0;
+      row.labels.push_back(last ? -100 : row.tokens[static_cast<size_t>(t + 1)]);
+    }
+  }
+  return rows;
+}
+
+inline std::vector<MicroBatch> cut(const std::vector<Row>& rows, int64_t micro_batch,
+                                   at::Device device = at::kCPU) {
+  int64_t trained = 0;
+  for (const Row& row : rows) trained += row.trained_tokens();
+  std::vector<MicroBatch> batches;
+  for (size_t i = 0; i < rows.size(); i += static_cast<size_t>(micro_batch)) {
+    const std::vector<Row> part(rows.begin() + static_cast<int64_t>(i),
+                                rows.begin() + static_cast<int64_t>(i) + micro_batch);
+    batches.push_back(make_microbatch(part, true, trained, static_cast<int64_t>(rows.size()), device));
+  }
+  return batches;
+}
+
+// |a - b| / |b| in the Euclidean norm, FP64; |a| where b is zero.
+inline double relative_error(const Tensor& a, const Tensor& b) {
+  const Tensor x = a.detach().to(at::kCPU, at::kDouble), y = b.detach().to(at::kCPU, at::kDouble);
+  const double norm = y.norm().item<double>();
+  const double error = (x - y).norm().item<double>();
+  return norm > 0 ? error / norm : error;
+}
+
+}  // namespace pith
