@@ -19,25 +19,25 @@ int64_t HfTensor::numel() const { return product(shape); }
 
 int64_t Parameter::numel() const { return product(shape); }
 
-Parameter::Parameter(std::string hf_name, std::vector<int64_t> shape, ParameterGroup group,
-                     Init init)
-    : Parameter(hf_name, shape, {HfTensor{hf_name, shape, 0}}, group, init) {}
+Parameter::Parameter(std::string hf_name, std::vector<int64_t> its_shape, ParameterGroup its_group,
+                     Init its_init)
+    : Parameter(hf_name, its_shape, {HfTensor{hf_name, its_shape, 0}}, its_group, its_init) {}
 
-Parameter::Parameter(std::string name, std::vector<int64_t> shape, std::vector<HfTensor> tensors,
-                     ParameterGroup group, Init init)
-    : name(std::move(name)),
-      shape(std::move(shape)),
-      tensors(std::move(tensors)),
-      group(group),
-      init(init) {
+Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape, std::vector<HfTensor> parts,
+                     ParameterGroup its_group, Init its_init)
+    : name(std::move(its_name)),
+      shape(std::move(its_shape)),
+      tensors(std::move(parts)),
+      group(its_group),
+      init(its_init) {
   int64_t end = 0;
-  for (const HfTensor& part : this->tensors) {
+  for (const HfTensor& part : tensors) {
     PITH_CHECK(part.offset == end, "parameter {}: {} starts at element {}, the one before ends at {}",
-               this->name, part.name, part.offset, end);
+               name, part.name, part.offset, end);
     end += part.numel();
   }
   PITH_CHECK(end == numel(), "parameter {} has {} elements, its Hugging Face tensors {}",
-             this->name, numel(), end);
+             name, numel(), end);
 }
 
 Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {
