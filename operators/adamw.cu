@@ -1,0 +1,135 @@
+// AdamW in one pass, and the sum of squares of a gradient.
+#include "operators/cuda_check.h"
+#include "operators/kernel.cuh"
+
+namespace pith::cuda {
+
+// As in adamw.h, which a .cu file does not include.
+struct AdamWScalars {
+  float decay, beta1, beta2, rest1, rest2, epsilon, rate, inverse_correction2;
+};
+
+namespace {
+
+constexpr int kThreads = 256, kWidth = 4;
+
+__device__ inline float update(float w, float& m, float& v, float g, const AdamWScalars& s) {
+  m = s.beta1 * m + s.rest1 * g;
+  v = s.beta2 * v + s.rest2 * g * g;
+  w -= s.decay * w;
+  return w - s.rate * m / (sqrtf(v) * s.inverse_correction2 + s.epsilon);
+}
+
+// N elements a thread; with N = 1 it takes any alignment and the tail.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads)
+    adamw_kernel(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, T* value,
+                 int64_t n, const float* grad_scale, AdamWScalars scalars) {
+  const int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * N;
+  if (i >= n) return;
+  Vec<float, N> w = load<N>(master + i), m = load<N>(exp_avg + i), v = load<N>(exp_avg_sq + i);
+  const Vec<float, N> g = load<N>(grad + i);
+  const float scale = *grad_scale;
+  Vec<T, N> rounded;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    w.v[j] = update(w.v[j], m.v[j], v.v[j], g.v[j] * scale, scalars);
+    rounded.v[j] = from_float<T>(w.v[j]);
+  }
+  store(master + i, w);
+  store(exp_avg + i, m);
+  store(exp_avg_sq + i, v);
+  store(value + i, rounded);
+}
+
+template <class T>
+void launch(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, T* value, int64_t n,
+            const float* grad_scale, const AdamWScalars& scalars, CUstream_st* stream) {
+  const auto run = [&](auto kernel, int64_t width, int64_t from, int64_t to) {
+    if (from == to) return;
+    const int64_t threads = (to - from) / width;
+    kernel<<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+        master + from, exp_avg + from, exp_avg_sq + from, grad + from, value + from, to - from,
+        grad_scale, scalars);
+    launch_check("adamw");
+  };
+  const bool fits = aligned<float, kWidth>({master, exp_avg, exp_avg_sq, grad}, {}) &&
+                    aligned<T, kWidth>({value}, {});
+  const int64_t even = fits ? n - n % kWidth : 0;
+  run(adamw_kernel<T, kWidth>, kWidth, 0, even);
+  run(adamw_kernel<T, 1>, 1, even, n);
+}
+
+constexpr int kSumBlocks = 1056;  // fixed, so that the order of summation is the same on every device
+
+// Sum over the threads of a block in a fixed order, valid in thread 0.
+__device__ double block_sum(double x) {
+  __shared__ double warp_sums[kThreads / 32];
+  x = lanes_sum<32>(x);
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  double sum = 0;
+  if (threadIdx.x == 0) {
+    for (double part : warp_sums) sum += part;
+  }
+  return sum;
+}
+
+template <int N>
+__global__ void __launch_bounds__(kThreads) squares_kernel(const float* x, int64_t n, double* partial) {
+  constexpr int kUnroll = 4;
+  const int64_t stride = int64_t{kSumBlocks} * kThreads * N;
+  int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * N;
+  double sum = 0;
+  for (; i + (kUnroll - 1) * stride + N <= n; i += kUnroll * stride) {
+    Vec<float, N> loaded[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) loaded[k] = load<N>(x + i + k * stride);
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const double value = loaded[k].v[j];
+        sum += value * value;
+      }
+    }
+  }
+  for (; i < n; i += stride) {
+    for (int64_t j = i; j < i + N && j < n; ++j) sum += static_cast<double>(x[j]) * x[j];
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads) total_kernel(const double* partial, double* result) {
+  double sum = 0;
+  for (int i = threadIdx.x; i < kSumBlocks; i += kThreads) sum += partial[i];
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) *result = sum;
+}
+
+}  // namespace
+
+void adamw_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, void* value,
+                  int64_t n, const float* grad_scale, AdamWScalars scalars, bool is_bf16,
+                  CUstream_st* stream) {
+  if (is_bf16) {
+    launch(master, exp_avg, exp_avg_sq, grad, static_cast<bf16*>(value), n, grad_scale, scalars, stream);
+  } else {
+    launch(master, exp_avg, exp_avg_sq, grad, static_cast<float*>(value), n, grad_scale, scalars, stream);
+  }
+}
+
+int64_t sum_of_squares_blocks() { return kSumBlocks; }
+
+void sum_of_squares(const float* x, int64_t n, double* partial, double* result, CUstream_st* stream) {
+  if (aligned<float, 4>({x}, {})) {
+    squares_kernel<4><<<kSumBlocks, kThreads, 0, stream>>>(x, n, partial);
+  } else {
+    squares_kernel<1><<<kSumBlocks, kThreads, 0, stream>>>(x, n, partial);
+  }
+  total_kernel<<<1, kThreads, 0, stream>>>(partial, result);
+  launch_check("sum_of_squares");
+}
+
+}  // namespace pith::cuda

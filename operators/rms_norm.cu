@@ -1,0 +1,292 @@
+// RMSNorm forward and backward. A row lies in the registers of a group of threads: LANES of a warp for short
+// rows (several rows a block: per-head norms have millions of them), a whole block for long ones.
+#include <climits>
+
+#include "operators/cuda_check.h"
+#include "operators/kernel.cuh"
+
+namespace pith::cuda {
+
+// As in rms_norm.h, which a .cu file does not include.
+struct NormRows {
+  int64_t count, dim, inner, outer_stride, inner_stride;
+};
+
+int64_t rms_norm_blocks(NormRows rows);
+
+namespace {
+
+// How a row is spread: LANES threads (0: the whole block), each with PER vectors of N elements, at
+// (k * threads + lane) * N.
+template <int N_, int LANES_, int PER_>
+struct Spread {
+  static constexpr int N = N_, LANES = LANES_, PER = PER_;
+};
+
+template <int LANES>
+__device__ inline int lane_of() {
+  return LANES == 0 ? threadIdx.x : threadIdx.x % (LANES == 0 ? 1 : LANES);
+}
+template <int LANES>
+__device__ inline int group_size() {
+  return LANES == 0 ? blockDim.x : LANES;
+}
+
+// Sum over the threads of a row; each gets the same bits.
+template <int LANES>
+__device__ inline float row_sum(float x) {
+  if constexpr (LANES > 0) {
+    return lanes_sum<LANES>(x);
+  } else {
+    __shared__ float warp_sums[32];
+    x = lanes_sum<32>(x);
+    __syncthreads();  // the sums of the row before have been read
+    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : 0.0f;
+    return lanes_sum<32>(x);
+  }
+}
+
+__device__ inline int64_t row_start(const NormRows& rows, int64_t r) {
+  if (rows.inner == 1) return r * rows.outer_stride;
+  if (r <= INT_MAX) {  // 32-bit division costs a third
+    const auto row = static_cast<unsigned>(r), inner = static_cast<unsigned>(rows.inner);
+    return row / inner * rows.outer_stride + row % inner * rows.inner_stride;
+  }
+  return r / rows.inner * rows.outer_stride + r % rows.inner * rows.inner_stride;
+}
+
+template <class T, class S>
+__global__ void forward_kernel(const T* x, NormRows rows, const T* weight, float eps, T* y, float* rstd) {
+  constexpr int N = S::N;
+  const int lane = lane_of<S::LANES>(), threads = group_size<S::LANES>();
+  const int rows_per_block = blockDim.x / threads;
+  const int64_t r = blockIdx.x * int64_t{rows_per_block} + threadIdx.x / threads;
+  const bool valid = r < rows.count;  // threads past the end stay for the shuffles
+  const T* from = x + row_start(rows, valid ? r : 0);
+  Vec<T, N> cached[S::PER];
+  float squares = 0;
+#pragma unroll
+  for (int k = 0; k < S::PER; ++k) {
+    const int j = (k * threads + lane) * N;
+    if (j < rows.dim) cached[k] = load<N>(from + j);
+  }
+#pragma unroll
+  for (int k = 0; k < S::PER; ++k) {
+    if ((k * threads + lane) * N >= rows.dim) continue;
+#pragma unroll
+    for (int i = 0; i < N; ++i) squares += to_float(cached[k].v[i]) * to_float(cached[k].v[i]);
+  }
+  squares = row_sum<S::LANES>(squares);
+  const float scale = 1.0f / sqrtf(squares / static_cast<float>(rows.dim) + eps);
+  if (!valid) return;
+  if (lane == 0) rstd[r] = scale;
+#pragma unroll
+  for (int k = 0; k < S::PER; ++k) {
+    const int j = (k * threads + lane) * N;
+    if (j >= rows.dim) continue;
+    const Vec<T, N> w = load<N>(weight + j);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      cached[k].v[i] = from_float<T>(to_float(cached[k].v[i]) * scale * to_float(w.v[i]));
+    }
+    store(y + r * rows.dim + j, cached[k]);
+  }
+}
+
+// Every block takes rows a grid apart, keeps the sums for dweight of its columns in registers and writes
+// one row of `partial`.
+template <class T, class S>
+__global__ void backward_kernel(const T* x, NormRows rows, const T* weight, const float* rstd,
+                                const T* dy, T* dx, float* partial) {
+  constexpr int N = S::N;
+  const int lane = lane_of<S::LANES>(), threads = group_size<S::LANES>();
+  const int group = threadIdx.x / threads, num_groups = blockDim.x / threads;
+  float sums[S::PER][N] = {};
+  const int64_t first = blockIdx.x * int64_t{num_groups};
+  for (int64_t base = first; base < rows.count; base += int64_t{gridDim.x} * num_groups) {
+    const int64_t r = base + group;
+    const bool valid = r < rows.count;
+    const T* from = x + row_start(rows, valid ? r : 0);
+    const T* gradient = dy + (valid ? r : 0) * rows.dim;
+    const float scale = valid ? rstd[r] : 0.0f;
+    Vec<T, N> a[S::PER], d[S::PER];
+#pragma unroll
+    for (int k = 0; k < S::PER; ++k) {
+      const int j = (k * threads + lane) * N;
+      if (j >= rows.dim) continue;
+      a[k] = load<N>(from + j);
+      d[k] = load<N>(gradient + j);
+    }
+    float projection = 0;  // sum of dy w n, where n = x rstd
+#pragma unroll
+    for (int k = 0; k < S::PER; ++k) {
+      const int j = (k * threads + lane) * N;
+      if (j >= rows.dim || !valid) continue;
+      const Vec<T, N> w = load<N>(weight + j);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float product = to_float(d[k].v[i]) * (to_float(a[k].v[i]) * scale);
+        sums[k][i] += product;
+        projection += product * to_float(w.v[i]);
+      }
+    }
+    if (dx == nullptr) continue;
+    projection = row_sum<S::LANES>(projection) / static_cast<float>(rows.dim);
+    if (!valid) continue;
+#pragma unroll
+    for (int k = 0; k < S::PER; ++k) {
+      const int j = (k * threads + lane) * N;
+      if (j >= rows.dim) continue;
+      const Vec<T, N> w = load<N>(weight + j);
+      Vec<T, N> out;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float g = to_float(d[k].v[i]) * to_float(w.v[i]);
+        out.v[i] = from_float<T>(scale * (g - to_float(a[k].v[i]) * scale * projection));
+      }
+      store(dx + r * rows.dim + j, out);
+    }
+  }
+  // The groups of the block add up one after the other: a fixed order.
+  extern __shared__ float columns[];
+  for (int turn = 0; turn < num_groups; ++turn) {
+    if (group == turn) {
+#pragma unroll
+      for (int k = 0; k < S::PER; ++k) {
+        const int j = (k * threads + lane) * N;
+        if (j >= rows.dim) continue;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          columns[j + i] = turn == 0 ? sums[k][i] : columns[j + i] + sums[k][i];
+        }
+      }
+    }
+    __syncthreads();
+  }
+  for (int j = threadIdx.x; j < rows.dim; j += blockDim.x) {
+    partial[blockIdx.x * rows.dim + j] = columns[j];
+  }
+}
+
+// dweight (dim) += the column sums of partial (blocks, dim), in a fixed order.
+__global__ void add_columns_kernel(const float* partial, int64_t blocks, int64_t dim, float* dweight) {
+  __shared__ float part[32][33];
+  const int64_t column = blockIdx.x * int64_t{32} + threadIdx.x;
+  float sum = 0;
+  if (column < dim) {
+#pragma unroll 8
+    for (int64_t b = threadIdx.y; b < blocks; b += 32) sum += partial[b * dim + column];
+  }
+  part[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y > 0 || column >= dim) return;
+  sum = 0;
+  for (int y = 0; y < 32; ++y) sum += part[y][threadIdx.x];
+  dweight[column] += sum;
+}
+
+constexpr int kGroupThreads = 128;  // of a block that takes several rows
+constexpr int kMaxThreads = 1024;
+
+// Threads of a block, and rows it takes at a time.
+struct Shape {
+  int threads, rows;
+};
+template <class S>
+Shape shape_of(int64_t dim) {
+  if (S::LANES > 0) return {kGroupThreads, kGroupThreads / (S::LANES > 0 ? S::LANES : 1)};
+  const int64_t warps = (dim + 32 * S::N * S::PER - 1) / (32 * S::N * S::PER);
+  return {static_cast<int>(warps * 32), 1};
+}
+
+// Calls f(Spread{}) with the smallest spread that holds a row; N = 1 where vectors do not fit.
+template <class T, class F>
+void with_spread(const NormRows& rows, bool vectors, F&& f) {
+  constexpr int N = kFull<T>;
+  if (!vectors) {
+    if (rows.dim <= 32 * 8) return f(Spread<1, 32, 8>{});
+    if (rows.dim <= kMaxThreads * 8) return f(Spread<1, 0, 8>{});
+    fail(cudaErrorInvalidValue, "rms_norm of rows above 8192 elements needs 16-byte aligned rows",
+         __FILE__, __LINE__);
+  }
+  if (rows.dim <= 16 * N) return f(Spread<N, 16, 1>{});
+  if (rows.dim <= 32 * N) return f(Spread<N, 32, 1>{});
+  if (rows.dim <= 32 * 4 * N) return f(Spread<N, 32, 4>{});
+  if (rows.dim <= kMaxThreads * 4 * N) return f(Spread<N, 0, 4>{});
+  fail(cudaErrorInvalidValue, "rms_norm of rows above 64 kB", __FILE__, __LINE__);
+}
+
+template <class T>
+bool fits(const NormRows& rows, std::initializer_list<const void*> pointers) {
+  return aligned<T, kFull<T>>(pointers, {rows.dim, rows.outer_stride, rows.inner_stride});
+}
+
+template <class T>
+void forward(const T* x, NormRows rows, const T* weight, float eps, T* y, float* rstd,
+             CUstream_st* stream) {
+  with_spread<T>(rows, fits<T>(rows, {x, weight, y}), [&](auto spread) {
+    using S = decltype(spread);
+    const Shape shape = shape_of<S>(rows.dim);
+    const auto grid = static_cast<unsigned>((rows.count + shape.rows - 1) / shape.rows);
+    forward_kernel<T, S><<<grid, shape.threads, 0, stream>>>(x, rows, weight, eps, y, rstd);
+    launch_check("rms_norm forward");
+  });
+}
+
+template <class T>
+void backward(const T* x, NormRows rows, const T* weight, const float* rstd, const T* dy, T* dx,
+              float* partial, float* dweight, CUstream_st* stream) {
+  const auto grid = static_cast<unsigned>(rms_norm_blocks(rows));
+  with_spread<T>(rows, fits<T>(rows, {x, weight, dy, dx}), [&](auto spread) {
+    using S = decltype(spread);
+    const size_t shared = static_cast<size_t>(rows.dim) * sizeof(float);
+    if (shared > 48 * 1024) {
+      PITH_CUDA_CHECK(cudaFuncSetAttribute(backward_kernel<T, S>,
+                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(shared)));
+    }
+    backward_kernel<T, S><<<grid, shape_of<S>(rows.dim).threads, shared, stream>>>(
+        x, rows, weight, rstd, dy, dx, partial);
+    launch_check("rms_norm backward");
+  });
+  if (dweight == nullptr) return;
+  add_columns_kernel<<<static_cast<unsigned>((rows.dim + 31) / 32), dim3(32, 32), 0, stream>>>(
+      partial, grid, rows.dim, dweight);
+  launch_check("rms_norm dweight");
+}
+
+}  // namespace
+
+void rms_norm_forward(const void* x, NormRows rows, const void* weight, double eps, void* y, float* rstd,
+                      bool is_bf16, CUstream_st* stream) {
+  const auto e = static_cast<float>(eps);
+  if (is_bf16) {
+    forward(static_cast<const bf16*>(x), rows, static_cast<const bf16*>(weight), e,
+            static_cast<bf16*>(y), rstd, stream);
+  } else {
+    forward(static_cast<const float*>(x), rows, static_cast<const float*>(weight), e,
+            static_cast<float*>(y), rstd, stream);
+  }
+}
+
+int64_t rms_norm_blocks(NormRows rows) {
+  // Constants of no device, so that the order of summation is the same on all: eight blocks for each
+  // multiprocessor of an H200 (more of the light ones with short rows); at least 16 rows a block.
+  const int64_t by_rows = (rows.count + 15) / 16, most = rows.dim <= 256 ? 2112 : 1056;
+  return by_rows < most ? by_rows : most;
+}
+
+void rms_norm_backward(const void* x, NormRows rows, const void* weight, const float* rstd, const void* dy,
+                       void* dx, float* partial, float* dweight, bool is_bf16, CUstream_st* stream) {
+  if (is_bf16) {
+    backward(static_cast<const bf16*>(x), rows, static_cast<const bf16*>(weight), rstd,
+             static_cast<const bf16*>(dy), static_cast<bf16*>(dx), partial, dweight, stream);
+  } else {
+    backward(static_cast<const float*>(x), rows, static_cast<const float*>(weight), rstd,
+             static_cast<const float*>(dy), static_cast<float*>(dx), partial, dweight, stream);
+  }
+}
+
+}  // namespace pith::cuda
