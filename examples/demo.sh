@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The demo: a small MoE learns to write C++ from the C++ headers that the build has installed. Each step is one
+# call of the program, printed before it runs, so that it can be repeated by hand.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+program=${PITHTRAIN:-build/pithtrain}
+headers=$(echo .deps/lib/python3*/site-packages/torch/include)
+
+run() {
+  printf '\n$'
+  printf ' %q' "$@"
+  printf '\n'
+  "$@"
+}
+
+run "$program" corpus build --out runs/demo/corpus/train --extensions .h,.hpp \
+  --validation-share 0.02 --validation-out runs/demo/corpus/validation "$headers"
+run "$program" pretrain examples/demo.toml
+checkpoint=$(ls -d runs/demo/checkpoints/step-* | tail -n 1)
+run "$program" inspect "$checkpoint"
+run "$program" generate "$checkpoint" --max-tokens 400 --temperature 0.6 --seed 1 \
+  --prompt '#include <ATen/'
+
+cat <<END
+
+Where everything lies:
+  runs/demo/corpus/       tokens of the headers (.bin, .idx, .json) and the tokenizer
+  runs/demo/config.toml   the resolved configuration
+  runs/demo/metrics.jsonl one JSON object a step; runs/demo/tensorboard/ the same for TensorBoard
+  $checkpoint   the model: a Hugging Face folder, plus optimizer state and manifest
+Run ./pith demo again: it resumes where it stopped. Remove runs/demo to start anew.
+END
