@@ -1,0 +1,368 @@
+#include "engine/checkpoint.h"
+
+#include <ATen/core/grad_mode.h>
+#include <fcntl.h>
+#include <fmt/ranges.h>
+#include <stdio.h>  // renameat2
+
+#include <algorithm>
+#include <atomic>
+#include <charconv>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <system_error>
+
+namespace pith {
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+constexpr const char* kManifest = "manifest.json";
+constexpr const char* kFormat = "pithtrain checkpoint";
+// Folders being made or removed; a killed process may leave them, the next save removes them.
+constexpr std::string_view kSaving = ".saving-", kDeleting = ".deleting-";
+
+std::string step_name(int64_t step) { return fmt::format("step-{:08}", step); }
+
+// Step of a folder name "step-00000020", or -1.
+int64_t step_of(const std::string& name) {
+  int64_t step = -1;
+  if (name.rfind("step-", 0) != 0) return -1;
+  const char* end = name.data() + name.size();
+  const auto [stop, error] = std::from_chars(name.data() + 5, end, step);
+  return error == std::errc() && stop == end && step_name(step) == name ? step : -1;
+}
+
+std::vector<std::string> entries(const fs::path& folder) {
+  std::vector<std::string> names;
+  if (fs::is_directory(folder))
+    for (const auto& entry : fs::directory_iterator(folder))
+      names.push_back(entry.path().filename().string());
+  return names;
+}
+
+// Steps with a folder under root, newest first.
+std::vector<int64_t> steps_under(const fs::path& root) {
+  std::vector<int64_t> steps;
+  for (const std::string& name : entries(root))
+    if (const int64_t step = step_of(name); step >= 0) steps.push_back(step);
+  std::sort(steps.rbegin(), steps.rend());
+  return steps;
+}
+
+std::string state_key(const std::string& kind, const std::string& tensor, int64_t offset,
+                      int64_t total) {
+  return fmt::format("{}/{}@{}/{}", kind, tensor, offset, total);
+}
+
+std::string manifest_text(int64_t step, const std::vector<WrittenFile>& files) {
+  json list = json::object();
+  for (const WrittenFile& file : files) {
+    json entry = {{"bytes", file.bytes}, {"xxh3", hex(file.xxh3)}};
+    for (const auto& [tensor, sum] : file.tensors) entry["tensors"][tensor] = hex(sum);
+    PITH_CHECK(list.emplace(file.name, entry).second, "a checkpoint has two files {}", file.name);
+  }
+  const json manifest = {{"format", kFormat}, {"version", 1}, {"step", step}, {"files", list}};
+  return seal_json(manifest.dump(1));
+}
+
+void write_files(const fs::path& folder, const CheckpointContent& content) {
+  std::vector<WrittenFile> written = write_hf_weights(folder, content.weights);
+  if (!content.optimizer.empty()) {
+    std::vector<NamedTensor> slices;
+    for (const StateSlice& slice : content.optimizer) {
+      PITH_CHECK(slice.data.dim() == 1 && slice.offset >= 0 &&
+                     slice.data.numel() <= slice.total - slice.offset,
+                 "optimizer state {} of {}: {} elements from {} do not lie within {}", slice.kind,
+                 slice.tensor, slice.data.numel(), slice.offset, slice.total);
+      check_dtype(slice.data, slice.tensor, at::kFloat);
+      slices.emplace_back(state_key(slice.kind, slice.tensor, slice.offset, slice.total),
+                          slice.data);
+    }
+    const std::string name = "optimizer/shard-00000-of-00001.safetensors";
+    fs::create_directory(folder / "optimizer");
+    written.push_back(write_safetensors(folder / name, slices));
+    written.back().name = name;
+    sync_folder(folder / "optimizer");
+  }
+  for (const auto& [name, bytes] : content.files) {
+    PITH_CHECK(fs::path(name).filename() == name && !fs::exists(folder / name),
+               "{} is no name for a further file of a checkpoint", name);
+    written.push_back(write_file(folder, name, bytes));
+  }
+  written.push_back(write_file(folder, "training_state.json", content.training_state));
+  write_file(folder, kManifest, manifest_text(content.step, written));
+  sync_folder(folder);
+}
+
+// The complete folder `from` takes the name `to`; a folder already there changes places with it, so that at
+// every moment a complete one has the name.
+void take_name(const fs::path& from, const fs::path& to) {
+  const bool exchange = fs::exists(to);
+  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), exchange ? RENAME_EXCHANGE : 0) == 0)
+    return;
+  if (errno == EINVAL && exchange) {  // a file system without exchange: a short moment without the name
+    fs::rename(to, from.parent_path() / (std::string(kDeleting) + to.filename().string()));
+  }
+  fs::rename(from, to);
+}
+
+void remove_leftovers(const fs::path& root) {
+  for (const std::string& name : entries(root))
+    if (name.rfind(kSaving, 0) == 0 || name.rfind(kDeleting, 0) == 0) fs::remove_all(root / name);
+}
+
+// Empty when the checkpoint is complete, else the reason. Reads the manifest, not the data.
+std::string incomplete(const fs::path& checkpoint) {
+  try {
+    for (const auto& [name, file] : read_manifest(checkpoint).files) {
+      std::error_code error;
+      const auto bytes = fs::file_size(checkpoint / name, error);
+      if (error) return fmt::format("{}: {}", (checkpoint / name).string(), error.message());
+      if (bytes != file.bytes)
+        return fmt::format("{} has {} bytes instead of {}", (checkpoint / name).string(), bytes,
+                           file.bytes);
+    }
+    return "";
+  } catch (const Error& error) {
+    return error.message();
+  }
+}
+
+void delete_older(const fs::path& root, int64_t step, int64_t keep_last) {
+  int64_t kept = 1;  // the new one
+  for (const int64_t older : steps_under(root)) {
+    const fs::path folder = root / step_name(older);
+    if (older >= step || !incomplete(folder).empty() || ++kept <= keep_last) continue;
+    // Renamed first: a half-deleted folder must not look like a checkpoint.
+    const fs::path doomed = root / (std::string(kDeleting) + step_name(older));
+    fs::rename(folder, doomed);
+    fs::remove_all(doomed);
+  }
+}
+
+// The problems of one file of a manifest.
+std::vector<std::string> verify_file(const fs::path& path, const Manifest::File& expected) {
+  const std::string name = path.string();
+  try {
+    const MappedFile file = map_file(path);
+    if (file.size != expected.bytes)
+      return {fmt::format("{} has {} bytes instead of {}", name, file.size, expected.bytes)};
+    if (xxh3(file.bytes()) == expected.xxh3) return {};
+    if (expected.tensors.empty())
+      return {fmt::format("{} is damaged: its bytes do not match the manifest's sum", name)};
+    std::vector<std::string> problems;
+    const SafetensorsFile tensors(path);
+    for (const auto& [tensor, sum] : expected.tensors) {
+      if (!tensors.header().tensors.count(tensor)) {
+        problems.push_back(fmt::format("{} is damaged: tensor {} is gone", name, tensor));
+      } else if (xxh3(tensors.bytes(tensor)) != sum) {
+        problems.push_back(fmt::format("{} is damaged in tensor {}", name, tensor));
+      }
+    }
+    if (problems.empty()) problems.push_back(name + " is damaged in its header");
+    return problems;
+  } catch (const Error& error) {
+    return {error.message()};
+  }
+}
+
+uint64_t parse_hex(const json& value, const std::string& source) {
+  PITH_CHECK(value.is_string(), "{}: a sum is not a string", source);
+  const auto& text = value.get_ref<const std::string&>();
+  uint64_t result = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, result, 16);
+  PITH_CHECK(error == std::errc() && stop == end && text.size() == 16,
+             "{}: a sum is not 16 hexadecimal digits", source);
+  return result;
+}
+
+}  // namespace
+
+void write_checkpoint(const fs::path& root, const CheckpointContent& content, int64_t keep_last) {
+  const fs::path final_path = root / step_name(content.step);
+  const fs::path temporary = root / (std::string(kSaving) + step_name(content.step));
+  try {
+    if (fs::create_directories(root)) sync_folder(fs::absolute(root).parent_path());
+    remove_leftovers(root);
+    fs::create_directory(temporary);
+    write_files(temporary, content);
+    take_name(temporary, final_path);
+    sync_folder(root);
+  } catch (...) {
+    std::error_code ignored;  // the first error is the one to tell
+    fs::remove_all(temporary, ignored);
+    try {
+      throw;
+    } catch (const fs::filesystem_error& error) {
+      PITH_FAIL("cannot save checkpoint {}: {}", final_path.string(), error.what());
+    } catch (const Error& error) {
+      PITH_FAIL("cannot save checkpoint {}: {}", final_path.string(), error.message());
+    }
+  }
+  try {
+    remove_leftovers(root);  // what take_name replaced
+    if (keep_last > 0) delete_older(root, content.step, keep_last);
+  } catch (const fs::filesystem_error& error) {
+    PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}",
+              final_path.string(), error.what());
+  }
+}
+
+CheckpointWriter::~CheckpointWriter() {
+  try {
+    finish();
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "{}\n", error.what());
+  }
+}
+
+void CheckpointWriter::start(fs::path root, CheckpointContent content, int64_t keep_last) {
+  finish();
+  thread_ = std::thread([this, root = std::move(root), content = std::move(content), keep_last] {
+    try {
+      write_checkpoint(root, content, keep_last);
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  });
+}
+
+void CheckpointWriter::finish() {
+  if (thread_.joinable()) thread_.join();
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+Manifest parse_manifest(std::string_view text, const std::string& source) {
+  check_seal(text, source);
+  const json document = parse_json(text, source);
+  try {
+    Manifest manifest;
+    PITH_CHECK(document.at("format") == kFormat && document.at("version") == 1,
+               "{}: not the manifest of a checkpoint this program reads", source);
+    manifest.step = document.at("step").get<int64_t>();
+    for (const auto& [name, entry] : document.at("files").items()) {
+      const fs::path path(name);
+      PITH_CHECK(path.is_relative() && path.lexically_normal() == path &&
+                     *path.begin() != "..",
+                 "{}: {} is not a path inside the checkpoint", source, name);
+      Manifest::File file{entry.at("bytes").get<uint64_t>(), parse_hex(entry.at("xxh3"), source), {}};
+      if (entry.contains("tensors"))
+        for (const auto& [tensor, sum] : entry["tensors"].items())
+          file.tensors.emplace(tensor, parse_hex(sum, source));
+      manifest.files.emplace(name, std::move(file));
+    }
+    return manifest;
+  } catch (const json::exception& error) {
+    PITH_FAIL("{}: {}", source, error.what());
+  }
+}
+
+Manifest read_manifest(const fs::path& checkpoint) {
+  const fs::path path = checkpoint / kManifest;
+  return parse_manifest(map_file(path).bytes(), path.string());
+}
+
+std::optional<fs::path> newest_checkpoint(const fs::path& root, std::vector<std::string>* skipped) {
+  for (const int64_t step : steps_under(root)) {
+    const std::string reason = incomplete(root / step_name(step));
+    if (reason.empty()) return root / step_name(step);
+    if (skipped) skipped->push_back(fmt::format("{} is not complete: {}", step_name(step), reason));
+  }
+  return std::nullopt;
+}
+
+std::vector<std::string> verify_checkpoint(const fs::path& folder) {
+  Manifest manifest;
+  try {
+    manifest = read_manifest(folder);
+  } catch (const Error& error) {
+    return {error.message()};
+  }
+  std::vector<std::pair<fs::path, const Manifest::File*>> files;
+  for (const auto& [name, file] : manifest.files) files.emplace_back(folder / name, &file);
+  std::vector<std::vector<std::string>> found(files.size());
+  std::atomic<size_t> next = 0;
+  const auto work = [&] {
+    for (size_t i; (i = next++) < files.size();)
+      found[i] = verify_file(files[i].first, *files[i].second);
+  };
+  std::vector<std::thread> threads;
+  const size_t workers = std::min<size_t>({8, files.size(), std::thread::hardware_concurrency()});
+  for (size_t i = 1; i < workers; ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
+  std::vector<std::string> problems;
+  for (const auto& list : found) problems.insert(problems.end(), list.begin(), list.end());
+  return problems;
+}
+
+void check_checkpoint(const fs::path& folder) {
+  const std::vector<std::string> problems = verify_checkpoint(folder);
+  if (!problems.empty())
+    PITH_FAIL_HINT("move this checkpoint away to continue from the one before",
+                   "checkpoint {} can't be used:\n  - {}", folder.string(),
+                   fmt::join(problems, "\n  - "));
+}
+
+OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "optimizer") {
+  std::vector<std::string> names = entries(folder_);
+  std::sort(names.begin(), names.end());
+  if (names.empty())
+    PITH_FAIL_HINT("use the folder as [model] init to start with a new optimizer",
+                   "{} holds no optimizer state", folder.string());
+  for (size_t i = 0; i < names.size(); ++i) {
+    const auto expected = fmt::format("shard-{:05}-of-{:05}.safetensors", i, names.size());
+    PITH_CHECK(names[i] == expected, "{}: {} is there where {} is expected", folder_.string(),
+               names[i], expected);
+    files_.emplace_back(folder_ / names[i]);
+    for (const auto& [key, entry] : files_[i].header().tensors) {
+      const size_t slash = key.find('/'), at = key.rfind('@'), total_at = key.rfind('/');
+      Piece piece{i, key, -1, entry.shape.empty() ? 0 : entry.shape[0], -1};
+      const char* end = key.data() + key.size();
+      if (slash < at && at < total_at) {
+        std::from_chars(key.data() + at + 1, end, piece.offset);
+        std::from_chars(key.data() + total_at + 1, end, piece.total);
+      }
+      const std::string kind = key.substr(0, slash);
+      const std::string tensor = slash < at ? key.substr(slash + 1, at - slash - 1) : "";
+      PITH_CHECK(piece.offset >= 0 && entry.shape.size() == 1 && entry.dtype == at::kFloat &&
+                     key == state_key(kind, tensor, piece.offset, piece.total),
+                 "{}: {} is not a flat float32 slice KIND/TENSOR@OFFSET/TOTAL",
+                 files_[i].path().string(), key);
+      pieces_[{kind, tensor}].push_back(piece);
+    }
+  }
+  for (auto& [name, pieces] : pieces_) {
+    std::sort(pieces.begin(), pieces.end(),
+              [](const Piece& a, const Piece& b) {
+                return std::pair(a.offset, a.count) < std::pair(b.offset, b.count);
+              });
+    int64_t end = 0;
+    for (const Piece& piece : pieces) {
+      PITH_CHECK(piece.offset == end && piece.total == pieces[0].total,
+                 "{}: {} of {}: a slice starts at {} of {}, where {} of {} is expected",
+                 files_[piece.file].path().string(), name.first, name.second, piece.offset,
+                 piece.total, end, pieces[0].total);
+      end += piece.count;
+    }
+    PITH_CHECK(end == pieces[0].total, "{}: {} of {} ends at element {} of {}", folder_.string(),
+               name.first, name.second, end, pieces[0].total);
+  }
+}
+
+void OptimizerReader::read(const std::string& kind, const HfTensor& tensor, Tensor out) const {
+  const auto found = pieces_.find({kind, tensor.name});
+  PITH_CHECK(found != pieces_.end(), "{}: there is no {} of {}", folder_.string(), kind, tensor.name);
+  const int64_t total = found->second[0].total;
+  PITH_CHECK(total == tensor.numel() && out.dim() == 1 && out.numel() == total,
+             "{}: {} of {} has {} elements, the model's tensor {}, its target {}", folder_.string(),
+             kind, tensor.name, total, tensor.numel(), out.numel());
+  at::NoGradGuard no_grad;
+  for (const Piece& piece : found->second)
+    out.narrow(0, piece.offset, piece.count).copy_(files_[piece.file].tensor(piece.key));
+}
+
+}  // namespace pith

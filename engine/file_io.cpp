@@ -1,0 +1,142 @@
+#include "engine/file_io.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#include "core/error.h"
+
+namespace pith {
+namespace {
+
+constexpr size_t kBuffer = 1 << 20;
+constexpr size_t kLargestWrite = 1 << 30;  // Linux writes at most 2 GiB in one call
+
+std::string reason() { return std::generic_category().message(errno); }
+
+[[noreturn]] void fail_write(const std::filesystem::path& path, const char* action) {
+  const bool full = errno == ENOSPC || errno == EDQUOT;
+  const std::string text = fmt::format("cannot {} {}: {}", action, path.string(), reason());
+  if (full) PITH_FAIL_HINT("free space on that disk or choose another folder", "{}", text);
+  PITH_FAIL("{}", text);
+}
+
+struct Descriptor {
+  int value;
+  explicit Descriptor(const std::filesystem::path& path, int flags)
+      : value(::open(path.c_str(), flags | O_CLOEXEC)) {
+    PITH_CHECK(value >= 0, "cannot open {}: {}", path.string(), reason());
+  }
+  ~Descriptor() { ::close(value); }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+};
+
+// The member that seal_json appends: fixed length, so that its place is known without parsing.
+std::string seal_of(std::string_view body) {
+  return fmt::format(" \"checksum\": \"{}\"\n}}\n", hex(xxh3(body)));
+}
+
+}  // namespace
+
+MappedFile map_file(const std::filesystem::path& path) {
+  Descriptor file(path, O_RDONLY);
+  struct stat info {};
+  PITH_CHECK(::fstat(file.value, &info) == 0, "cannot stat {}: {}", path.string(), reason());
+  PITH_CHECK(S_ISREG(info.st_mode), "{} is not a file", path.string());
+  const auto size = static_cast<uint64_t>(info.st_size);
+  if (size == 0) return {std::shared_ptr<const char>(std::make_shared<char>()), 0};
+  void* pages = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file.value, 0);
+  PITH_CHECK(pages != MAP_FAILED, "cannot map {} ({} bytes): {}", path.string(), size, reason());
+  return {std::shared_ptr<const char>(static_cast<const char*>(pages),
+                                      [pages, size](const char*) { ::munmap(pages, size); }),
+          size};
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  return std::string(map_file(path).bytes());
+}
+
+OutputFile::OutputFile(std::filesystem::path path)
+    : path_(std::move(path)),
+      descriptor_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)),
+      sum_(XXH3_createState(), &XXH3_freeState) {
+  if (descriptor_ < 0) fail_write(path_, "create");
+  XXH3_64bits_reset(sum_.get());
+  buffer_.reserve(kBuffer);
+}
+
+OutputFile::~OutputFile() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+void OutputFile::append(std::string_view bytes) {
+  XXH3_64bits_update(sum_.get(), bytes.data(), bytes.size());
+  bytes_ += bytes.size();
+  if (buffer_.size() + bytes.size() > kBuffer) {
+    write_out(buffer_);
+    buffer_.clear();
+  }
+  if (bytes.size() >= kBuffer) {
+    write_out(bytes);
+  } else {
+    buffer_.append(bytes);
+  }
+}
+
+void OutputFile::write_out(std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t n = ::write(descriptor_, bytes.data(), std::min(bytes.size(), kLargestWrite));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) fail_write(path_, "write");
+    bytes.remove_prefix(static_cast<size_t>(n));
+  }
+}
+
+uint64_t OutputFile::close() {
+  write_out(buffer_);
+  buffer_.clear();
+  // Some devices can't be synced (EINVAL: a pipe, /dev/stdout); they hold nothing that could be lost.
+  if (::fsync(descriptor_) != 0 && errno != EINVAL) fail_write(path_, "sync");
+  const int result = ::close(descriptor_);
+  descriptor_ = -1;
+  if (result != 0) fail_write(path_, "close");
+  return XXH3_64bits_digest(sum_.get());
+}
+
+WrittenFile write_file(const std::filesystem::path& folder, const std::string& name,
+                       std::string_view bytes) {
+  OutputFile out(folder / name);
+  out.append(bytes);
+  return {name, bytes.size(), out.close(), {}};
+}
+
+void sync_folder(const std::filesystem::path& folder) {
+  Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);
+  if (::fsync(descriptor.value) != 0 && errno != EINVAL) fail_write(folder, "sync");
+}
+
+uint64_t xxh3(std::string_view bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
+
+std::string hex(uint64_t value) { return fmt::format("{:016x}", value); }
+
+std::string seal_json(const std::string& object) {
+  std::string body = object.substr(0, object.find_last_of('}'));
+  body.erase(body.find_last_not_of(" \n") + 1);
+  body += ",\n";
+  return body + seal_of(body);
+}
+
+void check_seal(std::string_view text, const std::string& source) {
+  const size_t length = seal_of("").size();
+  PITH_CHECK(text.size() > length && text.substr(text.size() - length) ==
+                                         seal_of(text.substr(0, text.size() - length)),
+             "{} is damaged: its bytes do not match the checksum on its last line", source);
+}
+
+}  // namespace pith

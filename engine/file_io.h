@@ -1,0 +1,66 @@
+// Files as this room uses them: mapped for reading, summed while written, durable when closed.
+#pragma once
+#include <xxhash.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace pith {
+
+// A whole file, read-only; the pages stay mapped while any copy lives. A file that another program cuts
+// shorter meanwhile is beyond help (SIGBUS), like with every mapping.
+struct MappedFile {
+  std::shared_ptr<const char> data;
+  uint64_t size = 0;
+  std::string_view bytes() const { return {data.get(), size}; }
+};
+MappedFile map_file(const std::filesystem::path& path);
+
+std::string read_file(const std::filesystem::path& path);
+
+// A file being written from its beginning. Every failure names the path and the system's reason. Not
+// closed means not wanted: the destructor closes the descriptor and leaves the rest to the owner.
+class OutputFile {
+ public:
+  explicit OutputFile(std::filesystem::path path);
+  ~OutputFile();
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+  void append(std::string_view bytes);
+  uint64_t bytes() const { return bytes_; }
+  uint64_t close();  // flush, fsync; returns the xxh3-64 of all bytes
+
+ private:
+  void write_out(std::string_view bytes);
+  std::filesystem::path path_;
+  int descriptor_;
+  uint64_t bytes_ = 0;
+  std::string buffer_;
+  std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> sum_;
+};
+
+// Name, size and sum of a file just written; for safetensors also the sum of each tensor's bytes.
+struct WrittenFile {
+  std::string name;  // relative to its folder
+  uint64_t bytes = 0, xxh3 = 0;
+  std::vector<std::pair<std::string, uint64_t>> tensors;
+};
+WrittenFile write_file(const std::filesystem::path& folder, const std::string& name,
+                       std::string_view bytes);
+
+// Makes creations, renames and deletions inside a folder durable.
+void sync_folder(const std::filesystem::path& folder);
+
+uint64_t xxh3(std::string_view bytes);
+std::string hex(uint64_t value);  // 16 digits
+
+// A JSON object (text from dump, ending in "}") that carries the xxh3 of its own bytes as its last member,
+// "checksum". check_seal throws, naming `source`, when any byte of the text is not what was written.
+std::string seal_json(const std::string& object);
+void check_seal(std::string_view text, const std::string& source);
+
+}  // namespace pith

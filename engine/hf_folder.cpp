@@ -1,0 +1,274 @@
+#include "engine/hf_folder.h"
+
+#include <ATen/core/grad_mode.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+
+namespace pith {
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+constexpr const char* kIndex = "model.safetensors.index.json";
+constexpr const char* kSingle = "model.safetensors";
+constexpr size_t kListed = 20;  // names of one kind listed singly before "and N more"
+
+// One error with all problems, a line each.
+[[noreturn]] void fail_with(const std::string& what, const std::vector<std::string>& problems) {
+  PITH_FAIL("{}: {} problem{}\n  - {}", what, problems.size(), problems.size() == 1 ? "" : "s",
+            fmt::join(problems, "\n  - "));
+}
+
+// Appends "kind: pattern" for each pattern of the names.
+void report(std::vector<std::string>& problems, const std::string& kind,
+            const std::vector<std::string>& names) {
+  for (const std::string& line : summarize_names(names))
+    problems.push_back(fmt::format("{}: {}", kind, line));
+}
+
+std::map<std::string, std::string> read_weight_map(const fs::path& path) {
+  const json index = read_json(path);
+  PITH_CHECK(index.is_object() && index.contains("weight_map") && index["weight_map"].is_object(),
+             "{}: there is no object weight_map", path.string());
+  std::map<std::string, std::string> result;
+  for (const auto& [name, value] : index["weight_map"].items()) {
+    PITH_CHECK(value.is_string(), "{}: weight_map: {} is not a string", path.string(), name);
+    auto file = value.get<std::string>();
+    // A file of this folder and nothing else: an index can't be trusted to stay inside.
+    PITH_CHECK(fs::path(file).filename() == file && file != ".." && file != ".",
+               "{}: weight_map: {} lies in {}, which is not a file name", path.string(), name, file);
+    result.emplace(name, std::move(file));
+  }
+  return result;
+}
+
+// Order of numbers written without leading zeros.
+struct ByValue {
+  bool operator()(const std::string& a, const std::string& b) const {
+    return std::pair(a.size(), a) < std::pair(b.size(), b);
+  }
+};
+
+}  // namespace
+
+json parse_json(std::string_view text, const std::string& source) {
+  std::vector<std::set<std::string>> keys;  // of the objects that are open
+  const auto refuse_twins = [&](int, json::parse_event_t event, json& parsed) {
+    using Event = json::parse_event_t;
+    if (event == Event::object_start) keys.emplace_back();
+    if (event == Event::object_end) keys.pop_back();
+    if (event == Event::key)
+      PITH_CHECK(keys.back().insert(parsed.get_ref<const std::string&>()).second,
+                 "{}: key {} stands twice in one object", source, parsed.dump());
+    return true;
+  };
+  try {
+    return json::parse(text, refuse_twins);
+  } catch (const json::parse_error& error) {
+    const auto before = text.substr(0, std::min(text.size(), error.byte > 0 ? error.byte - 1 : 0));
+    const auto line = std::count(before.begin(), before.end(), '\n') + 1;
+    const size_t column = before.size() - (before.rfind('\n') + 1) + 1;  // npos + 1 = 0
+    std::string_view what = error.what();  // "[json.exception...] parse error at line L, column C: ..."
+    if (const size_t at = what.find(": "); at != what.npos) what.remove_prefix(at + 2);
+    PITH_FAIL("{}:{}:{}: not JSON: {:.300}", source, line, column, what);
+  } catch (const json::exception& error) {  // a number out of range
+    PITH_FAIL("{}: not JSON: {:.300}", source, error.what());
+  }
+}
+
+json read_json(const fs::path& path) { return parse_json(map_file(path).bytes(), path.string()); }
+
+std::vector<std::string> summarize_names(const std::vector<std::string>& names) {
+  // Pattern ("layers.#.weight") -> the tuples of numbers that stand in its places.
+  std::map<std::string, std::vector<std::vector<std::string>>> patterns;
+  for (const std::string& name : names) {
+    std::string pattern;
+    std::vector<std::string> numbers;
+    for (size_t i = 0; i < name.size();) {
+      const size_t end = std::min(name.find_first_not_of("0123456789", i), name.size());
+      if (end > i) numbers.push_back(name.substr(i, end - i));
+      pattern += end > i ? '#' : name[i];
+      i = std::max(end, i + 1);
+    }
+    patterns[pattern].push_back(std::move(numbers));
+  }
+  std::vector<std::string> lines;
+  for (const auto& [pattern, tuples] : patterns) {
+    std::vector<std::set<std::string, ByValue>> places(tuples[0].size());
+    for (const auto& tuple : tuples)
+      for (size_t i = 0; i < tuple.size(); ++i) places[i].insert(tuple[i]);
+    size_t combinations = 1;
+    for (const auto& place : places) combinations *= place.size();
+    const std::set<std::vector<std::string>> distinct(tuples.begin(), tuples.end());
+    const auto fill = [&pattern = pattern](const auto& text_of_place) {
+      std::string line;
+      size_t place = 0;
+      for (char c : pattern) line += c == '#' ? text_of_place(place++) : std::string(1, c);
+      return line;
+    };
+    if (combinations == distinct.size() && tuples.size() > 1) {
+      lines.push_back(fill([&](size_t i) {
+        const auto& place = places[i];
+        const auto first = place.begin(), last = std::prev(place.end());
+        if (place.size() == 1) return *first;
+        const bool range = last->size() < 10 && std::stoul(*last) - std::stoul(*first) + 1 ==
+                                                    place.size();
+        return range ? fmt::format("{{{}-{}}}", *first, *last)
+                     : fmt::format("{{{}}}", fmt::join(place, ","));
+      }) + fmt::format(" ({})", tuples.size()));
+      continue;
+    }
+    size_t listed = 0;
+    for (const auto& tuple : distinct) {
+      if (listed++ == kListed) {
+        lines.push_back(fmt::format("{} and {} more", pattern, distinct.size() - kListed));
+        break;
+      }
+      lines.push_back(fill([&](size_t i) { return tuple[i]; }));
+    }
+  }
+  return lines;
+}
+
+HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
+  const bool indexed = fs::exists(folder / kIndex), single = fs::exists(folder / kSingle);
+  PITH_CHECK(fs::is_directory(folder), "{} is not a folder", folder.string());
+  if (!indexed && !single)
+    PITH_FAIL_HINT("a model folder holds config.json and *.safetensors files",
+                   "{} holds neither {} nor {}", folder.string(), kSingle, kIndex);
+  std::map<std::string, std::string> weight_map;
+  std::set<std::string> shards;
+  if (indexed) {
+    weight_map = read_weight_map(folder / kIndex);
+    for (const auto& [name, file] : weight_map) shards.insert(file);
+    PITH_CHECK(!single || shards.count(kSingle), "{}: {} and {} are both there and disagree",
+               folder.string(), kSingle, kIndex);
+  } else {
+    shards.insert(kSingle);
+  }
+
+  std::vector<std::string> problems;
+  std::map<std::string, std::vector<std::string>> unlisted, absent;  // by file
+  std::set<std::string> opened;
+  for (const std::string& shard : shards) {
+    try {
+      files_.emplace_back(folder / shard);
+      opened.insert(shard);
+    } catch (const Error& error) {
+      problems.push_back(error.message());
+      continue;
+    }
+    for (const auto& [name, entry] : files_.back().header().tensors) {
+      const auto listed = weight_map.find(name);
+      if (indexed && listed == weight_map.end()) {
+        unlisted[shard].push_back(name);
+      } else if (const auto [first, fresh] = file_of_.emplace(name, files_.size() - 1); !fresh) {
+        problems.push_back(fmt::format("tensor {} is in two files: {} and {}", name,
+                                       files_[first->second].path().filename().string(), shard));
+      }
+    }
+  }
+  for (const auto& [name, file] : weight_map)
+    if (opened.count(file)) {
+      const auto found = file_of_.find(name);
+      if (found == file_of_.end() || files_[found->second].path().filename() != file)
+        absent[file].push_back(name);
+    }
+  for (const auto& [file, names] : unlisted)
+    report(problems, fmt::format("{} holds a tensor that the index does not list", file), names);
+  for (const auto& [file, names] : absent)
+    report(problems, fmt::format("the index lists a tensor that {} does not hold", file), names);
+  if (!problems.empty()) fail_with(folder.string(), problems);
+}
+
+const SafetensorsFile& HfFolder::file_of(const std::string& name) const {
+  const auto found = file_of_.find(name);
+  PITH_CHECK(found != file_of_.end(), "{}: there is no tensor {}", path_.string(), name);
+  return files_[found->second];
+}
+
+std::vector<std::string> HfFolder::names() const {
+  std::vector<std::string> result;
+  for (const auto& [name, file] : file_of_) result.push_back(name);
+  return result;
+}
+
+bool HfFolder::has(const std::string& name) const { return file_of_.count(name) > 0; }
+
+const TensorEntry& HfFolder::entry(const std::string& name) const {
+  return file_of(name).header().tensors.at(name);
+}
+
+Tensor HfFolder::tensor(const std::string& name) const { return file_of(name).tensor(name); }
+
+void import_weights(const HfFolder& folder, std::span<Parameter* const> parameters,
+                    std::span<Tensor> targets, std::span<const std::string> optional_extra) {
+  PITH_CHECK(parameters.size() == targets.size(), "{} parameters but {} targets",
+             parameters.size(), targets.size());
+  std::vector<std::string> missing, left_over, problems;
+  std::set<std::string> used(optional_extra.begin(), optional_extra.end());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    PITH_CHECK(targets[i].numel() == parameters[i]->numel(), "{} has {} elements, its target {}",
+               parameters[i]->name, parameters[i]->numel(), targets[i].numel());
+    for (const HfTensor& part : parameters[i]->tensors) {
+      used.insert(part.name);
+      if (!folder.has(part.name)) {
+        missing.push_back(part.name);
+        continue;
+      }
+      const TensorEntry& entry = folder.entry(part.name);
+      if (entry.shape != part.shape)
+        problems.push_back(fmt::format("{}: shape ({}) in the folder, ({}) in the model", part.name,
+                                       fmt::join(entry.shape, ", "), fmt::join(part.shape, ", ")));
+      if (!at::isFloatingType(entry.dtype) || c10::elementSize(entry.dtype) == 1)
+        problems.push_back(fmt::format("{}: dtype {} is no bfloat16, float16, float32 or float64",
+                                       part.name, dtype_name(entry.dtype)));
+    }
+  }
+  for (const std::string& name : folder.names())
+    if (!used.count(name)) left_over.push_back(name);
+  report(problems, "missing in the folder", missing);
+  report(problems, "in the folder, but not in the model", left_over);
+  if (!problems.empty()) fail_with(folder.path().string() + " does not fit the model", problems);
+
+  at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters.size(); ++i)
+    for (const HfTensor& part : parameters[i]->tensors)
+      Parameter::view_of(targets[i], part).copy_(folder.tensor(part.name));
+}
+
+std::vector<WrittenFile> write_hf_weights(const fs::path& folder,
+                                          const std::vector<NamedTensor>& weights,
+                                          uint64_t shard_bytes) {
+  PITH_CHECK(!weights.empty(), "{}: there are no weights to write", folder.string());
+  std::vector<std::vector<NamedTensor>> shards(1);
+  uint64_t total = 0, filled = 0;
+  for (const NamedTensor& weight : weights) {
+    const auto bytes = static_cast<uint64_t>(weight.second.numel()) * weight.second.element_size();
+    if (!shards.back().empty() && filled + bytes > shard_bytes) {
+      shards.emplace_back();
+      filled = 0;
+    }
+    shards.back().push_back(weight);
+    filled += bytes;
+    total += bytes;
+  }
+  std::vector<WrittenFile> written;
+  json weight_map = json::object();
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const auto name = fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size());
+    for (const auto& [tensor, value] : shards[i])
+      PITH_CHECK(weight_map.emplace(tensor, name).second, "two weights named {}", tensor);
+    written.push_back(write_safetensors(folder / name, shards[i]));
+  }
+  const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}};
+  written.push_back(write_file(folder, kIndex, index.dump(2) + "\n"));
+  return written;
+}
+
+}  // namespace pith

@@ -1,0 +1,58 @@
+// The safetensors format: memory-mapped reading that trusts nothing, and writing.
+#pragma once
+#include <filesystem>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/tensor.h"
+#include "engine/file_io.h"
+
+namespace pith {
+
+struct TensorEntry {
+  at::ScalarType dtype;
+  std::vector<int64_t> shape;
+  uint64_t begin, end;  // bytes in the data section
+};
+
+// The header as the format defines it: 8 bytes length, JSON, data. Throws an Error that names `source` and the
+// tensor for every violation (length past the file, malformed JSON, unknown dtype, size != shape x dtype,
+// overlaps, gaps, trailing bytes). Never allocates more than a small multiple of the bytes given.
+struct SafetensorsHeader {
+  std::map<std::string, TensorEntry> tensors;
+  std::map<std::string, std::string> metadata;
+  uint64_t data_offset = 0;  // in the file
+};
+SafetensorsHeader parse_safetensors_header(std::string_view head, uint64_t file_size,
+                                           const std::string& source);
+
+// Name of a dtype in the format: "BF16", "F32", ... Throws for one that the format lacks.
+std::string safetensors_dtype(at::ScalarType dtype);
+
+// A memory-mapped file. Tensors are read-only views into the mapping, which lives as long as any of them.
+class SafetensorsFile {
+ public:
+  explicit SafetensorsFile(const std::filesystem::path& path);
+  const SafetensorsHeader& header() const { return header_; }
+  const std::filesystem::path& path() const { return path_; }
+  std::string_view bytes(const std::string& name) const;  // of one tensor, as stored
+  // CPU; do not write to it. No copy, unless the data are not aligned to the dtype in this file.
+  Tensor tensor(const std::string& name) const;
+
+ private:
+  std::filesystem::path path_;
+  MappedFile file_;
+  SafetensorsHeader header_;
+};
+
+using NamedTensor = std::pair<std::string, Tensor>;
+
+// Writes CPU tensors in the order given with metadata {"format": "pt"}; the same tensors give the same
+// bytes. Streams: at most one tensor is copied at a time (when it is not contiguous). fsyncs.
+WrittenFile write_safetensors(const std::filesystem::path& path,
+                              const std::vector<NamedTensor>& tensors);
+
+}  // namespace pith
