@@ -1,4 +1,7 @@
 # tests/ROOM/*_test.cpp -> one GoogleTest executable test_ROOM, run from the repository root.
+set(PITH_TEST_ENVIRONMENT "OMP_NUM_THREADS=1;OMPI_ALLOW_RUN_AS_ROOT=1;\
+OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;MPIRUN=${PITH_DEPS}/bin/mpirun;PITH_BUILD_DIR=${PROJECT_BINARY_DIR};\
+PITHTRAIN=${PROJECT_BINARY_DIR}/pithtrain")
 foreach(room core operators models engine text apps)
   file(GLOB sources CONFIGURE_DEPENDS tests/${room}/*_test.cpp)
   if(NOT sources)
@@ -14,6 +17,8 @@ foreach(room core operators models engine text apps)
   endif()
   target_compile_definitions(test_${room} PRIVATE PITH_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   add_test(NAME ${room} COMMAND test_${room} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  set_tests_properties(${room} PROPERTIES TIMEOUT 900 ENVIRONMENT
+    "${PITH_TEST_ENVIRONMENT};GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/results/${room}.xml")
 endforeach()
 
 # tests/integration/NAME.sh: a script that gets the program's path, the build folder and an own
@@ -24,7 +29,7 @@ foreach(script ${scripts})
   add_test(NAME integration.${name} COMMAND
     ${PROJECT_SOURCE_DIR}/cmake/run_in_temp.sh ${script} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   set_tests_properties(integration.${name} PROPERTIES TIMEOUT 600 SKIP_RETURN_CODE 77 ENVIRONMENT
-    "PITHTRAIN=${PROJECT_BINARY_DIR}/pithtrain;PITH_BUILD_DIR=${PROJECT_BINARY_DIR}")
+    "${PITH_TEST_ENVIRONMENT}")
 endforeach()
 
 # tests/gpu/*.cpp -> test_gpu: needs a GPU, so it is built with CUDA and run by hand.
