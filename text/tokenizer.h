@@ -19,8 +19,8 @@ struct EncodeOptions {
   bool strict = false;             // refuse ill-formed UTF-8 instead of replacing it by U+FFFD
 };
 
-// Bytes [begin, end) of the input. A token that holds a part of a character covers the whole character;
-// tokens that a post-processor adds have {0, 0}.
+// Bytes [begin, end) of the input, counted after ill-formed UTF-8 was replaced by U+FFFD. A token that holds a part of a
+// character covers the whole character; tokens that a post-processor adds have {0, 0}.
 struct TokenSpan {
   uint32_t begin = 0, end = 0;
   bool operator==(const TokenSpan&) const = default;
@@ -41,6 +41,8 @@ class Tokenizer {
   static Tokenizer load(const std::filesystem::path& path);
   // A .tiktoken ranks file ("base64 rank" lines). `special` gives ids to further tokens.
   static Tokenizer load_tiktoken(const std::filesystem::path& path, std::string_view pattern,
+                                 const std::vector<std::pair<std::string, int32_t>>& special);
+  static Tokenizer from_tiktoken(const std::string& ranks, std::string_view pattern,
                                  const std::vector<std::pair<std::string, int32_t>>& special);
   static Tokenizer from_json(std::string tokenizer_json, std::string tokenizer_config = "");
   // Ids 0..255 are the bytes, 256 is <|endoftext|>.
@@ -80,10 +82,12 @@ class StreamingDecoder {
   std::string finish();          // what was held back; incomplete characters become U+FFFD
 
  private:
+  std::string push_bytes(int32_t id);
   Tokenizer tokenizer_;
   bool skip_special_tokens_;
-  std::vector<int32_t> window_;  // ids whose text is not final, after one id that gives context
-  std::string held_;             // bytes of an incomplete character
+  std::string held_;             // byte-level: an incomplete character
+  std::vector<int32_t> window_;  // otherwise: ids that give context, then ids that wait
+  size_t settled_ = 0;           // how many of them give context
   size_t emitted_ = 0;           // bytes of decode(window_) that were given out
 };
 

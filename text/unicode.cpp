@@ -1,6 +1,12 @@
 #include "text/unicode.h"
 
+#include <utf8proc.h>
+
+#include <algorithm>
+#include <bitset>
 #include <cstring>
+
+#include "text/unicode_tables.h"
 
 namespace pith {
 
@@ -14,11 +20,11 @@ int utf8_sequence(std::string_view text, size_t at, bool* truncated) {
   const uint8_t low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
   const uint8_t high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
   for (int i = 1; i < length; ++i) {
-    if (at + i == text.size()) {
+    if (at + static_cast<size_t>(i) == text.size()) {
       if (truncated) *truncated = true;
       return -i;
     }
-    const uint8_t next = byte(at + i);
+    const uint8_t next = byte(at + static_cast<size_t>(i));
     if (next < (i == 1 ? low : 0x80) || next > (i == 1 ? high : 0xBF)) return -i;
   }
   return length;
@@ -37,7 +43,7 @@ size_t utf8_valid_prefix(std::string_view text) {
     }
     const int length = utf8_sequence(text, at);
     if (length < 0) break;
-    at += length;
+    at += static_cast<size_t>(length);
   }
   return at;
 }
@@ -51,15 +57,15 @@ int64_t utf8_replace_invalid(std::string_view text, std::string& out) {
     out.append(text.substr(0, good));
     text.remove_prefix(good);
     if (text.empty()) return replaced;
-    text.remove_prefix(-utf8_sequence(text, 0));
+    text.remove_prefix(static_cast<size_t>(-utf8_sequence(text, 0)));
     out += "\xEF\xBF\xBD";
     ++replaced;
   }
 }
 
 char32_t utf8_next(std::string_view text, size_t& at) {
-  auto tail = [&](size_t i) { return static_cast<char32_t>(text[at + i] & 0x3F); };
-  const uint8_t lead = text[at];
+  auto tail = [&](size_t i) { return static_cast<char32_t>(text[at + i]) & 0x3Fu; };
+  const uint8_t lead = static_cast<uint8_t>(text[at]);
   char32_t code = lead;
   if (lead < 0x80) {
     at += 1;
@@ -94,6 +100,106 @@ void utf8_append(char32_t code, std::string& out) {
   }
 }
 
+namespace {
+
+// Blocks of 128 code points in which some have a stand-in: most text is dismissed here.
+const std::bitset<0x110000 / 128>& stand_in_blocks() {
+  static const auto blocks = [] {
+    std::bitset<0x110000 / 128> set;
+    for (const CodeRange& range : kStandIns) {
+      for (char32_t code = range.first; code <= range.last; ++code) set.set(code / 128);
+    }
+    return set;
+  }();
+  return blocks;
+}
+
+bool in_categories(char32_t code, uint32_t mask) {
+  const auto category = utf8proc_category(static_cast<utf8proc_int32_t>(unicode_stand_in(code)));
+  return (mask >> category & 1) != 0;
+}
+
+constexpr uint32_t kLetters = 1u << UTF8PROC_CATEGORY_LU | 1u << UTF8PROC_CATEGORY_LL |
+                              1u << UTF8PROC_CATEGORY_LT | 1u << UTF8PROC_CATEGORY_LM |
+                              1u << UTF8PROC_CATEGORY_LO;
+constexpr uint32_t kMarks = 1u << UTF8PROC_CATEGORY_MN | 1u << UTF8PROC_CATEGORY_MC |
+                            1u << UTF8PROC_CATEGORY_ME;
+constexpr uint32_t kNumbers = 1u << UTF8PROC_CATEGORY_ND | 1u << UTF8PROC_CATEGORY_NL |
+                              1u << UTF8PROC_CATEGORY_NO;
+constexpr uint32_t kPunctuation = 1u << UTF8PROC_CATEGORY_PC | 1u << UTF8PROC_CATEGORY_PD |
+                                  1u << UTF8PROC_CATEGORY_PS | 1u << UTF8PROC_CATEGORY_PE |
+                                  1u << UTF8PROC_CATEGORY_PI | 1u << UTF8PROC_CATEGORY_PF |
+                                  1u << UTF8PROC_CATEGORY_PO;
+
+}  // namespace
+
+char32_t unicode_stand_in(char32_t code) {
+  if (code < 0x800 || !stand_in_blocks()[code / 128]) return code;
+  const CodeRange* range = find_range(kStandIns, code);
+  return range ? range->value : code;
+}
+
+bool unicode_stand_ins_respect(char32_t first, char32_t last) {
+  return std::all_of(std::begin(kStandIns), std::end(kStandIns), [&](const CodeRange& range) {
+    const bool other_inside = first <= range.value && range.value <= last;
+    if (other_inside) return first <= range.first && range.last <= last;
+    return range.first > last || first > range.last;
+  });
+}
+
+bool unicode_substitute(std::string_view text, std::string& out) {
+  out.clear();
+  size_t copied = 0;
+  for (size_t at = 0; at < text.size();) {
+    uint64_t eight;
+    if (at + 8 <= text.size()) {
+      std::memcpy(&eight, text.data() + at, 8);
+      if (!(eight & 0x8080808080808080ull)) {
+        at += 8;
+        continue;
+      }
+    }
+    if (static_cast<uint8_t>(text[at]) < 0xE0) {
+      at += static_cast<uint8_t>(text[at]) < 0x80 ? 1 : 2;
+      continue;
+    }
+    const size_t begin = at;
+    const char32_t code = utf8_next(text, at), other = unicode_stand_in(code);
+    if (other == code) continue;
+    out.append(text.substr(copied, begin - copied));
+    utf8_append(other, out);
+    copied = at;
+  }
+  if (copied == 0) return false;
+  out.append(text.substr(copied));
+  return true;
+}
+
+bool is_white_space(char32_t code) {
+  return (code >= 9 && code <= 13) || code == ' ' || code == 0x85 || code == 0xA0 ||
+         code == 0x1680 || (code >= 0x2000 && code <= 0x200A) || code == 0x2028 ||
+         code == 0x2029 || code == 0x202F || code == 0x205F || code == 0x3000;
+}
+
+bool is_word(char32_t code) {
+  constexpr uint32_t mask = kLetters | kMarks | 1u << UTF8PROC_CATEGORY_ND |
+                            1u << UTF8PROC_CATEGORY_NL | 1u << UTF8PROC_CATEGORY_PC;
+  if (in_categories(code, mask) || code == 0x200C || code == 0x200D) return true;
+  // Letters in circles and squares are alphabetic although their category is So.
+  return (code >= 0x24B6 && code <= 0x24E9) || (code >= 0x1F130 && code <= 0x1F149) ||
+         (code >= 0x1F150 && code <= 0x1F169) || (code >= 0x1F170 && code <= 0x1F189);
+}
+
+bool is_numeric(char32_t code) {
+  return in_categories(code, kNumbers) || find_range(kNumeric, code);
+}
+
+bool is_punctuation(char32_t code) {
+  if (const CodeRange* range = find_range(kPunctuationDiffers, code)) return range->value == 1;
+  if (in_categories(code, kPunctuation)) return true;
+  return code < 0x80 && std::strchr("$+<=>^`|~", static_cast<int>(code)) && code != 0;
+}
+
 // Bytes that print in Latin-1 stand for themselves; the other 68 are numbered upwards from U+0100.
 namespace {
 bool stands_for_itself(int byte) {
@@ -106,8 +212,8 @@ struct ByteAlphabet {
     for (int16_t& b : byte) b = -1;
     char32_t next = 0x100;
     for (int b = 0; b < 256; ++b) {
-      character[b] = stands_for_itself(b) ? b : next++;
-      byte[character[b]] = b;
+      character[b] = stands_for_itself(b) ? static_cast<char32_t>(b) : next++;
+      byte[character[b]] = static_cast<int16_t>(b);
     }
   }
 };

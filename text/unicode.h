@@ -21,6 +21,20 @@ int64_t utf8_replace_invalid(std::string_view text, std::string& out);
 char32_t utf8_next(std::string_view text, size_t& at);
 void utf8_append(char32_t code, std::string& out);
 
+// Hugging Face's regex engine knows a newer Unicode than PCRE2 and utf8proc. A younger code point is
+// matched through a stand-in: one of the same category and UTF-8 length that all of them know.
+char32_t unicode_stand_in(char32_t code);
+// Is every code point in first..last exactly when its stand-in is?
+bool unicode_stand_ins_respect(char32_t first, char32_t last);
+// Copies `text` with stand-ins in place and returns true; returns false when nothing needs one.
+bool unicode_substitute(std::string_view text, std::string& out);
+
+// Character classes as the pre-tokenizers of Hugging Face see them.
+bool is_white_space(char32_t code);
+bool is_word(char32_t code);
+bool is_numeric(char32_t code);
+bool is_punctuation(char32_t code);
+
 // GPT-2's printable stand-in for each byte, as a code point, and back (-1: no stand-in).
 char32_t byte_to_char(uint8_t byte);
 int char_to_byte(char32_t code);

@@ -1,0 +1,89 @@
+// The byte pair encoding model: from a piece of text to ids.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace pith {
+
+struct BpeMerge {
+  int32_t left, right, merged;
+  uint32_t rank;  // lower merges first; equal ranks from left to right
+};
+
+class Bpe {
+ public:
+  struct Config {
+    bool byte_level = false;    // pieces are bytes, the vocabulary is spelled in byte_to_char
+    bool ignore_merges = false;  // a piece that is a token needs no merges
+    bool byte_fallback = false;  // characters outside the vocabulary become <0xNN> tokens
+    bool fuse_unk = false;
+    int32_t unk_id = -1;
+    std::string prefix;  // of symbols that do not begin a piece
+  };
+
+  // One thread's buffers and its memory of recent pieces.
+  class Scratch {
+   public:
+    Scratch() : cache(kCacheSize) {}
+    int64_t dropped = 0;  // characters that no token stands for
+
+   private:
+    friend class Bpe;
+    static constexpr size_t kCacheSize = 1 << 15, kKeyBytes = 32, kCachedTokens = 6;
+    struct alignas(64) Entry {
+      char key[kKeyBytes];
+      int32_t ids[kCachedTokens];
+      uint8_t lengths[kCachedTokens];
+      uint8_t key_size = 0, count = 0;
+    };
+    struct Symbol {
+      int32_t id;
+      uint32_t length;  // bytes of the piece
+    };
+    std::vector<Entry> cache;
+    std::vector<Symbol> symbols;
+    std::vector<uint32_t> ranks, previous, next;
+    std::vector<int32_t> merged;
+    std::vector<uint64_t> heap;
+  };
+
+  Bpe() = default;
+  Bpe(Bpe&&) = default;  // ids_ views forms_: it survives a move, not a copy
+  Bpe& operator=(Bpe&&) = default;
+  // `tokens` is indexed by id, "" where an id is not the model's.
+  Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& merges, Config config);
+
+  // Appends the ids of a piece and, unless null, the bytes each of them covers.
+  void encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
+              std::vector<uint32_t>* lengths) const;
+  bool byte_level() const { return config_.byte_level; }
+  // What a token stands for: its bytes when byte_level, else its spelling.
+  const std::string& form(int32_t id) const { return forms_[static_cast<size_t>(id)]; }
+
+ private:
+  struct Slot {
+    uint64_t pair = kEmpty;
+    uint32_t rank = kNoRank;
+    int32_t merged = -1;
+  };
+  static constexpr uint64_t kEmpty = ~0ull;
+  static constexpr uint32_t kNoRank = ~0u;
+
+  const Slot& find(int32_t left, int32_t right) const;
+  void split_into_symbols(std::string_view piece, Scratch& scratch) const;
+  void merge_short(Scratch& scratch) const;
+  void merge_long(Scratch& scratch) const;
+
+  Config config_;
+  std::vector<std::string> forms_;
+  std::unordered_map<std::string_view, int32_t> ids_;  // views forms_
+  std::vector<Slot> merges_;
+  int shift_ = 63;
+  int32_t byte_ids_[2][256];      // of the first and of later symbols of a piece
+  int32_t fallback_ids_[256];
+};
+
+}  // namespace pith

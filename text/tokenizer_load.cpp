@@ -1,0 +1,562 @@
+// tokenizer.json, tokenizer_config.json and .tiktoken files. A component that is not supported, or an
+// option that would change ids, is refused by its name.
+#include <xxhash.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "core/error.h"
+#include "text/tokenizer_state.h"
+#include "text/unicode.h"
+
+namespace pith {
+namespace {
+
+using Json = nlohmann::json;
+
+// What a .tiktoken file says that tokenizer.json cannot.
+struct TiktokenDetails {
+  std::vector<uint32_t> ranks;  // of each merge
+};
+
+std::string read_file(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  PITH_CHECK(file, "cannot open {}", path.string());
+  std::ostringstream content;
+  content << file.rdbuf();
+  PITH_CHECK(file, "cannot read {}", path.string());
+  return std::move(content).str();
+}
+
+Json parse_object(const std::string& text, std::string_view name) {
+  Json json = Json::parse(text, nullptr, false);
+  PITH_CHECK(json.is_object(), "{} is not a JSON object", name);
+  return json;
+}
+
+const Json& member(const Json& object, const char* key) {
+  static const Json null;
+  if (!object.is_object()) return null;
+  const auto found = object.find(key);
+  return found == object.end() ? null : *found;
+}
+
+std::string text_of(const Json& object, const char* key) {
+  const Json& value = member(object, key);
+  PITH_CHECK(value.is_string(), "tokenizer.json: {} is not a text", key);
+  auto text = value.get<std::string>();
+  PITH_CHECK(utf8_valid_prefix(text) == text.size(), "tokenizer.json: {} is not UTF-8", key);
+  return text;
+}
+
+bool flag(const Json& object, const char* key, bool otherwise) {
+  const Json& value = member(object, key);
+  if (value.is_null()) return otherwise;
+  PITH_CHECK(value.is_boolean(), "tokenizer.json: {} is not true or false", key);
+  return value.get<bool>();
+}
+
+int32_t id_of(const Json& value) {
+  PITH_CHECK(value.is_number_integer() && value >= 0 && value < (1 << 28),
+             "tokenizer.json: {} is not a token id", value.dump());
+  return value.get<int32_t>();
+}
+
+// Calls make(component) for a component or for each of a Sequence of them.
+template <class Make>
+void for_each_component(const Json& json, const char* list, Make make, int depth = 0) {
+  if (json.is_null()) return;
+  PITH_CHECK(depth < 16, "tokenizer.json: Sequences are nested too deep");
+  if (text_of(json, "type") != "Sequence") return make(json);
+  const Json& parts = member(json, list);
+  PITH_CHECK(parts.is_array(), "tokenizer.json: Sequence without {}", list);
+  for (const Json& part : parts) for_each_component(part, list, make, depth + 1);
+}
+
+[[noreturn]] void refuse(std::string_view kind, const Json& json) {
+  PITH_FAIL_HINT("this program reads BPE tokenizers; see docs for the components it knows",
+                 "tokenizer.json: the {} {} is not supported", kind, text_of(json, "type"));
+}
+
+Regex pattern_of(const Json& json, Regex::Dialect dialect) {
+  const Json& pattern = member(json, "pattern");
+  if (pattern.is_object() && pattern.contains("Regex"))
+    return Regex(text_of(pattern, "Regex"), dialect);
+  const std::string literal = text_of(pattern, "String");
+  PITH_CHECK(!literal.empty(), "tokenizer.json: {} with an empty pattern", text_of(json, "type"));
+  return Regex::literal(literal);
+}
+
+SplitBehavior behavior_of(const Json& json) {
+  const std::string name = text_of(json, "behavior");
+  if (name == "Isolated") return SplitBehavior::kIsolated;
+  if (name == "Removed") return SplitBehavior::kRemoved;
+  if (name == "MergedWithPrevious") return SplitBehavior::kMergedWithPrevious;
+  if (name == "MergedWithNext") return SplitBehavior::kMergedWithNext;
+  if (name == "Contiguous") return SplitBehavior::kContiguous;
+  PITH_FAIL("tokenizer.json: the split behavior {} is not supported", name);
+}
+
+Normalizer make_normalizer(const Json& json) {
+  const std::string type = text_of(json, "type");
+  if (type == "NFC") return NormalizeForm{NormalForm::kNfc};
+  if (type == "NFD") return NormalizeForm{NormalForm::kNfd};
+  if (type == "NFKC") return NormalizeForm{NormalForm::kNfkc};
+  if (type == "NFKD") return NormalizeForm{NormalForm::kNfkd};
+  if (type == "Lowercase") return NormalizeLowercase{};
+  if (type == "Prepend") return NormalizePrepend{text_of(json, "prepend")};
+  if (type == "Replace") {
+    return NormalizeReplace{pattern_of(json, Regex::Dialect::kOniguruma), text_of(json, "content")};
+  }
+  refuse("normalizer", json);
+}
+
+bool prepends(const Json& json, SplitMetaspace::Prepend& scheme) {
+  const Json& name = member(json, "prepend_scheme");
+  const std::string value = name.is_null() ? "always" : text_of(json, "prepend_scheme");
+  const bool adds = flag(json, "add_prefix_space", true);
+  PITH_CHECK(value == "always" || value == "first" || value == "never",
+             "tokenizer.json: the Metaspace prepend_scheme {} is not supported", value);
+  scheme = value == "always"  ? SplitMetaspace::Prepend::kAlways
+           : value == "first" ? SplitMetaspace::Prepend::kFirst
+                              : SplitMetaspace::Prepend::kNever;
+  if (!adds) scheme = SplitMetaspace::Prepend::kNever;
+  return scheme != SplitMetaspace::Prepend::kNever;
+}
+
+PreTokenizer make_pre_tokenizer(const Json& json, Regex::Dialect dialect) {
+  const std::string type = text_of(json, "type");
+  if (type == "Split")
+    return SplitRegex{pattern_of(json, dialect), behavior_of(json), flag(json, "invert", false)};
+  if (type == "ByteLevel") {
+    SplitByteLevel split{flag(json, "add_prefix_space", true), std::nullopt};
+    if (flag(json, "use_regex", true)) {  // GPT-2's
+      split.pattern = Regex("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+"
+                            "|\\s+(?!\\S)|\\s+");
+    }
+    return split;
+  }
+  if (type == "Digits") return SplitDigits{flag(json, "individual_digits", false)};
+  if (type == "Punctuation") {
+    return SplitPunctuation{json.contains("behavior") ? behavior_of(json)
+                                                      : SplitBehavior::kIsolated};
+  }
+  if (type == "Whitespace") return SplitWhitespace{true};
+  if (type == "WhitespaceSplit") return SplitWhitespace{false};
+  if (type == "Metaspace") {
+    SplitMetaspace split{text_of(json, "replacement"), {}, flag(json, "split", true)};
+    prepends(json, split.prepend);
+    PITH_CHECK(!split.replacement.empty(), "tokenizer.json: Metaspace without replacement");
+    return split;
+  }
+  refuse("pre_tokenizer", json);
+}
+
+size_t count_of(const Json& json, const char* key) {
+  const Json& value = member(json, key);
+  PITH_CHECK(value.is_number_unsigned(), "tokenizer.json: {} is not a count", key);
+  return value.get<size_t>();
+}
+
+Decoder make_decoder(const Json& json) {
+  const std::string type = text_of(json, "type");
+  if (type == "ByteLevel") return DecodeByteLevel{};
+  if (type == "ByteFallback") return DecodeByteFallback{};
+  if (type == "Fuse") return DecodeFuse{};
+  if (type == "Replace")
+    return DecodeReplace{pattern_of(json, Regex::Dialect::kOniguruma), text_of(json, "content")};
+  if (type == "Strip") {
+    const std::string content = text_of(json, "content");
+    PITH_CHECK(!content.empty(), "tokenizer.json: Strip without content");
+    size_t at = 0;
+    return DecodeStrip{utf8_next(content, at), count_of(json, "start"), count_of(json, "stop")};
+  }
+  if (type == "Metaspace") {
+    SplitMetaspace::Prepend scheme;
+    const bool drops_first = prepends(json, scheme);
+    return DecodeMetaspace{text_of(json, "replacement"), drops_first};
+  }
+  refuse("decoder", json);
+}
+
+void read_post_processor(const Json& json, Tokenizer::State& state) {
+  const std::string type = text_of(json, "type");
+  if (type == "ByteLevel") {
+    state.trim_offsets = state.trim_offsets || flag(json, "trim_offsets", true);
+    state.trim_keeps_prefix_space = flag(json, "add_prefix_space", true);
+    return;
+  }
+  if (type != "TemplateProcessing") refuse("post_processor", json);
+  const Json& single = member(json, "single");
+  PITH_CHECK(single.is_array(), "tokenizer.json: TemplateProcessing without single");
+  std::vector<int32_t> before, after;
+  bool seen = false;
+  for (const Json& piece : single) {
+    if (piece.is_object() && piece.contains("Sequence")) {
+      PITH_CHECK(!seen && text_of(piece["Sequence"], "id") == "A",
+                 "tokenizer.json: TemplateProcessing must name the sequence A once");
+      seen = true;
+      continue;
+    }
+    const std::string name = text_of(member(piece, "SpecialToken"), "id");
+    const Json& ids = member(member(member(json, "special_tokens"), name.c_str()), "ids");
+    PITH_CHECK(ids.is_array(), "tokenizer.json: TemplateProcessing names {} without ids", name);
+    for (const Json& id : ids) (seen ? after : before).push_back(id_of(id));
+  }
+  PITH_CHECK(seen, "tokenizer.json: TemplateProcessing drops the sequence");
+  state.prefix.insert(state.prefix.begin(), before.begin(), before.end());
+  state.suffix.insert(state.suffix.end(), after.begin(), after.end());
+}
+
+void read_vocabulary(const Json& file, Tokenizer::State& state) {
+  const Json& vocab = member(member(file, "model"), "vocab");
+  PITH_CHECK(vocab.is_object(), "tokenizer.json: the model has no vocab");
+  const Json& added = member(file, "added_tokens");
+  const size_t limit = 16 * (vocab.size() + added.size()) + 65536;  // a small file stays small
+  auto put = [&](const std::string& token, int32_t id) {
+    const auto index = static_cast<size_t>(id);
+    PITH_CHECK(utf8_valid_prefix(token) == token.size(), "tokenizer.json: token {} is not UTF-8",
+               id);
+    PITH_CHECK(index < limit, "tokenizer.json: id {} of token {} is out of proportion", id, token);
+    if (state.tokens.size() <= index) state.tokens.resize(index + 1);
+    std::string& place = state.tokens[index];
+    PITH_CHECK(place.empty() || place == token, "tokenizer.json: tokens {} and {} share id {}",
+               place, token, id);
+    const auto [known, is_new] = state.ids.try_emplace(token, id);
+    PITH_CHECK(is_new || known->second == id, "tokenizer.json: token {} has the ids {} and {}",
+               token, known->second, id);
+    place = token;
+  };
+  for (const auto& [token, id] : vocab.items()) put(token, id_of(id));
+  for (const Json& json : added) {
+    AddedToken token{text_of(json, "content"), id_of(member(json, "id")),
+                     flag(json, "special", false), flag(json, "normalized", true),
+                     flag(json, "lstrip", false), flag(json, "rstrip", false),
+                     flag(json, "single_word", false)};
+    PITH_CHECK(!token.content.empty(), "tokenizer.json: added token {} is empty", token.id);
+    put(token.content, token.id);
+    state.added[token.id] = token;
+  }
+  state.special.resize(state.tokens.size());
+  for (const auto& [id, token] : state.added)
+    state.special[static_cast<size_t>(id)] = token.special;
+}
+
+void read_model(const Json& file, Tokenizer::State& state, const TiktokenDetails* tiktoken) {
+  const Json& model = member(file, "model");
+  const Json& type = member(model, "type");
+  if (!type.is_null() && type != "BPE") refuse("model", model);
+  const Json& dropout = member(model, "dropout");
+  PITH_CHECK(dropout.is_null() || dropout == 0.0, "tokenizer.json: dropout is not supported");
+  const Json& suffix = member(model, "end_of_word_suffix");
+  PITH_CHECK(suffix.is_null() || suffix == "",
+             "tokenizer.json: end_of_word_suffix {} is not supported", suffix.dump());
+
+  std::vector<std::string> tokens(state.tokens.size());
+  for (const auto& [token, id] : model["vocab"].items()) tokens[id.get<size_t>()] = token;
+  Bpe::Config config;
+  config.byte_level = !state.pre_tokenizers.empty() &&
+                      std::holds_alternative<SplitByteLevel>(state.pre_tokenizers.back());
+  config.ignore_merges = flag(model, "ignore_merges", false);
+  config.byte_fallback = flag(model, "byte_fallback", false);
+  config.fuse_unk = flag(model, "fuse_unk", false);
+  if (!member(model, "continuing_subword_prefix").is_null())
+    config.prefix = text_of(model, "continuing_subword_prefix");
+  auto id = [&](const std::string& token) {
+    const auto found = state.ids.find(token);
+    PITH_CHECK(found != state.ids.end() && !tokens[static_cast<size_t>(found->second)].empty(),
+               "tokenizer.json: {} is not in the model's vocabulary", token);
+    return found->second;
+  };
+  if (!member(model, "unk_token").is_null()) config.unk_id = id(text_of(model, "unk_token"));
+
+  const Json& merges = member(model, "merges");
+  PITH_CHECK(merges.is_array(), "tokenizer.json: the model has no merges");
+  std::vector<BpeMerge> list;
+  list.reserve(merges.size());
+  for (const Json& merge : merges) {
+    std::string left, right;
+    if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
+      left = merge[0].get<std::string>();
+      right = merge[1].get<std::string>();
+    } else {
+      const auto pair = merge.is_string() ? merge.get<std::string>() : std::string();
+      const size_t space = pair.find(' ');
+      PITH_CHECK(space != std::string::npos && pair.find(' ', space + 1) == std::string::npos,
+                 "tokenizer.json: merge {} is not a pair", merge.dump());
+      left = pair.substr(0, space);
+      right = pair.substr(space + 1);
+    }
+    const int32_t left_id = id(left), right_id = id(right);
+    PITH_CHECK(right.size() >= config.prefix.size(), "tokenizer.json: merge {} lacks the prefix",
+               merge.dump());
+    const size_t rank = list.size();
+    list.push_back({left_id, right_id, id(left + right.substr(config.prefix.size())),
+                    tiktoken ? tiktoken->ranks[rank] : static_cast<uint32_t>(rank)});
+  }
+  XXH3_state_t* hash = XXH3_createState();
+  XXH3_64bits_reset(hash);
+  Json rest = file;
+  rest["model"].erase("vocab");
+  rest["model"].erase("merges");
+  const std::string text = rest.dump();
+  XXH3_64bits_update(hash, text.data(), text.size());
+  for (const std::string& token : tokens) XXH3_64bits_update(hash, token.c_str(), token.size() + 1);
+  XXH3_64bits_update(hash, list.data(), list.size() * sizeof(BpeMerge));
+  state.hash = XXH3_64bits_digest(hash);
+  XXH3_freeState(hash);
+  state.bpe = Bpe(tokens, list, std::move(config));
+}
+
+void read_config(const std::string& text, Tokenizer::State& state) {
+  const Json config = parse_object(text, "tokenizer_config.json");
+  auto special = [&](const char* key) -> std::optional<int32_t> {
+    const Json& value = member(config, key);
+    const Json& content = value.is_object() ? member(value, "content") : value;
+    if (content.is_null()) return std::nullopt;
+    PITH_CHECK(content.is_string(), "tokenizer_config.json: {} is not a text", key);
+    const auto found = state.ids.find(content.get<std::string>());
+    PITH_CHECK(found != state.ids.end(), "tokenizer_config.json: {} {} is not in the vocabulary",
+               key, content.dump());
+    return found->second;
+  };
+  state.bos = special("bos_token");
+  state.eos = special("eos_token");
+  state.pad = special("pad_token");
+  const Json& chat = member(config, "chat_template");
+  if (chat.is_string()) state.chat_template = chat.get<std::string>();
+  if (chat.is_array()) {  // several by name
+    for (const Json& named : chat)
+      if (member(named, "name") == "default") state.chat_template = text_of(named, "template");
+  }
+}
+
+std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string config,
+                                                   std::string chat_template,
+                                                   const TiktokenDetails* tiktoken = nullptr) {
+  auto state = std::make_shared<Tokenizer::State>();
+  const Json file = parse_object(json, "tokenizer.json");
+  for (const char* key : {"truncation", "padding"})
+    PITH_CHECK(member(file, key).is_null(), "tokenizer.json: {} is not supported", key);
+
+  for_each_component(member(file, "normalizer"), "normalizers",
+                     [&](const Json& part) { state->normalizers.push_back(make_normalizer(part)); });
+  const auto dialect = tiktoken ? Regex::Dialect::kRust : Regex::Dialect::kOniguruma;
+  for_each_component(member(file, "pre_tokenizer"), "pretokenizers", [&](const Json& part) {
+    auto& stages = state->pre_tokenizers;
+    PITH_CHECK(stages.empty() || !std::holds_alternative<SplitByteLevel>(stages.back()),
+               "tokenizer.json: a pre_tokenizer after ByteLevel is not supported");
+    stages.push_back(make_pre_tokenizer(part, dialect));
+    const auto* bytes = std::get_if<SplitByteLevel>(&stages.back());
+    const auto* metaspace = std::get_if<SplitMetaspace>(&stages.back());
+    if (std::holds_alternative<SplitRegex>(stages.back()) || (bytes && bytes->pattern))
+      state->uses_subject = true;
+    if (metaspace && metaspace->prepend == SplitMetaspace::Prepend::kFirst)
+      state->needs_places = true;
+  });
+  state->needs_places = state->needs_places && !state->normalizers.empty();
+  for_each_component(member(file, "post_processor"), "processors",
+                     [&](const Json& part) { read_post_processor(part, *state); });
+  state->no_decoder = member(file, "decoder").is_null();
+  for_each_component(member(file, "decoder"), "decoders",
+                     [&](const Json& part) { state->decoders.push_back(make_decoder(part)); });
+  read_vocabulary(file, *state);
+  for (int32_t id : state->prefix)
+    PITH_CHECK(static_cast<size_t>(id) < state->tokens.size(), "tokenizer.json: no token {}", id);
+  for (int32_t id : state->suffix)
+    PITH_CHECK(static_cast<size_t>(id) < state->tokens.size(), "tokenizer.json: no token {}", id);
+  read_model(file, *state, tiktoken);
+
+  RegexScratch scratch;
+  std::vector<std::pair<std::string, const AddedToken*>> raw, normalized;
+  for (const auto& [id, token] : state->added) {
+    if (!token.normalized) {
+      raw.emplace_back(token.content, &token);
+      continue;
+    }
+    std::vector<std::unique_ptr<Rewriter>> storage;
+    const Text content{token.content, token.content};
+    normalized.emplace_back(state->normalize(content, false, scratch, storage).text, &token);
+  }
+  state->raw_added = AddedTokenMatcher(std::move(raw));
+  state->normalized_added = AddedTokenMatcher(std::move(normalized));
+  if (!config.empty()) read_config(config, *state);
+  if (!chat_template.empty()) state->chat_template = chat_template;
+  state->json = std::move(json);
+  state->config = std::move(config);
+  state->chat_template_file = std::move(chat_template);
+  return state;
+}
+
+std::string decode_base64(std::string_view text) {
+  const std::string_view digits =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  std::string bytes;
+  uint32_t bits = 0;
+  int count = 0;
+  while (text.ends_with('=')) text.remove_suffix(1);
+  for (char c : text) {
+    const size_t digit = digits.find(c);
+    PITH_CHECK(digit != std::string_view::npos, "{} is not base64", text);
+    bits = bits << 6 | static_cast<uint32_t>(digit);
+    count += 6;
+    if (count < 8) continue;
+    count -= 8;
+    bytes += static_cast<char>(bits >> count & 0xFF);
+  }
+  return bytes;
+}
+
+std::string spell_bytes(std::string_view bytes) {
+  std::string token;
+  for (char byte : bytes) utf8_append(byte_to_char(static_cast<uint8_t>(byte)), token);
+  return token;
+}
+
+Json byte_level(bool trim_offsets) {
+  return {{"type", "ByteLevel"},
+          {"add_prefix_space", false},
+          {"trim_offsets", trim_offsets},
+          {"use_regex", false}};
+}
+
+}  // namespace
+
+std::string byte_level_json(const std::vector<std::string>& vocabulary,
+                            const std::vector<std::pair<int32_t, int32_t>>& merges,
+                            std::string_view pattern, bool ignore_merges,
+                            const std::vector<std::pair<std::string, int32_t>>& special) {
+  Json vocab = Json::object(), merge_list = Json::array(), added = Json::array();
+  for (size_t id = 0; id < vocabulary.size(); ++id)
+    if (!vocabulary[id].empty()) vocab[vocabulary[id]] = id;
+  for (const auto& [left, right] : merges) {
+    merge_list.push_back(Json::array(
+        {vocabulary[static_cast<size_t>(left)], vocabulary[static_cast<size_t>(right)]}));
+  }
+  for (const auto& [content, id] : special) {
+    added.push_back({{"id", id},
+                     {"content", content},
+                     {"single_word", false},
+                     {"lstrip", false},
+                     {"rstrip", false},
+                     {"normalized", false},
+                     {"special", true}});
+  }
+  Json pre_tokenizer = byte_level(false);
+  if (!pattern.empty()) {
+    const Json split = {{"type", "Split"},
+                        {"pattern", {{"Regex", pattern}}},
+                        {"behavior", "Isolated"},
+                        {"invert", false}};
+    pre_tokenizer = {{"type", "Sequence"}, {"pretokenizers", {split, pre_tokenizer}}};
+  }
+  const Json file = {{"version", "1.0"},
+                     {"truncation", nullptr},
+                     {"padding", nullptr},
+                     {"added_tokens", added},
+                     {"normalizer", nullptr},
+                     {"pre_tokenizer", pre_tokenizer},
+                     {"post_processor", byte_level(false)},
+                     {"decoder", byte_level(false)},
+                     {"model",
+                      {{"type", "BPE"},
+                       {"dropout", nullptr},
+                       {"unk_token", nullptr},
+                       {"continuing_subword_prefix", nullptr},
+                       {"end_of_word_suffix", nullptr},
+                       {"fuse_unk", false},
+                       {"byte_fallback", false},
+                       {"ignore_merges", ignore_merges},
+                       {"vocab", vocab},
+                       {"merges", merge_list}}}};
+  return file.dump(1) + "\n";
+}
+
+std::string tokenizer_config_json(std::string_view end_of_text) {
+  const Json config = {{"tokenizer_class", "PreTrainedTokenizerFast"},
+                       {"eos_token", end_of_text},
+                       {"clean_up_tokenization_spaces", false}};
+  return config.dump(1) + "\n";
+}
+
+Tokenizer Tokenizer::from_json(std::string tokenizer_json, std::string tokenizer_config) {
+  return Tokenizer(make_state(std::move(tokenizer_json), std::move(tokenizer_config), ""));
+}
+
+Tokenizer Tokenizer::bytes() {
+  std::vector<std::string> vocabulary;
+  for (int byte = 0; byte < 256; ++byte)
+    vocabulary.push_back(spell_bytes(std::string(1, static_cast<char>(byte))));
+  return from_json(byte_level_json(vocabulary, {}, "", false, {{"<|endoftext|>", 256}}),
+                   tokenizer_config_json("<|endoftext|>"));
+}
+
+Tokenizer Tokenizer::load(const std::filesystem::path& path) {
+  if (!std::filesystem::is_directory(path)) return from_json(read_file(path));
+  auto optional_file = [&](const char* name) {
+    return std::filesystem::exists(path / name) ? read_file(path / name) : std::string();
+  };
+  return Tokenizer(make_state(read_file(path / "tokenizer.json"),
+                              optional_file("tokenizer_config.json"),
+                              optional_file("chat_template.jinja")));
+}
+
+Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pattern,
+                                   const std::vector<std::pair<std::string, int32_t>>& special) {
+  std::vector<std::string> tokens;  // bytes by id
+  std::unordered_map<std::string, int32_t> ids;
+  std::istringstream lines(ranks);
+  std::string line;
+  for (int64_t number = 1; std::getline(lines, line); ++number) {
+    if (line.empty()) continue;
+    std::istringstream fields(line);
+    std::string base64;
+    int64_t rank = -1;
+    fields >> base64 >> rank;
+    PITH_CHECK(fields && rank >= 0 && rank < 16 * number + 65536,
+               "tiktoken line {}: expected \"base64 rank\", got {}", number, line);
+    const auto index = static_cast<size_t>(rank);
+    if (tokens.size() <= index) tokens.resize(index + 1);
+    tokens[index] = decode_base64(base64);
+    PITH_CHECK(!tokens[index].empty() && ids.emplace(tokens[index], rank).second,
+               "tiktoken line {}: token is empty or listed twice", number);
+  }
+  // A token may be merged from any two tokens that make it up.
+  TiktokenDetails details;
+  std::vector<std::pair<int32_t, int32_t>> merges;
+  std::vector<std::string> vocabulary;
+  for (size_t id = 0; id < tokens.size(); ++id) {
+    const std::string& token = tokens[id];
+    vocabulary.push_back(spell_bytes(token));
+    for (size_t cut = 1; cut < token.size(); ++cut) {
+      const auto left = ids.find(token.substr(0, cut)), right = ids.find(token.substr(cut));
+      if (left == ids.end() || right == ids.end()) continue;
+      merges.emplace_back(left->second, right->second);
+      details.ranks.push_back(static_cast<uint32_t>(id));
+    }
+  }
+  return Tokenizer(make_state(byte_level_json(vocabulary, merges, pattern, true, special), "", "",
+                              &details));
+}
+
+Tokenizer Tokenizer::load_tiktoken(const std::filesystem::path& path, std::string_view pattern,
+                                   const std::vector<std::pair<std::string, int32_t>>& special) {
+  return from_tiktoken(read_file(path), pattern, special);
+}
+
+void Tokenizer::save(const std::filesystem::path& folder) const {
+  std::filesystem::create_directories(folder);
+  auto write = [&](const char* name, const std::string& content) {
+    if (content.empty()) return;
+    std::ofstream file(folder / name, std::ios::binary);
+    file << content;
+    file.close();
+    PITH_CHECK(file, "cannot write {}", (folder / name).string());
+  };
+  write("tokenizer.json", state_->json);
+  write("tokenizer_config.json", state_->config);
+  write("chat_template.jinja", state_->chat_template_file);
+}
+
+}  // namespace pith

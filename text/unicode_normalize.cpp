@@ -1,0 +1,189 @@
+#include "text/unicode_normalize.h"
+
+#include <utf8proc.h>
+
+#include <algorithm>
+#include <bitset>
+#include <optional>
+
+#include "text/unicode.h"
+#include "text/unicode_tables.h"
+
+namespace pith {
+namespace {
+
+struct Mark {
+  char32_t code;
+  int moved;
+  int order;  // canonical combining class
+};
+
+bool composes(NormalForm form) { return form == NormalForm::kNfc || form == NormalForm::kNfkc; }
+bool compatible(NormalForm form) { return form == NormalForm::kNfkc || form == NormalForm::kNfkd; }
+
+int combining_order(char32_t code) {
+  if (code < 0x300 || find_range(kInert, code)) return 0;
+  return utf8proc_get_property(static_cast<utf8proc_int32_t>(code))->combining_class;
+}
+
+void decompose(char32_t code, bool compatibility, std::vector<Mark>& out) {
+  utf8proc_int32_t parts[32];
+  int bound = 0;
+  const auto options = static_cast<utf8proc_option_t>(
+      UTF8PROC_DECOMPOSE | (compatibility ? UTF8PROC_COMPAT : 0));
+  utf8proc_ssize_t count = 1;
+  parts[0] = static_cast<utf8proc_int32_t>(code);
+  if (code >= 0xA0 && !find_range(kInert, code)) {
+    count = utf8proc_decompose_char(parts[0], parts, 32, options, &bound);
+  }
+  for (utf8proc_ssize_t i = 0; i < count; ++i) {
+    const auto part = static_cast<char32_t>(parts[i]);
+    out.push_back({part, i > 0, combining_order(part)});
+  }
+}
+
+std::optional<char32_t> compose(char32_t first, char32_t second) {
+  utf8proc_int32_t pair[3] = {static_cast<utf8proc_int32_t>(first),
+                              static_cast<utf8proc_int32_t>(second), 0};
+  const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
+  if (utf8proc_normalize_utf32(pair, 2, options) != 1) return std::nullopt;
+  const auto composed = static_cast<char32_t>(pair[0]);
+  if (find_range(kInert, composed)) return std::nullopt;
+  return composed;
+}
+
+// Composition after UAX #15: a mark joins the last starter unless a mark of its class or higher, or
+// another starter, stands between.
+void compose_all(std::vector<Mark>& marks) {
+  std::vector<Mark> out;
+  size_t starter = SIZE_MAX;  // index in out
+  for (const Mark& mark : marks) {
+    if (starter != SIZE_MAX) {
+      const bool adjacent = starter + 1 == out.size();
+      const bool blocked = !adjacent && out.back().order >= mark.order;
+      if (!blocked) {
+        if (const auto composed = compose(out[starter].code, mark.code)) {
+          out[starter].code = *composed;
+          out[starter].moved += mark.moved - 1;
+          continue;
+        }
+      }
+    }
+    if (mark.order == 0) starter = out.size();
+    out.push_back(mark);
+  }
+  marks.swap(out);
+}
+
+// Code points that may change, or change others, in a form. All others are borders for it.
+using CodeSet = std::bitset<0x110000>;
+
+CodeSet* make_active(NormalForm form) {
+  auto* active = new CodeSet;
+  std::vector<Mark> parts;
+  for (char32_t code = 0xA0; code < 0x110000; ++code) {
+    if (code >= 0xD800 && code < 0xE000) continue;
+    parts.clear();
+    decompose(code, compatible(form), parts);
+    const bool splits = parts.size() > 1 || parts[0].code != code;
+    if (combining_order(code) != 0) active->set(code);
+    if (!splits) continue;
+    if (!composes(form)) {
+      active->set(code);
+      continue;
+    }
+    compose_all(parts);
+    if (parts.size() > 1 || parts[0].code != code) active->set(code);
+    // Whatever ends a canonical decomposition can be the second half of a composition.
+    parts.clear();
+    decompose(code, false, parts);
+    for (size_t i = 1; i < parts.size(); ++i) active->set(parts[i].code);
+  }
+  return active;
+}
+
+const CodeSet& active_codes(NormalForm form) {
+  // Made at the first use of a form, and never freed.
+  switch (form) {
+    case NormalForm::kNfc: {
+      static const CodeSet* set = make_active(form);
+      return *set;
+    }
+    case NormalForm::kNfd: {
+      static const CodeSet* set = make_active(form);
+      return *set;
+    }
+    case NormalForm::kNfkc: {
+      static const CodeSet* set = make_active(form);
+      return *set;
+    }
+    default: {
+      static const CodeSet* set = make_active(form);
+      return *set;
+    }
+  }
+}
+
+}  // namespace
+
+void normalize(const Text& text, NormalForm form, Rewriter& out) {
+  const CodeSet& active = active_codes(form);
+  const std::string_view s = text.text;
+  std::vector<Mark> marks;
+  std::vector<Change> changes;
+  size_t border = 0;  // start of the last character that is no active one
+  for (size_t at = 0; at < s.size();) {
+    const size_t begin = at;
+    if (static_cast<uint8_t>(s[at]) < 0x80) {
+      border = at++;
+      continue;
+    }
+    if (!active[utf8_next(s, at)]) {
+      border = begin;
+      continue;
+    }
+    size_t end = at;  // take every active character that follows, too
+    while (end < s.size()) {
+      size_t next = end;
+      if (!active[utf8_next(s, next)]) break;
+      end = next;
+    }
+    marks.clear();
+    for (size_t i = border; i < end;) decompose(utf8_next(s, i), compatible(form), marks);
+    for (size_t i = 0; i < marks.size();) {  // sort each run of marks by class
+      size_t stop = i;
+      while (stop < marks.size() && marks[stop].order != 0) ++stop;
+      std::stable_sort(marks.begin() + static_cast<std::ptrdiff_t>(i),
+                       marks.begin() + static_cast<std::ptrdiff_t>(stop),
+                       [](const Mark& a, const Mark& b) { return a.order < b.order; });
+      i = stop + 1;
+    }
+    if (composes(form)) compose_all(marks);
+    changes.clear();
+    bool same = true;
+    size_t old = border;
+    for (const Mark& mark : marks) {
+      changes.push_back({mark.code, mark.moved});
+      same = same && old < end && utf8_next(s, old) == mark.code;
+    }
+    if (!same || old != end) out.replace(border, end, changes);
+    border = at = end;
+  }
+}
+
+void lowercase(const Text& text, Rewriter& out) {
+  for (size_t at = 0; at < text.text.size();) {
+    const size_t begin = at;
+    const char32_t code = utf8_next(text.text, at);
+    Change lower[2] = {{code, 0}, {0x307, 1}};
+    if (const CodeRange* range = find_range(kLowerDelta, code)) {
+      lower[0].code = code + range->value;
+    } else {
+      lower[0].code = static_cast<char32_t>(utf8proc_tolower(static_cast<utf8proc_int32_t>(code)));
+    }
+    if (code == 0x130) lower[0].code = 'i';  // I with dot: the one letter that becomes two
+    if (lower[0].code != code) out.replace(begin, at, {lower, code == 0x130 ? 2u : 1u});
+  }
+}
+
+}  // namespace pith
