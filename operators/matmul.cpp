@@ -1,0 +1,36 @@
+#include "operators/matmul.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+
+namespace pith {
+namespace {
+
+// LibTorch's products with an FP32 result exist on CUDA only; elsewhere the operands are widened.
+bool widen_first(const Tensor& a) { return !a.is_cuda() && a.scalar_type() == at::kBFloat16; }
+
+}  // namespace
+
+void mm_wide_out(Tensor& out, const Tensor& a, const Tensor& b) {
+  if (widen_first(a)) {
+    at::mm_out(out, a.to(at::kFloat), b.to(at::kFloat));
+  } else if (a.scalar_type() == out.scalar_type()) {
+    at::mm_out(out, a, b);
+  } else {
+    at::mm_out(out, a, b, out.scalar_type());
+  }
+}
+
+void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha) {
+  if (x.size(0) == 0) return;
+  Tensor out = gradient;  // a second handle on the same memory
+  if (widen_first(x) || widen_first(dy)) {
+    at::addmm_out(out, out, dy.to(at::kFloat).t(), x.to(at::kFloat), 1, alpha);
+  } else if (x.scalar_type() == out.scalar_type()) {
+    at::addmm_out(out, out, dy.t(), x, 1, alpha);
+  } else {
+    at::addmm_out(out, out, dy.t(), x, out.scalar_type(), 1, alpha);
+  }
+}
+
+}  // namespace pith

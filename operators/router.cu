@@ -1,0 +1,329 @@
+// Router kernels: one warp a row of expert scores, held in registers.
+#include <cuda_runtime.h>
+
+#include "operators/cuda_check.h"
+#include "operators/kernel.cuh"
+
+namespace pith::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kWarpsPerBlock = 4;
+
+__device__ inline float lanes_max(float x) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  }
+  return x;
+}
+
+// Orders (score, id) as integers: larger score first, then lower id. NaN is below -inf, 0 below everything.
+__device__ inline uint64_t order_key(float score, int id) {
+  uint32_t bits = __float_as_uint(score == 0.0f ? 0.0f : score);  // -0 equals 0
+  bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  if (isnan(score)) bits = 0;
+  return uint64_t{bits} << 32 | (0xffffffffu - static_cast<uint32_t>(id));
+}
+
+// score[i] of lane l belongs to expert l + 32 i. Calls chosen(j, id) for the k best, in order.
+template <int N, class F>
+__device__ inline void select_topk(const float (&score)[N], int num_experts, int k, F&& chosen) {
+  const int lane = threadIdx.x % kWarp;
+  uint64_t key[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int id = lane + kWarp * i;
+    key[i] = id < num_experts ? order_key(score[i], id) : 0;
+  }
+  for (int j = 0; j < k; ++j) {
+    uint64_t best = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) best = key[i] > best ? key[i] : best;
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+      const uint64_t other = __shfl_xor_sync(0xffffffffu, best, distance);
+      best = other > best ? other : best;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) key[i] = key[i] == best ? 0 : key[i];  // keys are unique
+    chosen(j, static_cast<int>(0xffffffffu - static_cast<uint32_t>(best)));
+  }
+}
+
+template <int N>
+__global__ void topk_kernel(const float* __restrict__ scores, int64_t* __restrict__ idx, int64_t rows,
+                            int num_experts, int k) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
+  if (row >= rows) return;
+  float score[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int id = lane + kWarp * i;
+    score[i] = id < num_experts ? scores[row * num_experts + id] : 0.0f;
+  }
+  select_topk<N>(score, num_experts, k, [&](int j, int id) {
+    if (lane == 0) idx[row * k + j] = id;
+  });
+}
+
+template <int N>
+__global__ void route_forward_kernel(const float* __restrict__ logits, const int64_t* __restrict__ forced,
+                                     float* __restrict__ probabilities, int64_t* __restrict__ idx,
+                                     float* __restrict__ weight, int64_t rows, int num_experts, int k,
+                                     bool normalize) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
+  if (row >= rows) return;
+  float logit[N], top = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int id = lane + kWarp * i;
+    logit[i] = id < num_experts ? logits[row * num_experts + id] : -INFINITY;
+    top = fmaxf(top, logit[i]);
+  }
+  top = lanes_max(top);
+  float p[N], sum = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum += p[i] = expf(logit[i] - top);  // 0 beyond num_experts
+  const float scale = 1.0f / lanes_sum<kWarp>(sum);
+  float* out = probabilities + row * num_experts;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int id = lane + kWarp * i;
+    if (id < num_experts) out[id] = p[i] *= scale;
+  }
+  __syncwarp();  // below, lanes read probabilities that other lanes wrote
+  if (forced == nullptr) {
+    select_topk<N>(logit, num_experts, k, [&](int j, int id) {
+      if (lane == 0) idx[row * k + j] = id;
+    });
+  } else {
+    for (int j = lane; j < k; j += kWarp) idx[row * k + j] = forced[row * k + j];
+  }
+  __syncwarp();
+  float chosen = 0;
+  for (int j = lane; j < k; j += kWarp) chosen += out[idx[row * k + j]];
+  const float total = lanes_sum<kWarp>(chosen);
+  for (int j = lane; j < k; j += kWarp) {
+    const float value = out[idx[row * k + j]];
+    weight[row * k + j] = normalize ? value / total : value;
+  }
+}
+
+// See route_backward_cpu. The gradient of the chosen probabilities is added lane by lane in the order of j, so
+// that an expert forced twice into a row still has one order of addition.
+template <int N>
+__global__ void route_backward_kernel(const float* __restrict__ probabilities,
+                                      const int64_t* __restrict__ idx,
+                                      const float* __restrict__ dprobabilities,
+                                      const float* __restrict__ dweight, float* __restrict__ dlogits,
+                                      int64_t rows, int num_experts, int k, bool normalize) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
+  if (row >= rows) return;
+  float p[N], dp[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int id = lane + kWarp * i;
+    const int64_t at = row * num_experts + id;
+    p[i] = id < num_experts ? probabilities[at] : 0.0f;
+    dp[i] = id < num_experts && dprobabilities ? dprobabilities[at] : 0.0f;
+  }
+  if (dweight != nullptr) {
+    const float* all = probabilities + row * num_experts;
+    float sum = 0, inner = 0;
+    for (int j = lane; j < k; j += kWarp) {
+      const float chosen = all[idx[row * k + j]];
+      sum += chosen;
+      inner += dweight[row * k + j] * chosen;
+    }
+    sum = lanes_sum<kWarp>(sum);
+    inner = lanes_sum<kWarp>(inner);
+    for (int j = 0; j < k; ++j) {
+      const int id = static_cast<int>(idx[row * k + j]);
+      const float dw = dweight[row * k + j];
+      const float d = normalize ? (dw - inner / sum) / sum : dw;
+#pragma unroll
+      for (int i = 0; i < N; ++i) dp[i] += id == lane + kWarp * i ? d : 0.0f;
+    }
+  }
+  float inner = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) inner = fmaf(p[i], dp[i], inner);
+  inner = lanes_sum<kWarp>(inner);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int id = lane + kWarp * i;
+    if (id < num_experts) dlogits[row * num_experts + id] = p[i] * (dp[i] - inner);
+  }
+}
+
+// --- The balance loss: a row's tokens are neighbours; its sums are cut into kParts partial sums ---
+
+constexpr int64_t kParts = 32;
+
+// start (num_rows + 1): first token of each row. row_id is ascending.
+__global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tokens, int64_t num_rows,
+                                 int32_t* __restrict__ start) {
+  const int64_t t = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (t > tokens) return;
+  const int64_t before = t == 0 ? -1 : row_id[t - 1], here = t == tokens ? num_rows : row_id[t];
+  for (int64_t row = before + 1; row <= here; ++row) start[row] = static_cast<int32_t>(t);
+}
+
+// Block (row, part): sum (num_rows, kParts, E) of probabilities and count of choices of its tokens.
+__global__ void balance_part_kernel(const float* __restrict__ probabilities,
+                                    const int64_t* __restrict__ idx, const int32_t* __restrict__ start,
+                                    float* __restrict__ sum, int32_t* __restrict__ count, int num_experts,
+                                    int64_t k) {
+  extern __shared__ int32_t chosen[];
+  const int64_t row = blockIdx.x, part = blockIdx.y;
+  const int64_t first = start[row], length = start[row + 1] - first;
+  const int64_t begin = first + length * part / kParts, end = first + length * (part + 1) / kParts;
+  const int e = static_cast<int>(threadIdx.x);
+  if (e < num_experts) chosen[e] = 0;
+  __syncthreads();
+  for (int64_t i = begin * k + e; i < end * k; i += blockDim.x) {
+    atomicAdd(&chosen[idx[i]], 1);  // integers: any order, one result
+  }
+  __syncthreads();
+  if (e >= num_experts) return;
+  float total = 0;
+#pragma unroll 8
+  for (int64_t t = begin; t < end; ++t) total += probabilities[t * num_experts + e];
+  const int64_t at = (row * kParts + part) * num_experts + e;
+  sum[at] = total;
+  count[at] = chosen[e];
+}
+
+// One block, one thread an expert: coefficient (num_rows, E) and the loss.
+__global__ void balance_total_kernel(const float* __restrict__ sum, const int32_t* __restrict__ count,
+                                     const int32_t* __restrict__ start, float* __restrict__ loss,
+                                     float* __restrict__ coefficient, int64_t num_rows, int num_experts,
+                                     int64_t k) {
+  __shared__ double share[1024];
+  const int e = static_cast<int>(threadIdx.x);
+  double mine = 0;
+  for (int64_t row = 0; row < num_rows && e < num_experts; ++row) {
+    double total = 0;
+    int64_t choices = 0;
+    for (int64_t part = 0; part < kParts; ++part) {
+      const int64_t at = (row * kParts + part) * num_experts + e;
+      total += sum[at];
+      choices += count[at];
+    }
+    const double length = start[row + 1] - start[row];
+    const double factor =
+        length == 0 ? 0 : static_cast<double>(num_experts) * choices / (k * length * length);
+    coefficient[row * num_experts + e] = static_cast<float>(factor);
+    mine += factor * total;
+  }
+  share[e] = mine;
+  __syncthreads();
+  if (e != 0) return;
+  for (int other = 1; other < num_experts; ++other) mine += share[other];
+  *loss = static_cast<float>(mine);
+}
+
+__global__ void balance_backward_kernel(const float* __restrict__ dloss,
+                                        const float* __restrict__ coefficient,
+                                        const int32_t* __restrict__ row_id,
+                                        float* __restrict__ dprobabilities, int64_t tokens,
+                                        int64_t num_experts) {
+  const int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
+  const int64_t e = blockIdx.y * int64_t{blockDim.x} + threadIdx.x;
+  if (t >= tokens || e >= num_experts) return;
+  dprobabilities[t * num_experts + e] = *dloss * coefficient[row_id[t] * num_experts + e];
+}
+
+// Calls f.operator()<N>() with N registers a lane, enough for num_experts <= 1024.
+template <class F>
+void with_registers(int64_t num_experts, F&& f) {
+  if (num_experts <= 32) return f.template operator()<1>();
+  if (num_experts <= 64) return f.template operator()<2>();
+  if (num_experts <= 128) return f.template operator()<4>();
+  if (num_experts <= 256) return f.template operator()<8>();
+  if (num_experts <= 512) return f.template operator()<16>();
+  f.template operator()<32>();
+}
+
+unsigned warp_blocks(int64_t rows) {
+  return static_cast<unsigned>((rows + kWarpsPerBlock - 1) / kWarpsPerBlock);
+}
+
+constexpr int kThreads = kWarpsPerBlock * kWarp;
+
+}  // namespace
+
+void topk_lowest_id(const float* scores, int64_t* idx, int64_t rows, int64_t num_experts, int64_t k,
+                    cudaStream_t stream) {
+  if (rows == 0) return;
+  with_registers(num_experts, [&]<int N>() {
+    topk_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(
+        scores, idx, rows, static_cast<int>(num_experts), static_cast<int>(k));
+  });
+  launch_check("topk_lowest_id");
+}
+
+void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
+                   float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize,
+                   cudaStream_t stream) {
+  if (rows == 0) return;
+  with_registers(num_experts, [&]<int N>() {
+    route_forward_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(
+        logits, forced, probabilities, idx, weight, rows, static_cast<int>(num_experts),
+        static_cast<int>(k), normalize);
+  });
+  launch_check("route_forward");
+}
+
+void route_backward(const float* probabilities, const int64_t* idx, const float* dprobabilities,
+                    const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
+                    bool normalize, cudaStream_t stream) {
+  if (rows == 0) return;
+  with_registers(num_experts, [&]<int N>() {
+    route_backward_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(
+        probabilities, idx, dprobabilities, dweight, dlogits, rows, static_cast<int>(num_experts),
+        static_cast<int>(k), normalize);
+  });
+  launch_check("route_backward");
+}
+
+int64_t balance_workspace(int64_t num_rows, int64_t num_experts) {
+  return (num_rows + 1 + 2 * num_rows * kParts * num_experts) * static_cast<int64_t>(sizeof(float));
+}
+
+void balance_forward(const float* probabilities, const int64_t* idx, const int32_t* row_id, float* loss,
+                     float* coefficient, int64_t tokens, int64_t num_experts, int64_t k,
+                     int64_t num_rows, void* workspace, cudaStream_t stream) {
+  auto* sum = static_cast<float*>(workspace);  // (num_rows, kParts, E), then count, then start
+  auto* count = reinterpret_cast<int32_t*>(sum + num_rows * kParts * num_experts);
+  int32_t* start = count + num_rows * kParts * num_experts;
+  const auto experts = static_cast<int>(num_experts);
+  const auto threads = static_cast<unsigned>((experts + kWarp - 1) / kWarp * kWarp);
+  row_start_kernel<<<static_cast<unsigned>(tokens / 256 + 1), 256, 0, stream>>>(row_id, tokens, num_rows,
+                                                                               start);
+  launch_check("balance: row_start");
+  if (num_rows > 0) {
+    const dim3 grid(static_cast<unsigned>(num_rows), kParts);
+    balance_part_kernel<<<grid, threads, sizeof(int32_t) * static_cast<size_t>(experts), stream>>>(
+        probabilities, idx, start, sum, count, experts, k);
+    launch_check("balance: parts");
+  }
+  balance_total_kernel<<<1, threads, 0, stream>>>(sum, count, start, loss, coefficient, num_rows, experts,
+                                                  k);
+  launch_check("balance: total");
+}
+
+void balance_backward(const float* dloss, const float* coefficient, const int32_t* row_id,
+                      float* dprobabilities, int64_t tokens, int64_t num_experts, cudaStream_t stream) {
+  if (tokens == 0) return;
+  const RowGrid shape = row_grid(tokens, num_experts);
+  balance_backward_kernel<<<shape.grid, shape.block, 0, stream>>>(dloss, coefficient, row_id,
+                                                                  dprobabilities, tokens, num_experts);
+  launch_check("balance_backward");
+}
+
+}  // namespace pith::cuda
