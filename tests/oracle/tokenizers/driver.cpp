@@ -1,6 +1,7 @@
 // Encodes framed texts for compare.py and speed.py.
 // stdin: (uint32 size, bytes)*; stdout: per text (uint32 n, int32 id[n], uint32 offset[n][2],
 // uint32 size, decoded bytes). With --time N it reports seconds instead, N threads over all texts.
+// With --train SIZE THREADS it trains on the texts and saves to the folder that is named first.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "text/bpe_trainer.h"
 #include "text/tokenizer.h"
 
 namespace {
@@ -38,8 +40,19 @@ double seconds() {
 }  // namespace
 
 int main(int argc, char** argv) try {
-  PITH_CHECK(argc >= 2, "usage: driver tokenizer.json [--time threads | --train vocabulary]");
+  PITH_CHECK(argc >= 2, "usage: driver tokenizer [--time threads | --train size threads]");
   const double start = seconds();
+  if (argc == 5 && !std::strcmp(argv[2], "--train")) {
+    pith::BpeTrainerOptions train;
+    train.vocab_size = std::atoi(argv[3]);
+    train.threads = std::atoi(argv[4]);
+    pith::BpeTrainer trainer(train);
+    trainer.add(read_texts());
+    const double counted = seconds();
+    trainer.train().save(argv[1]);
+    std::printf("counted %.2f s, merged %.2f s\n", counted - start, seconds() - counted);
+    return 0;
+  }
   const pith::Tokenizer tokenizer = pith::Tokenizer::load(argv[1]);
   const std::vector<std::string> texts = read_texts();
   if (argc == 4 && !std::strcmp(argv[2], "--time")) {

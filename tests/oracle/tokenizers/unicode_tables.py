@@ -124,4 +124,5 @@ def main():
          {c: int(c in punctuation) for c in punctuation ^ expected})
 
 
-main()
+if __name__ == "__main__":
+    main()
