@@ -1,0 +1,122 @@
+// The program: the list of its commands, and the one place where errors become messages.
+#include <c10/util/Exception.h>
+#include <torch/version.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <new>
+
+#include "apps/commands.h"
+#include "build_info.h"
+#include "core/error.h"
+#include "engine/config.h"
+
+namespace {
+
+constexpr const char* kDescription =
+    "Trains Mixture-of-Experts language models, on CPUs and NVIDIA GPUs.\n";
+
+constexpr const char* kFooter = R"(
+A run, from text to text:
+  pithtrain corpus build --out corpus/train src/     make a corpus of the files under src/
+  pithtrain pretrain run.toml                        train what run.toml describes
+  pithtrain pretrain run.toml --set training.lr=1e-4 the same with another learning rate
+  pithtrain inspect runs/run                         explain a corpus, checkpoint or model folder
+  pithtrain generate runs/run --prompt "int main"    continue a text
+
+Each command explains itself: pithtrain COMMAND --help.
+Exit status: 0 done, 1 failed (the last lines on stderr say why), 2 wrong usage.)";
+
+// The innermost command that was named on the command line.
+const CLI::App* deepest(const CLI::App& app) {
+  const CLI::App* found = &app;
+  while (!found->get_subcommands().empty()) found = found->get_subcommands().front();
+  return found;
+}
+
+std::string full_name(const CLI::App* app) {
+  const CLI::App* parent = app->get_parent();
+  return parent ? full_name(parent) + " " + app->get_name() : app->get_name();
+}
+
+// What is wrong with a command line, with the nearest valid word where a word is unknown.
+std::string usage_problem(const CLI::App& command, const CLI::ParseError& error) {
+  std::vector<std::string> words, rest;
+  for (const CLI::App* app = &command; app && rest.empty(); app = app->get_parent()) {
+    rest = app->remaining();
+  }
+  const auto option_like = [](const std::string& word) { return word.starts_with("-"); };
+  const auto flag = std::ranges::find_if(rest, option_like);
+  const std::string unknown = rest.empty() ? "" : flag != rest.end() ? *flag : rest.front();
+  if (flag != rest.end()) {
+    for (const CLI::Option* option : command.get_options()) {
+      for (const std::string& name : option->get_lnames()) words.push_back("--" + name);
+    }
+    const std::string name = unknown.substr(0, unknown.find('='));
+    return fmt::format("unknown option {}; nearest is {}", name, pith::nearest_word(name, words));
+  }
+  for (const CLI::App* sub : command.get_subcommands({})) words.push_back(sub->get_name());
+  if (!unknown.empty() && !words.empty()) {
+    return fmt::format("unknown command {}; nearest is {}", unknown,
+                       pith::nearest_word(unknown, words));
+  }
+  return unknown.empty() ? error.what() : fmt::format("unexpected argument {}", unknown);
+}
+
+int run(CLI::App& app, int argc, char** argv) {
+  const auto fail = [&](const std::string& text) {
+    std::fflush(stdout);  // so that the reason stands last, also where both go to one file
+    std::fputs(fmt::format("{}: {}\n", full_name(deepest(app)), text).c_str(), stderr);
+    return 1;
+  };
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::RuntimeError& error) {
+    return error.get_exit_code();
+  } catch (const CLI::Success& error) {  // --help, --version
+    app.exit(error);
+  } catch (const CLI::ParseError& error) {
+    const CLI::App* command = deepest(app);
+    fail(usage_problem(*command, error));
+    std::fputs(fmt::format("see {} --help\n", full_name(command)).c_str(), stderr);
+    return 2;
+  } catch (const pith::Error& error) {
+    const bool list = error.message().find('\n') != std::string::npos;  // each on a line of its own
+    return fail((list ? "\n" : "") + std::string(error.what()));
+  } catch (const c10::Error& error) {
+    return fail(error.what_without_backtrace());
+  } catch (const std::bad_alloc&) {
+    return fail("out of memory");
+  } catch (const std::exception& error) {
+    return fail(error.what());
+  }
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    return fail("standard output could not be written");
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app(kDescription, "pithtrain");
+  app.footer(kFooter);
+  app.require_subcommand(1);
+  app.get_formatter()->column_width(34);
+  app.set_help_flag("-h,--help", "explain and exit");
+  app.set_version_flag("--version", fmt::format("pithtrain {}, LibTorch {}",
+                                                pith::kBuildDescription, TORCH_VERSION));
+  // Writes docs/configuration.md; hidden, since only developers need it.
+  app.add_flag_callback("--config-reference",
+                        [] {
+                          std::fputs(pith::config_reference().c_str(), stdout);
+                          throw CLI::Success();
+                        })
+      ->group("");
+  pith::add_corpus_command(app);
+  pith::add_pretrain_command(app);
+  pith::add_generate_command(app);
+  pith::add_inspect_command(app);
+  pith::add_trace_command(app);
+  return run(app, argc, argv);
+}

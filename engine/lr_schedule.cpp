@@ -1,0 +1,31 @@
+#include "engine/lr_schedule.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "core/error.h"
+
+namespace pith {
+
+double learning_rate(const RunConfig::Training& training, int64_t step) {
+  PITH_CHECK(step >= 1, "learning rate of step {}: steps count from 1", step);
+  const auto& t = training;
+  if (step <= t.warmup_steps) {
+    return t.lr * static_cast<double>(step) / static_cast<double>(t.warmup_steps);
+  }
+  if (t.schedule == "constant") return t.lr;
+  const bool wsd = t.schedule == "wsd";
+  PITH_CHECK(wsd || t.schedule == "cosine", "schedule {}: not one of constant, cosine, wsd",
+             t.schedule);
+  const int64_t decay_begin = wsd ? t.steps - t.decay_steps : t.warmup_steps;
+  if (step <= decay_begin) return t.lr;
+  const double floor = t.min_lr_ratio * t.lr;
+  if (step >= t.steps) return floor;
+  const double progress =
+      static_cast<double>(step - decay_begin) / static_cast<double>(t.steps - decay_begin);
+  const double share = wsd ? 1 - progress : 0.5 * (1 + std::cos(std::numbers::pi * progress));
+  return floor + (t.lr - floor) * share;
+}
+
+}  // namespace pith

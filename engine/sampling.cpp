@@ -1,0 +1,96 @@
+#include "engine/sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "core/error.h"
+#include "core/random.h"
+
+namespace pith {
+namespace {
+
+// Uniform in [0, 1) with 53 bits.
+double uniform(uint64_t seed, uint64_t draw_index) {
+  const Philox4 bits = philox(stream_key(seed, "sampling"), draw_index);
+  const uint64_t high = bits.word[0] >> 5, low = bits.word[1] >> 6;
+  return static_cast<double>((high << 26) | low) * 0x1p-53;
+}
+
+}  // namespace
+
+void check_sampling_options(const SamplingOptions& options) {
+  PITH_CHECK(options.temperature >= 0 && std::isfinite(options.temperature),
+             "temperature {}: must be a finite number of at least 0", options.temperature);
+  PITH_CHECK(options.top_p >= 0 && options.top_p <= 1, "top_p {}: must be in [0, 1]",
+             options.top_p);
+  PITH_CHECK(options.min_p >= 0 && options.min_p <= 1, "min_p {}: must be in [0, 1]",
+             options.min_p);
+  PITH_CHECK(options.top_k >= 0, "top_k {}: must be at least 0", options.top_k);
+}
+
+int64_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw_index) {
+  check_sampling_options(options);
+  PITH_CHECK(!logits.empty() && logits.size() <= std::numeric_limits<int32_t>::max(),
+             "sampling from {} logits", logits.size());
+  size_t best = 0;
+  for (size_t i = 0; i < logits.size(); ++i) {
+    PITH_CHECK(logits[i] < std::numeric_limits<float>::infinity(),  // false for NaN
+               "sampling: the logit of token {} is {}", i, logits[i]);
+    if (logits[i] > logits[best]) best = i;
+  }
+  PITH_CHECK(std::isfinite(logits[best]), "sampling: every logit is -inf");
+  if (options.temperature == 0 || options.top_k == 1) return static_cast<int64_t>(best);
+
+  // Candidates, always in an order that depends on the logits alone: ids until a filter sorts them.
+  std::vector<int32_t> ids(logits.size());
+  std::iota(ids.begin(), ids.end(), 0);
+  const auto likelier = [&](int32_t a, int32_t b) {
+    const float x = logits[static_cast<size_t>(a)], y = logits[static_cast<size_t>(b)];
+    return x != y ? x > y : a < b;
+  };
+  const auto weight = [&](int32_t id) {  // probability over that of the best token
+    const double difference = double{logits[static_cast<size_t>(id)]} - double{logits[best]};
+    return std::exp(difference / options.temperature);
+  };
+  const auto total_weight = [&] {
+    return std::accumulate(ids.begin(), ids.end(), 0.0,
+                           [&](double sum, int32_t id) { return sum + weight(id); });
+  };
+  size_t sorted = 0;  // so many leading ids are in order of likelihood
+  const auto sort_first = [&](size_t count) {
+    std::partial_sort(ids.begin() + static_cast<ptrdiff_t>(sorted),
+                      ids.begin() + static_cast<ptrdiff_t>(count), ids.end(), likelier);
+    sorted = count;
+  };
+  if (options.top_k > 0 && static_cast<size_t>(options.top_k) < ids.size()) {
+    sort_first(static_cast<size_t>(options.top_k));
+    ids.resize(sorted);
+  }
+  if (options.top_p < 1) {
+    const double wanted = options.top_p * total_weight();
+    double sum = 0;
+    size_t kept = 0;
+    while (kept < ids.size() && (kept == 0 || sum < wanted)) {
+      if (kept == sorted) sort_first(std::min(ids.size(), 4 * sorted + 64));  // rarely all of them
+      sum += weight(ids[kept++]);
+    }
+    ids.resize(kept);
+  }
+  if (options.min_p > 0) std::erase_if(ids, [&](int32_t id) { return weight(id) < options.min_p; });
+
+  const double target = uniform(options.seed, draw_index) * total_weight();
+  double sum = 0;
+  int32_t drawn = static_cast<int32_t>(best);
+  for (const int32_t id : ids) {
+    const double w = weight(id);
+    if (w > 0) drawn = id;  // the last one also catches a target lost to rounding
+    sum += w;
+    if (w > 0 && sum > target) break;
+  }
+  return drawn;
+}
+
+}  // namespace pith

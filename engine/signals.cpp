@@ -1,0 +1,51 @@
+#include "engine/signals.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdint>
+#include <ctime>
+#include <string_view>
+
+namespace pith {
+namespace {
+
+std::atomic<int64_t> first_signal_ns{0};  // 0 = none yet
+static_assert(std::atomic<int64_t>::is_always_lock_free, "used inside a signal handler");
+
+// Calls only what POSIX lists as async-signal-safe: clock_gettime, write, _exit.
+void handle_stop(int) {
+  constexpr int64_t kSameEvent = 100'000'000;
+  const int saved_errno = errno;
+  timespec time{};
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  const int64_t now = int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+  int64_t first = 0;
+  if (first_signal_ns.compare_exchange_strong(first, now)) {
+    constexpr std::string_view text =
+        "\nstopping: this step is finished and saved first; once more to exit at once\n";
+    [[maybe_unused]] const auto written = write(STDERR_FILENO, text.data(), text.size());
+  } else if (now - first > kSameEvent) {
+    _exit(130);
+  }
+  errno = saved_errno;
+}
+
+}  // namespace
+
+void install_signal_handlers() {
+  first_signal_ns = 0;
+  struct sigaction action {};
+  action.sa_handler = handle_stop;
+  action.sa_flags = SA_RESTART;  // a read or write in progress goes on
+  sigemptyset(&action.sa_mask);
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);
+}
+
+bool stop_requested() { return first_signal_ns != 0; }
+
+}  // namespace pith
