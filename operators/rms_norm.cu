@@ -1,5 +1,6 @@
 // RMSNorm forward and backward. A row lies in the registers of a group of threads: LANES of a warp for short
 // rows (several rows a block: per-head norms have millions of them), a whole block for long ones.
+#include <algorithm>
 #include <climits>
 
 #include "operators/cuda_check.h"
@@ -16,11 +17,13 @@ int64_t rms_norm_blocks(NormRows rows);
 
 namespace {
 
-// How a row is spread: LANES threads (0: the whole block), each with PER vectors of N elements, at
-// (k * threads + lane) * N.
-template <int N_, int LANES_, int PER_>
+constexpr int kGroupThreads = 128;  // of a block that takes several rows
+
+// How a row is spread: LANES threads (0: the whole block, up to MOST threads), each with PER vectors of N
+// elements, at (k * threads + lane) * N.
+template <int N_, int LANES_, int PER_, int MOST_ = kGroupThreads>
 struct Spread {
-  static constexpr int N = N_, LANES = LANES_, PER = PER_;
+  static constexpr int N = N_, LANES = LANES_, PER = PER_, MOST = MOST_;
 };
 
 template <int LANES>
@@ -58,7 +61,8 @@ __device__ inline int64_t row_start(const NormRows& rows, int64_t r) {
 }
 
 template <class T, class S>
-__global__ void forward_kernel(const T* x, NormRows rows, const T* weight, float eps, T* y, float* rstd) {
+__global__ void __launch_bounds__(S::MOST)
+    forward_kernel(const T* x, NormRows rows, const T* weight, float eps, T* y, float* rstd) {
   constexpr int N = S::N;
   const int lane = lane_of<S::LANES>(), threads = group_size<S::LANES>();
   const int rows_per_block = blockDim.x / threads;
@@ -98,8 +102,9 @@ __global__ void forward_kernel(const T* x, NormRows rows, const T* weight, float
 // Every block takes rows a grid apart, keeps the sums for dweight of its columns in registers and writes
 // one row of `partial`.
 template <class T, class S>
-__global__ void backward_kernel(const T* x, NormRows rows, const T* weight, const float* rstd,
-                                const T* dy, T* dx, float* partial) {
+__global__ void __launch_bounds__(S::MOST)
+    backward_kernel(const T* x, NormRows rows, const T* weight, const float* rstd, const T* dy, T* dx,
+                    float* partial) {
   constexpr int N = S::N;
   const int lane = lane_of<S::LANES>(), threads = group_size<S::LANES>();
   const int group = threadIdx.x / threads, num_groups = blockDim.x / threads;
@@ -187,16 +192,13 @@ __global__ void add_columns_kernel(const float* partial, int64_t blocks, int64_t
   dweight[column] += sum;
 }
 
-constexpr int kGroupThreads = 128;  // of a block that takes several rows
-constexpr int kMaxThreads = 1024;
-
 // Threads of a block, and rows it takes at a time.
 struct Shape {
   int threads, rows;
 };
 template <class S>
 Shape shape_of(int64_t dim) {
-  if (S::LANES > 0) return {kGroupThreads, kGroupThreads / (S::LANES > 0 ? S::LANES : 1)};
+  if (S::LANES > 0) return {kGroupThreads, kGroupThreads / std::max(S::LANES, 1)};
   const int64_t warps = (dim + 32 * S::N * S::PER - 1) / (32 * S::N * S::PER);
   return {static_cast<int>(warps * 32), 1};
 }
@@ -207,15 +209,14 @@ void with_spread(const NormRows& rows, bool vectors, F&& f) {
   constexpr int N = kFull<T>;
   if (!vectors) {
     if (rows.dim <= 32 * 8) return f(Spread<1, 32, 8>{});
-    if (rows.dim <= kMaxThreads * 8) return f(Spread<1, 0, 8>{});
+    if (rows.dim <= 1024 * 8) return f(Spread<1, 0, 8, 1024>{});
     fail(cudaErrorInvalidValue, "rms_norm of rows above 8192 elements needs 16-byte aligned rows",
          __FILE__, __LINE__);
   }
   if (rows.dim <= 16 * N) return f(Spread<N, 16, 1>{});
-  if (rows.dim <= 32 * N) return f(Spread<N, 32, 1>{});
   if (rows.dim <= 32 * 4 * N) return f(Spread<N, 32, 4>{});
-  if (rows.dim <= kMaxThreads * 4 * N) return f(Spread<N, 0, 4>{});
-  fail(cudaErrorInvalidValue, "rms_norm of rows above 64 kB", __FILE__, __LINE__);
+  if (rows.dim <= 512 * 4 * N) return f(Spread<N, 0, 4, 512>{});
+  fail(cudaErrorInvalidValue, "rms_norm of rows above 32 kB", __FILE__, __LINE__);
 }
 
 template <class T>
