@@ -86,9 +86,13 @@ TEST(Pipeline, DocumentsOfARowDoNotSeeEachOther) {
   const Tensor before = pipeline.forward_only(cut(rows, 1), AllLogits()).per_token[0];
   rows[0].tokens[3] = (rows[0].tokens[3] + 1) % 61;
   const Tensor after = pipeline.forward_only(cut(rows, 1), AllLogits()).per_token[0];
-  EXPECT_TRUE(at::equal(before.narrow(0, 20, 20), after.narrow(0, 20, 20)));
-  EXPECT_TRUE(at::equal(before.narrow(0, 0, 3), after.narrow(0, 0, 3)));
-  for (int64_t t = 3; t < 20; ++t) EXPECT_FALSE(at::equal(before[t], after[t])) << "position " << t;
+  // Not bit-equal: an expert that lost or won a row may sum its other rows in another blocking.
+  for (int64_t t = 0; t < 40; ++t) {
+    if (t < 3 || t >= 20)
+      EXPECT_LT(relative_error(after[t], before[t]), 1e-5) << "position " << t;
+    else
+      EXPECT_GT(relative_error(after[t], before[t]), 1e-3) << "position " << t;
+  }
 }
 
 // Router weights of zero: all scores are equal, every token takes the experts with the lowest ids, each time; the
@@ -141,7 +145,7 @@ TEST(Pipeline, DecodingThroughTheCacheEqualsTheFullForward) {
   };
   std::vector<LayerCache> caches(3);
   size_t done_a = 0, done_b = 0;
-  for (const auto [a, b] : {std::pair<size_t, size_t>{5, 3}, {6, 4}, {7, 5}, {9, 6}, {12, 7}}) {
+  for (const auto& [a, b] : {std::pair<size_t, size_t>{5, 3}, {6, 4}, {7, 5}, {9, 6}, {12, 7}}) {
     const std::vector<Row> fresh{part(rows[0], done_a, a), part(rows[1], done_b, b)};
     const std::vector<Row> all{part(rows[0], 0, a), part(rows[1], 0, b)};
     const Tensor cached = pipeline.forward_only(cut(fresh, 2), LastTokenLogits(), caches).per_token[0];
