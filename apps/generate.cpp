@@ -177,10 +177,8 @@ void add_generate_command(CLI::App& app) {
   CLI::App* command = app.add_subcommand("generate", "Continue prompts with a model folder or checkpoint");
   command->add_option("folder", options->folder, "Hugging Face folder or checkpoint")->required();
   command->add_option("--prompt", options->prompts, "Text to continue; may be given several times")
-      ->expected(1)
       ->allow_extra_args(false);
   command->add_option("--prompt-file", options->prompt_files, "The same from a file")
-      ->expected(1)
       ->allow_extra_args(false);
   command->add_option("--max-tokens", options->max_tokens, "Longest answer in tokens (default 200)");
   command->add_option("--temperature", options->sampling.temperature, "0 = greedy; default 1");

@@ -330,7 +330,6 @@ void add_pretrain_command(CLI::App& app) {
       "pretrain", "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder");
   command->add_option("config", options->file, "Run configuration (TOML); see examples/")->required();
   command->add_option("--set", options->overrides, "Override one key, e.g. --set training.lr=1e-4")
-      ->expected(1)
       ->allow_extra_args(false);
   command->add_flag("--dry-run", options->dry_run,
                     "Print the resolved configuration, parameter counts, memory and schedule, then exit");
