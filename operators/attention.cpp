@@ -31,7 +31,8 @@ struct Run {
   int64_t count, n, m;       // documents; queries and keys of each
 };
 
-// Documents with queries, neighbours of equal shape together, at most `limit` scores (n * m) in a run.
+// Documents with queries, neighbours of equal shape together, at most `limit` scores (n * m) in a
+// run.
 std::vector<Run> runs_of(const Tensor& cu_q_host, const Tensor& cu_k_host, int64_t limit) {
   const int32_t *q = cu_q_host.const_data_ptr<int32_t>(), *k = cu_k_host.const_data_ptr<int32_t>();
   std::vector<Run> runs;
@@ -65,8 +66,8 @@ Path choose_path(const Tensor& q, const AttentionSpan& span) {
   const int64_t head_dim = q.size(2);
   const bool half = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
   if (!half || head_dim % 8 != 0 || head_dim > 256 || q.size(0) == 0) return Path::products;
-  // cuDNN is the fastest, but its backward is not deterministic, and LibTorch builds a plan (about 70 ms)
-  // for each new shape: so only for the fixed, round lengths of packed pretraining rows.
+  // cuDNN is the fastest, but its backward is not deterministic, and LibTorch builds a plan (about
+  // 70 ms) for each new shape: so only for the fixed, round lengths of packed pretraining rows.
   const bool round_length = span.max_q >= 128 && span.max_q % 128 == 0;
   const bool cudnn = head_dim <= 128 && round_length && equal_documents(span) &&
                      !at::globalContext().deterministicAlgorithms();
@@ -92,13 +93,15 @@ Tensor unstack_heads(const Tensor& x, int64_t count, int64_t heads) {
       .reshape({count * n, heads, x.size(2)});
 }
 
-// q, k as stacked -> scale * q k^T with -inf above the causal diagonal, (count * groups, per_group * n, m).
+// q, k as stacked -> scale * q k^T with -inf above the causal diagonal, (count * groups, per_group
+// * n, m).
 Tensor masked_scores(const Tensor& q, const Tensor& k, int64_t n, double scale) {
   Tensor scores = at::bmm(q, k.transpose(1, 2)).mul_(scale);
   const int64_t m = k.size(1);
   if (n > 1) {
     const Tensor hidden = at::ones({n, m}, q.options().dtype(at::kBool)).triu(m - n + 1);
-    scores.view({q.size(0), -1, n, m}).masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+    scores.view({q.size(0), -1, n, m})
+        .masked_fill_(hidden, -std::numeric_limits<double>::infinity());
   }
   return scores;
 }
@@ -107,10 +110,11 @@ struct Part {
   Tensor out, lse;  // (rows, heads, D), and what the backward of that path needs
 };
 
-Part products_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
+Part products_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run,
+                      double scale) {
   const int64_t groups = k.size(1);
-  Tensor p = masked_scores(stack_heads(q, run.count, groups), stack_heads(k, run.count, groups), run.n,
-                           scale);
+  Tensor p = masked_scores(stack_heads(q, run.count, groups), stack_heads(k, run.count, groups),
+                           run.n, scale);
   const Tensor lse = at::logsumexp(p, -1, true);
   p.sub_(lse).exp_();
   return {unstack_heads(at::bmm(p, stack_heads(v, run.count, groups)), run.count, q.size(1)), lse};
@@ -118,10 +122,12 @@ Part products_forward(const Tensor& q, const Tensor& k, const Tensor& v, const R
 
 // dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale dS^T Q.
 std::array<Tensor, 3> products_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                        const Tensor& v, const Part& part, const Run& run, double scale) {
+                                        const Tensor& v, const Part& part, const Run& run,
+                                        double scale) {
   const int64_t groups = k.size(1);
   const Tensor qs = stack_heads(q, run.count, groups), ks = stack_heads(k, run.count, groups);
-  const Tensor d = stack_heads(dout, run.count, groups), o = stack_heads(part.out, run.count, groups);
+  const Tensor d = stack_heads(dout, run.count, groups),
+               o = stack_heads(part.out, run.count, groups);
   const Tensor p = masked_scores(qs, ks, run.n, scale).sub_(part.lse).exp_();
   const Tensor dv = at::bmm(p.transpose(1, 2), d);
   Tensor ds = at::bmm(d, stack_heads(v, run.count, groups).transpose(1, 2));
@@ -133,16 +139,20 @@ std::array<Tensor, 3> products_backward(const Tensor& dout, const Tensor& q, con
 
 // --- LibTorch's blocked CPU kernel, for as many queries as keys ---
 
-// (count * n, heads, D) -> (count, heads * repeat, n, D); each head repeated where there are fewer keys' heads.
+// (count * n, heads, D) -> (count, heads * repeat, n, D); each head repeated where there are fewer
+// keys' heads.
 Tensor batch_heads(const Tensor& x, int64_t count, int64_t repeat = 1) {
   const Tensor view = x.view({count, -1, x.size(1), x.size(2)}).transpose(1, 2);
   if (repeat == 1) return view;
-  return view.unsqueeze(2).expand({-1, -1, repeat, -1, -1}).reshape({count, -1, view.size(2), x.size(2)});
+  return view.unsqueeze(2)
+      .expand({-1, -1, repeat, -1, -1})
+      .reshape({count, -1, view.size(2), x.size(2)});
 }
 
 // (count, heads * repeat, n, D) -> (count * n, heads, D), repeated heads summed.
 Tensor unbatch_heads(const Tensor& x, int64_t repeat = 1) {
-  const Tensor heads = repeat == 1 ? x : x.view({x.size(0), -1, repeat, x.size(2), x.size(3)}).sum(2);
+  const Tensor heads =
+      repeat == 1 ? x : x.view({x.size(0), -1, repeat, x.size(2), x.size(3)}).sum(2);
   return heads.transpose(1, 2).reshape({-1, heads.size(1), heads.size(3)});
 }
 
@@ -150,13 +160,15 @@ Part cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& r
   if (run.n != run.m) return products_forward(q, k, v, run, scale);
   const int64_t repeat = q.size(1) / k.size(1);
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
-      batch_heads(q, run.count), batch_heads(k, run.count, repeat), batch_heads(v, run.count, repeat), 0.0,
+      batch_heads(q, run.count), batch_heads(k, run.count, repeat),
+      batch_heads(v, run.count, repeat), 0.0,
       /*is_causal=*/true, {}, scale);
   return {unbatch_heads(out), lse};
 }
 
-std::array<Tensor, 3> cpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                                   const Part& part, const Run& run, double scale) {
+std::array<Tensor, 3> cpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                   const Tensor& v, const Part& part, const Run& run,
+                                   double scale) {
   if (run.n != run.m) return products_backward(dout, q, k, v, part, run, scale);
   const int64_t repeat = q.size(1) / k.size(1);
   auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
@@ -168,17 +180,23 @@ std::array<Tensor, 3> cpu_backward(const Tensor& dout, const Tensor& q, const Te
 
 // --- All documents, path by path ---
 
-// Scores that a run may hold: the blocked CPU kernel keeps none, products keep all of them (256 MiB in FP32).
+// Scores that a run may hold: the blocked CPU kernel keeps none, products keep all of them (256 MiB
+// in FP32).
 std::vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span) {
   const int64_t limit = path == Path::cpu ? std::numeric_limits<int64_t>::max()
                                           : (int64_t{1} << 26) / std::max<int64_t>(1, q.size(1));
   return runs_of(span.cu_q_host, span.cu_k_host, limit);
 }
 
-Tensor rows_q(const Tensor& x, const Run& run) { return x.narrow(0, run.first_q, run.count * run.n); }
-Tensor rows_k(const Tensor& x, const Run& run) { return x.narrow(0, run.first_k, run.count * run.m); }
+Tensor rows_q(const Tensor& x, const Run& run) {
+  return x.narrow(0, run.first_q, run.count * run.n);
+}
+Tensor rows_k(const Tensor& x, const Run& run) {
+  return x.narrow(0, run.first_k, run.count * run.m);
+}
 
-// The flash kernels are kept away from empty documents, whose backward has read out of bounds in the past.
+// The flash kernels are kept away from empty documents, whose backward has read out of bounds in
+// the past.
 AttentionSpan without_empty(const AttentionSpan& span, bool record) {
   const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
   const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
@@ -186,9 +204,10 @@ AttentionSpan without_empty(const AttentionSpan& span, bool record) {
   const int64_t documents = span.cu_q_host.numel() - 1;
   for (int64_t d = 0; d < documents; ++d) {
     if (q[d + 1] == q[d] && k[d + 1] == k[d]) continue;
-    PITH_CHECK(!record || q[d + 1] > q[d],
-               "attention: document {} has {} keys and no queries, for which there is no backward here", d,
-               k[d + 1] - k[d]);
+    PITH_CHECK(
+        !record || q[d + 1] > q[d],
+        "attention: document {} has {} keys and no queries, for which there is no backward here", d,
+        k[d + 1] - k[d]);
     cu_q.push_back(q[d + 1]);
     cu_k.push_back(k[d + 1]);
   }
@@ -214,17 +233,21 @@ struct Attention : torch::autograd::Function<Attention> {
     if (path == Path::cudnn) {
       const int64_t documents = span.cu_q_host.numel() - 1;
       auto result = at::_cudnn_attention_forward(
-          batch_heads(q, documents), batch_heads(k, documents), batch_heads(v, documents), {}, {}, {},
-          span.max_q, span.max_k, /*compute_log_sumexp=*/true, 0.0, /*is_causal=*/true, false, scale);
+          batch_heads(q, documents), batch_heads(k, documents), batch_heads(v, documents), {}, {},
+          {}, span.max_q, span.max_k, /*compute_log_sumexp=*/true, 0.0, /*is_causal=*/true, false,
+          scale);
       out = unbatch_heads(std::get<0>(result));
-      saved = {std::get<1>(result), std::get<6>(result), std::get<7>(result)};  // lse, Philox seed, offset
+      saved = {std::get<1>(result), std::get<6>(result),
+               std::get<7>(result)};  // lse, Philox seed, offset
     } else if (path == Path::flash) {
       // At max_q = 1 the kernel would swap heads and queries, which its backward does not know.
       const int64_t max_q = record ? std::max<int64_t>(span.max_q, 2) : span.max_q;
-      auto result = at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k, max_q, span.max_k, 0.0,
-                                                 /*is_causal=*/true, false, scale);
+      auto result =
+          at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k, max_q, span.max_k, 0.0,
+                                       /*is_causal=*/true, false, scale);
       out = std::get<0>(result);
-      saved = {std::get<1>(result), std::get<2>(result), std::get<3>(result)};  // lse, Philox state, unused
+      saved = {std::get<1>(result), std::get<2>(result),
+               std::get<3>(result)};  // lse, Philox state, unused
     } else {
       const auto runs = runs_for(path, q, span);
       for (const Run& run : runs) {
@@ -243,7 +266,8 @@ struct Attention : torch::autograd::Function<Attention> {
     saved.insert(saved.begin(), {q, k, v, out});
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["path"] = static_cast<int64_t>(path);
-    ctx->saved_data["cu"] = std::vector<Tensor>{span.cu_q, span.cu_k, span.cu_q_host, span.cu_k_host};
+    ctx->saved_data["cu"] =
+        std::vector<Tensor>{span.cu_q, span.cu_k, span.cu_q_host, span.cu_k_host};
     ctx->saved_data["max_q"] = span.max_q;
     ctx->saved_data["max_k"] = span.max_k;
     ctx->saved_data["scale"] = scale;
@@ -256,7 +280,11 @@ struct Attention : torch::autograd::Function<Attention> {
     const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3];
     const auto path = static_cast<Path>(ctx->saved_data["path"].toInt());
     const auto cu = ctx->saved_data["cu"].toTensorVector();
-    const AttentionSpan span{cu[0], cu[1], cu[2], cu[3], ctx->saved_data["max_q"].toInt(),
+    const AttentionSpan span{cu[0],
+                             cu[1],
+                             cu[2],
+                             cu[3],
+                             ctx->saved_data["max_q"].toInt(),
                              ctx->saved_data["max_k"].toInt()};
     const double scale = ctx->saved_data["scale"].toDouble();
     const Tensor dout = grads[0].contiguous();
@@ -265,8 +293,8 @@ struct Attention : torch::autograd::Function<Attention> {
       const int64_t documents = span.cu_q_host.numel() - 1;
       std::tie(dq, dk, dv) = at::_cudnn_attention_backward(
           batch_heads(dout, documents), batch_heads(q, documents), batch_heads(k, documents),
-          batch_heads(v, documents), batch_heads(out, documents), saved[4], saved[5], saved[6], {}, {}, {},
-          span.max_q, span.max_k, 0.0, /*is_causal=*/true, scale);
+          batch_heads(v, documents), batch_heads(out, documents), saved[4], saved[5], saved[6], {},
+          {}, {}, span.max_q, span.max_k, 0.0, /*is_causal=*/true, scale);
       dq = unbatch_heads(dq), dk = unbatch_heads(dk), dv = unbatch_heads(dv);
     } else if (path == Path::flash) {
       std::tie(dq, dk, dv) = at::_flash_attention_backward(
@@ -304,19 +332,21 @@ void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k) {
   for (const Tensor* cu : {&span.cu_q_host, &span.cu_k_host}) {
     check_shape(*cu, "attention: cu_seqlens on the host", {-1});
     check_dtype(*cu, "attention: cu_seqlens on the host", at::kInt);
-    PITH_CHECK(cu->is_cpu() && cu->numel() >= 1 && cu->numel() == span.cu_q_host.numel(), "attention: {}",
-               describe(*cu, "cu_seqlens on the host"));
+    PITH_CHECK(cu->is_cpu() && cu->numel() >= 1 && cu->numel() == span.cu_q_host.numel(),
+               "attention: {}", describe(*cu, "cu_seqlens on the host"));
   }
   const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
   const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
   const int64_t documents = span.cu_q_host.numel() - 1;
-  PITH_CHECK(q[0] == 0 && k[0] == 0 && q[documents] == rows_q && k[documents] == rows_k,
-             "attention: documents cover queries {}..{} and keys {}..{}, but q has {} rows and k {}", q[0],
-             q[documents], k[0], k[documents], rows_q, rows_k);
+  PITH_CHECK(
+      q[0] == 0 && k[0] == 0 && q[documents] == rows_q && k[documents] == rows_k,
+      "attention: documents cover queries {}..{} and keys {}..{}, but q has {} rows and k {}", q[0],
+      q[documents], k[0], k[documents], rows_q, rows_k);
   for (int64_t d = 0; d < documents; ++d) {
     const int64_t n = q[d + 1] - q[d], m = k[d + 1] - k[d];
     PITH_CHECK(n >= 0 && m >= n && n <= span.max_q && m <= span.max_k,
-               "attention: document {} has {} queries and {} keys (longest said to be {} and {}); it needs "
+               "attention: document {} has {} queries and {} keys (longest said to be {} and {}); "
+               "it needs "
                "at least as many keys as queries",
                d, n, m, span.max_q, span.max_k);
   }
@@ -333,20 +363,25 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
   check_shape(v, "attention: v", {k.size(0), k.size(1), q.size(2)});
   check_dtype(k, "attention: k", q.scalar_type());
   check_dtype(v, "attention: v", q.scalar_type());
-  PITH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0, "attention: {} query heads over {} key heads",
-             q.size(1), k.size(1));
+  PITH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
+             "attention: {} query heads over {} key heads", q.size(1), k.size(1));
   check_borders(span, q.size(0), k.size(0));
-  const bool record = at::GradMode::is_enabled() &&
-                      (q.requires_grad() || k.requires_grad() || v.requires_grad());
-  return Attention::apply(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), span, scale, record);
+  const bool record =
+      at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+  return Attention::apply(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), span, scale,
+                          record);
 }
 
 const char* attention_path(const Tensor& q, const AttentionSpan& span) {
   switch (choose_path(q, span)) {
-    case Path::cudnn: return "cuDNN attention, dense batches of equal documents";
-    case Path::flash: return "FlashAttention 2, packed documents";
-    case Path::cpu: return "blocked CPU attention per run of equal documents";
-    case Path::products: return "matrix products per document";
+    case Path::cudnn:
+      return "cuDNN attention, dense batches of equal documents";
+    case Path::flash:
+      return "FlashAttention 2, packed documents";
+    case Path::cpu:
+      return "blocked CPU attention per run of equal documents";
+    case Path::products:
+      return "matrix products per document";
   }
   return "unknown";
 }

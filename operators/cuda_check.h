@@ -13,7 +13,8 @@ inline void check(cudaError_t error, const char* what, const char* file, unsigne
   if (error != cudaSuccess) fail(error, what, file, line);
 }
 
-// After a kernel launch: reports a bad configuration. Faults inside the kernel appear at a later call.
+// After a kernel launch: reports a bad configuration. Faults inside the kernel appear at a later
+// call.
 inline void launch_check(const char* kernel,
                          std::source_location at = std::source_location::current()) {
   check(cudaGetLastError(), kernel, at.file_name(), at.line());

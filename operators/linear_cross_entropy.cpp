@@ -19,8 +19,8 @@ namespace {
 
 constexpr int64_t kIgnored = -100;
 
-// Rows of logits that exist at a time. Every chunk reads and writes the whole FP32 gradient of the head, so
-// on a GPU few large chunks win; on a CPU the logits should stay in its cache.
+// Rows of logits that exist at a time. Every chunk reads and writes the whole FP32 gradient of the
+// head, so on a GPU few large chunks win; on a CPU the logits should stay in its cache.
 int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
   const int64_t budget_bytes = hidden.is_cuda() ? int64_t{1} << 30 : int64_t{4} << 20;
   const int64_t granularity = hidden.is_cuda() ? 128 : 16;
@@ -38,7 +38,8 @@ void check_labels(const Tensor& labels, int64_t vocabulary) {
   }
 }
 
-// logits (C, V) -> logprobs (C); with `gradient` the logits become softmax - onehot, 0 in ignored rows.
+// logits (C, V) -> logprobs (C); with `gradient` the logits become softmax - onehot, 0 in ignored
+// rows.
 template <class T>
 void logits_to_gradient_cpu(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient) {
   at::_log_softmax_out(logits, logits, 1, false);
@@ -60,7 +61,8 @@ void logits_to_gradient_cpu(Tensor& logits, const Tensor& labels, Tensor& logpro
   }
 }
 
-// The same on either device; returns the gradient (C, V), in the compute dtype where products can take it.
+// The same on either device; returns the gradient (C, V), in the compute dtype where products can
+// take it.
 Tensor logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient,
                           [[maybe_unused]] bool bf16) {
 #if PITH_CUDA
@@ -139,10 +141,11 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
                                                  const torch::autograd::variable_list& grads) {
     if (grads[0].is_cpu()) {  // reading it on CUDA would wait for the device
       const double gradient = grads[0].item().toDouble();
-      PITH_CHECK(gradient == 1.0,
-                 "linear_cross_entropy: loss got the gradient {} instead of 1; it must be a root of "
-                 "the backward, since dW was added in the forward: put factors into scale",
-                 gradient);
+      PITH_CHECK(
+          gradient == 1.0,
+          "linear_cross_entropy: loss got the gradient {} instead of 1; it must be a root of "
+          "the backward, since dW was added in the forward: put factors into scale",
+          gradient);
     }
     const bool has = ctx->saved_data.count("dhidden") > 0;
     return {has ? ctx->saved_data["dhidden"].toTensor() : Tensor(), Tensor(), Tensor(), Tensor()};

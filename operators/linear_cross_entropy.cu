@@ -37,11 +37,14 @@ __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
   return all;
 }
 
-// One block a row. N logits are read, and N numbers of the gradient (type G) written, by one instruction.
+// One block a row. N logits are read, and N numbers of the gradient (type G) written, by one
+// instruction.
 template <class G, int N>
-__global__ __launch_bounds__(kThreads) void cross_entropy_kernel(
-    float* __restrict__ logits, const int64_t* __restrict__ labels, float* __restrict__ logprobs,
-    int64_t vocabulary, bool gradient) {
+__global__ __launch_bounds__(kThreads) void cross_entropy_kernel(float* __restrict__ logits,
+                                                                 const int64_t* __restrict__ labels,
+                                                                 float* __restrict__ logprobs,
+                                                                 int64_t vocabulary,
+                                                                 bool gradient) {
   constexpr int kVectors = 8 / N;  // loads in flight
   float* row = logits + blockIdx.x * vocabulary;
   G* out = reinterpret_cast<G*>(row);
@@ -84,8 +87,8 @@ __global__ __launch_bounds__(kThreads) void cross_entropy_kernel(
   if (threadIdx.x == 0) logprobs[blockIdx.x] = row[label] - lse;
   if (!gradient) return;
 
-  // The gradient of a tile goes to bytes of this tile and of earlier ones (G is no larger than float), all
-  // of which have been read when the barrier is passed. A thread takes 8 neighbours.
+  // The gradient of a tile goes to bytes of this tile and of earlier ones (G is no larger than
+  // float), all of which have been read when the barrier is passed. A thread takes 8 neighbours.
   __syncthreads();  // row[label] was read
   for (int64_t base = 0; base < vocabulary; base += kThreads * 8) {
     const int64_t first = base + threadIdx.x * 8;

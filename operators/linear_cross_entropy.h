@@ -9,17 +9,19 @@ struct CUstream_st;
 namespace pith {
 
 struct CrossEntropy {
-  Tensor loss;      // scalar float32: scale * sum over trained tokens of -log p(label); a root of the backward
+  Tensor loss;  // scalar float32: scale * sum over trained tokens of -log p(label); a root of the
+                // backward
   Tensor loss_sum;  // scalar float32: the sum without scale, no gradient
   Tensor logprobs;  // (T) float32: log p(label), 0 where the label is -100, no gradient
 };
 
-// hidden (T, H), weight (V, H), labels (T) int64 in [0, V) or -100. Logits and softmax are FP32. In grad mode
-// the gradient is made during the forward pass (three matrix products in all): weight.grad += scale * dW now, and
-// the backward hands out scale * dhidden; `loss` must therefore be a root of the backward with gradient 1
-// (checked on the CPU). Without grad mode no buffer is touched. A label outside [0, V) other than -100 throws
-// on the CPU; on CUDA its log-probability becomes NaN. FP64 inputs (CPU) make everything FP64.
-// chunk_tokens: rows whose logits exist at a time; 0 takes what the memory budget of the device allows.
+// hidden (T, H), weight (V, H), labels (T) int64 in [0, V) or -100. Logits and softmax are FP32. In
+// grad mode the gradient is made during the forward pass (three matrix products in all):
+// weight.grad += scale * dW now, and the backward hands out scale * dhidden; `loss` must therefore
+// be a root of the backward with gradient 1 (checked on the CPU). Without grad mode no buffer is
+// touched. A label outside [0, V) other than -100 throws on the CPU; on CUDA its log-probability
+// becomes NaN. FP64 inputs (CPU) make everything FP64. chunk_tokens: rows whose logits exist at a
+// time; 0 takes what the memory budget of the device allows.
 CrossEntropy linear_cross_entropy(const Tensor& hidden, Parameter& weight, const Tensor& labels,
                                   double scale, int64_t chunk_tokens = 0);
 
@@ -29,8 +31,9 @@ Tensor head_logits(const Tensor& hidden, const Parameter& weight);
 #if PITH_CUDA
 namespace cuda {
 
-// logits (rows, V) float32: writes logprobs (rows) and, with `gradient`, softmax - onehot(label) over the
-// logits, row by row at the same start, 0 for label -100; in BF16 a row fills the first half of its float row.
+// logits (rows, V) float32: writes logprobs (rows) and, with `gradient`, softmax - onehot(label)
+// over the logits, row by row at the same start, 0 for label -100; in BF16 a row fills the first
+// half of its float row.
 void cross_entropy_rows(float* logits, const int64_t* labels, float* logprobs, int64_t rows,
                         int64_t vocabulary, bool gradient, bool is_bf16, CUstream_st* stream);
 

@@ -66,8 +66,8 @@ Wide<T> dot(const T* a, const T* b, int64_t n) {
 }
 
 template <class T>
-void unpermute_backward_cpu(Tensor& dslots, Tensor& dweight, const Tensor& dout, const Tensor& slots,
-                            const Tensor& weight, const Tensor& slot_of) {
+void unpermute_backward_cpu(Tensor& dslots, Tensor& dweight, const Tensor& dout,
+                            const Tensor& slots, const Tensor& weight, const Tensor& slot_of) {
   using A = Wide<T>;
   const int64_t k = slot_of.size(1), hidden = dout.size(1);
   const T *gradient = dout.const_data_ptr<T>(), *source = slots.const_data_ptr<T>();
@@ -94,14 +94,14 @@ Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_
   if (slots.is_cuda()) {
     cuda::gather_sum(out.mutable_data_ptr(), slots.const_data_ptr(),
                      weight.defined() ? weight.const_data_ptr<float>() : nullptr,
-                     slot_of.const_data_ptr<int32_t>(), slot_of.size(0), slot_of.size(1), slots.size(1),
-                     slots.scalar_type() == at::kBFloat16, c10::cuda::getCurrentCUDAStream().stream());
+                     slot_of.const_data_ptr<int32_t>(), slot_of.size(0), slot_of.size(1),
+                     slots.size(1), slots.scalar_type() == at::kBFloat16,
+                     c10::cuda::getCurrentCUDAStream().stream());
     return out;
   }
 #endif
-  dispatch_float(slots, "slots", [&](auto zero) {
-    gather_sum_cpu<decltype(zero)>(out, slots, weight, slot_of);
-  });
+  dispatch_float(slots, "slots",
+                 [&](auto zero) { gather_sum_cpu<decltype(zero)>(out, slots, weight, slot_of); });
   return out;
 }
 
@@ -147,12 +147,11 @@ struct Unpermute : torch::autograd::Function<Unpermute> {
     Tensor dslots = at::empty_like(slots), dweight = at::empty_like(weight);
 #if PITH_CUDA
     if (slots.is_cuda()) {
-      cuda::unpermute_backward(dslots.mutable_data_ptr(), dweight.mutable_data_ptr<float>(),
-                               dout.const_data_ptr(), slots.const_data_ptr(),
-                               weight.const_data_ptr<float>(), slot_of.const_data_ptr<int32_t>(),
-                               slot_of.size(0), slot_of.size(1), slots.size(1),
-                               slots.scalar_type() == at::kBFloat16,
-                               c10::cuda::getCurrentCUDAStream().stream());
+      cuda::unpermute_backward(
+          dslots.mutable_data_ptr(), dweight.mutable_data_ptr<float>(), dout.const_data_ptr(),
+          slots.const_data_ptr(), weight.const_data_ptr<float>(), slot_of.const_data_ptr<int32_t>(),
+          slot_of.size(0), slot_of.size(1), slots.size(1), slots.scalar_type() == at::kBFloat16,
+          c10::cuda::getCurrentCUDAStream().stream());
       return {dslots, dweight, Tensor()};
     }
 #endif
@@ -163,11 +162,13 @@ struct Unpermute : torch::autograd::Function<Unpermute> {
   }
 };
 
-// Counting sort by expert; entries are visited in order, so that an expert's slots are sorted by row.
+// Counting sort by expert; entries are visited in order, so that an expert's slots are sorted by
+// row.
 void plan_on_cpu(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan) {
   const int64_t entries = topk_idx.numel(), k = topk_idx.size(1);
   const int64_t* expert = topk_idx.const_data_ptr<int64_t>();
-  std::vector<int32_t> next(static_cast<size_t>(num_experts) + 1, 0);  // first free slot of each expert
+  std::vector<int32_t> next(static_cast<size_t>(num_experts) + 1,
+                            0);  // first free slot of each expert
   for (int64_t i = 0; i < entries; ++i) {
     PITH_CHECK(expert[i] >= -1 && expert[i] < num_experts,
                "make_expert_plan: topk_idx({}, {}) = {} is neither -1 nor in [0, {})", i / k, i % k,
@@ -193,7 +194,8 @@ void plan_on_cpu(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan) 
 
 #if PITH_CUDA
 void plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan) {
-  PITH_CHECK(num_experts <= 1024, "make_expert_plan: {} experts; CUDA takes at most 1024", num_experts);
+  PITH_CHECK(num_experts <= 1024, "make_expert_plan: {} experts; CUDA takes at most 1024",
+             num_experts);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const int64_t entries = topk_idx.numel();
   const auto int32 = topk_idx.options().dtype(at::kInt);
@@ -211,8 +213,8 @@ void plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan)
   stream.synchronize();  // the one wait: sizes of what follows
   const int32_t* values = host.const_data_ptr<int32_t>();
   PITH_CHECK(values[num_experts] == 0,
-             "make_expert_plan: {} ids in topk_idx are neither -1 nor in [0, {})", values[num_experts],
-             num_experts);
+             "make_expert_plan: {} ids in topk_idx are neither -1 nor in [0, {})",
+             values[num_experts], num_experts);
   plan.offsets = ends.narrow(0, 0, num_experts);
   plan.offsets_host = host.narrow(0, 0, num_experts);
   plan.num_slots = values[num_experts - 1];
@@ -222,8 +224,9 @@ void plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan)
 
 void check_rows(const Tensor& rows, const char* name) {
   const auto dtype = rows.scalar_type();
-  PITH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || (dtype == at::kDouble && rows.is_cpu()),
-             "{}: expected float32 or bfloat16", describe(rows, name));
+  PITH_CHECK(
+      dtype == at::kFloat || dtype == at::kBFloat16 || (dtype == at::kDouble && rows.is_cpu()),
+      "{}: expected float32 or bfloat16", describe(rows, name));
 }
 
 }  // namespace

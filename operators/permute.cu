@@ -22,7 +22,8 @@ int64_t chunk_entries(int64_t entries) {
 
 // count (chunks, E): entries of each expert in each chunk. Integer atomics: any order, one result.
 __global__ void count_kernel(const int64_t* __restrict__ topk_idx, int64_t entries, int num_experts,
-                             int64_t chunk, int32_t* __restrict__ count, int32_t* __restrict__ invalid) {
+                             int64_t chunk, int32_t* __restrict__ count,
+                             int32_t* __restrict__ invalid) {
   extern __shared__ int32_t shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   int32_t* mine = shared + warp * num_experts;
@@ -43,7 +44,8 @@ __global__ void count_kernel(const int64_t* __restrict__ topk_idx, int64_t entri
   for (int e = lane; e < num_experts; e += kWarp) count[id * num_experts + e] = mine[e];
 }
 
-// One block, one thread an expert: count becomes the first slot of (chunk, expert); offsets the ends.
+// One block, one thread an expert: count becomes the first slot of (chunk, expert); offsets the
+// ends.
 __global__ void scan_kernel(int32_t* __restrict__ count, int64_t chunks, int num_experts,
                             int32_t* __restrict__ offsets) {
   __shared__ int32_t total[1024];
@@ -109,7 +111,8 @@ constexpr int kRowsInFlight = 4;
 
 template <class T>
 __global__ void gather_kernel(T* __restrict__ out, const T* __restrict__ rows,
-                              const int32_t* __restrict__ row_of_slot, int64_t slots, int64_t units) {
+                              const int32_t* __restrict__ row_of_slot, int64_t slots,
+                              int64_t units) {
   const int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x;
   const int64_t first = blockIdx.x * int64_t{blockDim.y} * kRowsInFlight + threadIdx.y;
   if (unit >= units) return;
@@ -129,8 +132,9 @@ __global__ void gather_kernel(T* __restrict__ out, const T* __restrict__ rows,
 // A thread owns N columns of one row and sums the row's slots, four loads at a time.
 template <class T, int N>
 __global__ void gather_sum_kernel(T* __restrict__ out, const T* __restrict__ slots,
-                                  const float* __restrict__ weight, const int32_t* __restrict__ slot_of,
-                                  int64_t rows, int64_t k, int64_t hidden) {
+                                  const float* __restrict__ weight,
+                                  const int32_t* __restrict__ slot_of, int64_t rows, int64_t k,
+                                  int64_t hidden) {
   const int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t h = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (r >= rows || h >= hidden) return;
@@ -162,14 +166,15 @@ __global__ void gather_sum_kernel(T* __restrict__ out, const T* __restrict__ slo
   store(out + r * hidden + h, result);
 }
 
-// A warp owns one entry (row, j): scales dout's row into the slot and takes the dot product. The warps of
-// a row's entries run side by side, so dout's row is read from memory once and then from the cache.
+// A warp owns one entry (row, j): scales dout's row into the slot and takes the dot product. The
+// warps of a row's entries run side by side, so dout's row is read from memory once and then from
+// the cache.
 template <class T, int N>
 __global__ void unpermute_backward_kernel(T* __restrict__ dslots, float* __restrict__ dweight,
                                           const T* __restrict__ dout, const T* __restrict__ slots,
                                           const float* __restrict__ weight,
-                                          const int32_t* __restrict__ slot_of, int64_t entries, int64_t k,
-                                          int64_t hidden) {
+                                          const int32_t* __restrict__ slot_of, int64_t entries,
+                                          int64_t k, int64_t hidden) {
   const int lane = threadIdx.x % kWarp;
   const int64_t entry = blockIdx.x * int64_t{blockDim.x / kWarp} + threadIdx.x / kWarp;
   if (entry >= entries) return;
@@ -223,8 +228,8 @@ void launch_unpermute_backward(void* dslots, float* dweight, const void* dout, c
   constexpr int64_t kWarps = 8;
   const auto blocks = static_cast<unsigned>((rows * k + kWarps - 1) / kWarps);
   unpermute_backward_kernel<T, N><<<blocks, kWarps * kWarp, 0, stream>>>(
-      static_cast<T*>(dslots), dweight, static_cast<const T*>(dout), static_cast<const T*>(slots), weight,
-      slot_of, rows * k, k, hidden);
+      static_cast<T*>(dslots), dweight, static_cast<const T*>(dout), static_cast<const T*>(slots),
+      weight, slot_of, rows * k, k, hidden);
   launch_check("unpermute_backward");
 }
 
@@ -253,8 +258,8 @@ void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t nu
   scan_kernel<<<1, static_cast<unsigned>(threads), 0, stream>>>(count, chunks, experts, offsets);
   launch_check("expert_plan: scan");
   if (blocks == 0) return;
-  place_kernel<<<blocks, kWarpsPerBlock * kWarp, shared, stream>>>(topk_idx, entries, k, experts, chunk,
-                                                                   count, row_of_slot, slot_of);
+  place_kernel<<<blocks, kWarpsPerBlock * kWarp, shared, stream>>>(
+      topk_idx, entries, k, experts, chunk, count, row_of_slot, slot_of);
   launch_check("expert_plan: place");
 }
 
@@ -266,8 +271,8 @@ void gather_rows(void* out, const void* rows, const int32_t* row_of_slot, int64_
                                                           stream);
 }
 
-void gather_sum(void* out, const void* slots, const float* weight, const int32_t* slot_of, int64_t rows,
-                int64_t k, int64_t hidden, bool is_bf16, cudaStream_t stream) {
+void gather_sum(void* out, const void* slots, const float* weight, const int32_t* slot_of,
+                int64_t rows, int64_t k, int64_t hidden, bool is_bf16, cudaStream_t stream) {
   if (rows == 0 || hidden == 0) return;
   auto launch = is_bf16 ? (aligned<bf16, 8>({out, slots}, {hidden}) ? launch_gather_sum<bf16, 8>
                                                                     : launch_gather_sum<bf16, 1>)
@@ -281,10 +286,11 @@ void unpermute_backward(void* dslots, float* dweight, const void* dout, const vo
                         int64_t hidden, bool is_bf16, cudaStream_t stream) {
   if (rows == 0) return;
   const auto pointers = {static_cast<const void*>(dslots), dout, slots};
-  auto launch = is_bf16 ? (aligned<bf16, 8>(pointers, {hidden}) ? launch_unpermute_backward<bf16, 8>
-                                                                : launch_unpermute_backward<bf16, 1>)
-                        : (aligned<float, 4>(pointers, {hidden}) ? launch_unpermute_backward<float, 4>
-                                                                 : launch_unpermute_backward<float, 1>);
+  auto launch = is_bf16
+                    ? (aligned<bf16, 8>(pointers, {hidden}) ? launch_unpermute_backward<bf16, 8>
+                                                            : launch_unpermute_backward<bf16, 1>)
+                    : (aligned<float, 4>(pointers, {hidden}) ? launch_unpermute_backward<float, 4>
+                                                             : launch_unpermute_backward<float, 1>);
   launch(dslots, dweight, dout, slots, weight, slot_of, rows, k, hidden, stream);
 }
 

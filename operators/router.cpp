@@ -42,7 +42,8 @@ void topk_cpu(const Tensor& scores, Tensor& idx) {
         int64_t place = std::min(e, k);  // number of ids in the list
         if (place == k && !(score[e] > score[best[k - 1]])) continue;
         place = std::min(place, k - 1);
-        for (; place > 0 && score[e] > score[best[place - 1]]; --place) best[place] = best[place - 1];
+        for (; place > 0 && score[e] > score[best[place - 1]]; --place)
+          best[place] = best[place - 1];
         best[place] = e;
       }
     }
@@ -53,8 +54,8 @@ Tensor select_topk(const Tensor& scores, int64_t k) {
   Tensor idx = at::empty({scores.size(0), k}, scores.options().dtype(at::kLong));
 #if PITH_CUDA
   if (scores.is_cuda()) {
-    cuda::topk_lowest_id(scores.const_data_ptr<float>(), idx.mutable_data_ptr<int64_t>(), scores.size(0),
-                         scores.size(1), k, current_stream());
+    cuda::topk_lowest_id(scores.const_data_ptr<float>(), idx.mutable_data_ptr<int64_t>(),
+                         scores.size(0), scores.size(1), k, current_stream());
     return idx;
   }
 #endif
@@ -67,7 +68,8 @@ Tensor select_topk(const Tensor& scores, int64_t k) {
 }
 
 template <class T>
-void route_weights_cpu(const Tensor& probabilities, const Tensor& idx, Tensor& weight, bool normalize) {
+void route_weights_cpu(const Tensor& probabilities, const Tensor& idx, Tensor& weight,
+                       bool normalize) {
   const int64_t num_experts = probabilities.size(1), k = idx.size(1);
   const T* p = probabilities.const_data_ptr<T>();
   const int64_t* e = idx.const_data_ptr<int64_t>();
@@ -80,11 +82,13 @@ void route_weights_cpu(const Tensor& probabilities, const Tensor& idx, Tensor& w
   }
 }
 
-// dlogits = p (dp - <p, dp>), with dp the gradient of the probabilities plus, at the chosen experts, that of
-// the weights: w_j = p_j, or p_j / s with s the sum of the chosen, whose gradient is (dw_j - <w, dw>) / s.
+// dlogits = p (dp - <p, dp>), with dp the gradient of the probabilities plus, at the chosen
+// experts, that of the weights: w_j = p_j, or p_j / s with s the sum of the chosen, whose gradient
+// is (dw_j - <w, dw>) / s.
 template <class T>
-void route_backward_cpu(const Tensor& probabilities, const Tensor& idx, const Tensor& dprobabilities,
-                        const Tensor& dweight, Tensor& dlogits, bool normalize) {
+void route_backward_cpu(const Tensor& probabilities, const Tensor& idx,
+                        const Tensor& dprobabilities, const Tensor& dweight, Tensor& dlogits,
+                        bool normalize) {
   const int64_t num_experts = probabilities.size(1), k = idx.size(1);
   const T* all_p = probabilities.const_data_ptr<T>();
   const int64_t* all_e = idx.const_data_ptr<int64_t>();
@@ -114,8 +118,8 @@ void route_backward_cpu(const Tensor& probabilities, const Tensor& idx, const Te
 }
 
 struct Route : torch::autograd::Function<Route> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& logits, int64_t k, bool normalize,
-                               const Tensor* forced, Tensor* topk_idx) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, int64_t k,
+                               bool normalize, const Tensor* forced, Tensor* topk_idx) {
     Tensor probabilities, weight = at::empty({logits.size(0), k}, logits.options());
 #if PITH_CUDA
     if (logits.is_cuda()) {
@@ -123,9 +127,9 @@ struct Route : torch::autograd::Function<Route> {
       *topk_idx = at::empty({logits.size(0), k}, logits.options().dtype(at::kLong));
       cuda::route_forward(logits.const_data_ptr<float>(),
                           forced->defined() ? forced->const_data_ptr<int64_t>() : nullptr,
-                          probabilities.mutable_data_ptr<float>(), topk_idx->mutable_data_ptr<int64_t>(),
-                          weight.mutable_data_ptr<float>(), logits.size(0), logits.size(1), k, normalize,
-                          current_stream());
+                          probabilities.mutable_data_ptr<float>(),
+                          topk_idx->mutable_data_ptr<int64_t>(), weight.mutable_data_ptr<float>(),
+                          logits.size(0), logits.size(1), k, normalize, current_stream());
     }
 #endif
     if (logits.is_cpu()) {
@@ -177,7 +181,8 @@ struct Route : torch::autograd::Function<Route> {
 template <class T>
 void balance_forward_cpu(const Tensor& probabilities, const Tensor& idx, const Tensor& row_id,
                          Tensor& loss, Tensor& coefficient) {
-  const int64_t tokens = probabilities.size(0), num_experts = probabilities.size(1), k = idx.size(1);
+  const int64_t tokens = probabilities.size(0), num_experts = probabilities.size(1),
+                k = idx.size(1);
   const int64_t num_rows = coefficient.size(0);
   const auto cells = static_cast<size_t>(num_rows * num_experts);
   std::vector<int64_t> count(cells, 0), length(static_cast<size_t>(num_rows), 0);
@@ -187,7 +192,8 @@ void balance_forward_cpu(const Tensor& probabilities, const Tensor& idx, const T
   const int32_t* row = row_id.const_data_ptr<int32_t>();
   for (int64_t t = 0; t < tokens; ++t, p += num_experts, chosen += k) {
     PITH_CHECK(row[t] >= (t > 0 ? row[t - 1] : 0) && row[t] < num_rows,
-               "sequence_balance_loss: row_id[{}] = {} is not ascending in [0, {})", t, row[t], num_rows);
+               "sequence_balance_loss: row_id[{}] = {} is not ascending in [0, {})", t, row[t],
+               num_rows);
     const auto first = static_cast<size_t>(row[t] * num_experts);
     ++length[static_cast<size_t>(row[t])];
     for (int64_t j = 0; j < k; ++j) ++count[first + static_cast<size_t>(chosen[j])];
@@ -197,10 +203,10 @@ void balance_forward_cpu(const Tensor& probabilities, const Tensor& idx, const T
   double total = 0;
   for (size_t cell = 0; cell < cells; ++cell) {
     const auto n = static_cast<double>(length[cell / static_cast<size_t>(num_experts)]);
-    const double factor =
-        n == 0 ? 0
-               : static_cast<double>(num_experts) * static_cast<double>(count[cell]) /
-                     (static_cast<double>(k) * n * n);
+    const double factor = n == 0 ? 0
+                                 : static_cast<double>(num_experts) *
+                                       static_cast<double>(count[cell]) /
+                                       (static_cast<double>(k) * n * n);
     c[cell] = static_cast<T>(factor);
     total += factor * sum[cell];
   }
@@ -219,8 +225,8 @@ struct BalanceLoss : torch::autograd::Function<BalanceLoss> {
       cuda::balance_forward(probabilities.const_data_ptr<float>(), idx.const_data_ptr<int64_t>(),
                             row_id.const_data_ptr<int32_t>(), loss.mutable_data_ptr<float>(),
                             coefficient.mutable_data_ptr<float>(), probabilities.size(0),
-                            probabilities.size(1), idx.size(1), num_rows, workspace.mutable_data_ptr(),
-                            current_stream());
+                            probabilities.size(1), idx.size(1), num_rows,
+                            workspace.mutable_data_ptr(), current_stream());
     }
 #endif
     if (probabilities.is_cpu() && probabilities.scalar_type() == at::kDouble) {
@@ -242,8 +248,9 @@ struct BalanceLoss : torch::autograd::Function<BalanceLoss> {
     if (coefficient.is_cuda()) {
       dprobabilities = at::empty({row_id.size(0), coefficient.size(1)}, coefficient.options());
       cuda::balance_backward(grads[0].const_data_ptr<float>(), coefficient.const_data_ptr<float>(),
-                             row_id.const_data_ptr<int32_t>(), dprobabilities.mutable_data_ptr<float>(),
-                             dprobabilities.size(0), dprobabilities.size(1), current_stream());
+                             row_id.const_data_ptr<int32_t>(),
+                             dprobabilities.mutable_data_ptr<float>(), dprobabilities.size(0),
+                             dprobabilities.size(1), current_stream());
     }
 #endif
     if (coefficient.is_cpu()) dprobabilities = at::index_select(coefficient * grads[0], 0, row_id);
@@ -274,7 +281,8 @@ void check_ids_cpu(const Tensor& idx, const char* name, int64_t num_experts) {
 Tensor topk_lowest_id(const Tensor& scores, int64_t k) {
   at::NoGradGuard no_grad;
   check_scores(scores, "topk_lowest_id: scores");
-  PITH_CHECK(k >= 1 && k <= scores.size(1), "topk_lowest_id: k = {} of {} experts", k, scores.size(1));
+  PITH_CHECK(k >= 1 && k <= scores.size(1), "topk_lowest_id: k = {} of {} experts", k,
+             scores.size(1));
   return select_topk(scores.contiguous(), k);
 }
 
@@ -300,8 +308,8 @@ Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::D
   return slots.remainder(num_experts).view({num_tokens, k});
 }
 
-Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx, const Tensor& row_id,
-                             int64_t num_rows) {
+Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
+                             const Tensor& row_id, int64_t num_rows) {
   check_scores(probabilities, "sequence_balance_loss: probabilities");
   check_shape(topk_idx, "sequence_balance_loss: topk_idx", {probabilities.size(0), -1});
   check_dtype(topk_idx, "sequence_balance_loss: topk_idx", at::kLong);

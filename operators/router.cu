@@ -18,7 +18,8 @@ __device__ inline float lanes_max(float x) {
   return x;
 }
 
-// Orders (score, id) as integers: larger score first, then lower id. NaN is below -inf, 0 below everything.
+// Orders (score, id) as integers: larger score first, then lower id. NaN is below -inf, 0 below
+// everything.
 __device__ inline uint64_t order_key(float score, int id) {
   uint32_t bits = __float_as_uint(score == 0.0f ? 0.0f : score);  // -0 equals 0
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -52,8 +53,8 @@ __device__ inline void select_topk(const float (&score)[N], int num_experts, int
 }
 
 template <int N>
-__global__ void topk_kernel(const float* __restrict__ scores, int64_t* __restrict__ idx, int64_t rows,
-                            int num_experts, int k) {
+__global__ void topk_kernel(const float* __restrict__ scores, int64_t* __restrict__ idx,
+                            int64_t rows, int num_experts, int k) {
   const int lane = threadIdx.x % kWarp;
   const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
   if (row >= rows) return;
@@ -69,10 +70,11 @@ __global__ void topk_kernel(const float* __restrict__ scores, int64_t* __restric
 }
 
 template <int N>
-__global__ void route_forward_kernel(const float* __restrict__ logits, const int64_t* __restrict__ forced,
+__global__ void route_forward_kernel(const float* __restrict__ logits,
+                                     const int64_t* __restrict__ forced,
                                      float* __restrict__ probabilities, int64_t* __restrict__ idx,
-                                     float* __restrict__ weight, int64_t rows, int num_experts, int k,
-                                     bool normalize) {
+                                     float* __restrict__ weight, int64_t rows, int num_experts,
+                                     int k, bool normalize) {
   const int lane = threadIdx.x % kWarp;
   const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
   if (row >= rows) return;
@@ -112,14 +114,15 @@ __global__ void route_forward_kernel(const float* __restrict__ logits, const int
   }
 }
 
-// See route_backward_cpu. The gradient of the chosen probabilities is added lane by lane in the order of j, so
-// that an expert forced twice into a row still has one order of addition.
+// See route_backward_cpu. The gradient of the chosen probabilities is added lane by lane in the
+// order of j, so that an expert forced twice into a row still has one order of addition.
 template <int N>
 __global__ void route_backward_kernel(const float* __restrict__ probabilities,
                                       const int64_t* __restrict__ idx,
                                       const float* __restrict__ dprobabilities,
-                                      const float* __restrict__ dweight, float* __restrict__ dlogits,
-                                      int64_t rows, int num_experts, int k, bool normalize) {
+                                      const float* __restrict__ dweight,
+                                      float* __restrict__ dlogits, int64_t rows, int num_experts,
+                                      int k, bool normalize) {
   const int lane = threadIdx.x % kWarp;
   const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
   if (row >= rows) return;
@@ -160,13 +163,14 @@ __global__ void route_backward_kernel(const float* __restrict__ probabilities,
   }
 }
 
-// --- The balance loss: a row's tokens are neighbours; its sums are cut into kParts partial sums ---
+// --- The balance loss: a row's tokens are neighbours; its sums are cut into kParts partial sums
+// ---
 
 constexpr int64_t kParts = 32;
 
 // start (num_rows + 1): first token of each row. row_id is ascending.
-__global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tokens, int64_t num_rows,
-                                 int32_t* __restrict__ start) {
+__global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tokens,
+                                 int64_t num_rows, int32_t* __restrict__ start) {
   const int64_t t = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (t > tokens) return;
   const int64_t before = t == 0 ? -1 : row_id[t - 1], here = t == tokens ? num_rows : row_id[t];
@@ -175,9 +179,9 @@ __global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tok
 
 // Block (row, part): sum (num_rows, kParts, E) of probabilities and count of choices of its tokens.
 __global__ void balance_part_kernel(const float* __restrict__ probabilities,
-                                    const int64_t* __restrict__ idx, const int32_t* __restrict__ start,
-                                    float* __restrict__ sum, int32_t* __restrict__ count, int num_experts,
-                                    int64_t k) {
+                                    const int64_t* __restrict__ idx,
+                                    const int32_t* __restrict__ start, float* __restrict__ sum,
+                                    int32_t* __restrict__ count, int num_experts, int64_t k) {
   extern __shared__ int32_t chosen[];
   const int64_t row = blockIdx.x, part = blockIdx.y;
   const int64_t first = start[row], length = start[row + 1] - first;
@@ -199,10 +203,11 @@ __global__ void balance_part_kernel(const float* __restrict__ probabilities,
 }
 
 // One block, one thread an expert: coefficient (num_rows, E) and the loss.
-__global__ void balance_total_kernel(const float* __restrict__ sum, const int32_t* __restrict__ count,
+__global__ void balance_total_kernel(const float* __restrict__ sum,
+                                     const int32_t* __restrict__ count,
                                      const int32_t* __restrict__ start, float* __restrict__ loss,
-                                     float* __restrict__ coefficient, int64_t num_rows, int num_experts,
-                                     int64_t k) {
+                                     float* __restrict__ coefficient, int64_t num_rows,
+                                     int num_experts, int64_t k) {
   __shared__ double share[1024];
   const int e = static_cast<int>(threadIdx.x);
   double mine = 0;
@@ -280,8 +285,8 @@ void route_forward(const float* logits, const int64_t* forced, float* probabilit
 }
 
 void route_backward(const float* probabilities, const int64_t* idx, const float* dprobabilities,
-                    const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
-                    bool normalize, cudaStream_t stream) {
+                    const float* dweight, float* dlogits, int64_t rows, int64_t num_experts,
+                    int64_t k, bool normalize, cudaStream_t stream) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
     route_backward_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(
@@ -295,16 +300,16 @@ int64_t balance_workspace(int64_t num_rows, int64_t num_experts) {
   return (num_rows + 1 + 2 * num_rows * kParts * num_experts) * static_cast<int64_t>(sizeof(float));
 }
 
-void balance_forward(const float* probabilities, const int64_t* idx, const int32_t* row_id, float* loss,
-                     float* coefficient, int64_t tokens, int64_t num_experts, int64_t k,
-                     int64_t num_rows, void* workspace, cudaStream_t stream) {
+void balance_forward(const float* probabilities, const int64_t* idx, const int32_t* row_id,
+                     float* loss, float* coefficient, int64_t tokens, int64_t num_experts,
+                     int64_t k, int64_t num_rows, void* workspace, cudaStream_t stream) {
   auto* sum = static_cast<float*>(workspace);  // (num_rows, kParts, E), then count, then start
   auto* count = reinterpret_cast<int32_t*>(sum + num_rows * kParts * num_experts);
   int32_t* start = count + num_rows * kParts * num_experts;
   const auto experts = static_cast<int>(num_experts);
   const auto threads = static_cast<unsigned>((experts + kWarp - 1) / kWarp * kWarp);
-  row_start_kernel<<<static_cast<unsigned>(tokens / 256 + 1), 256, 0, stream>>>(row_id, tokens, num_rows,
-                                                                               start);
+  row_start_kernel<<<static_cast<unsigned>(tokens / 256 + 1), 256, 0, stream>>>(row_id, tokens,
+                                                                                num_rows, start);
   launch_check("balance: row_start");
   if (num_rows > 0) {
     const dim3 grid(static_cast<unsigned>(num_rows), kParts);
@@ -312,17 +317,18 @@ void balance_forward(const float* probabilities, const int64_t* idx, const int32
         probabilities, idx, start, sum, count, experts, k);
     launch_check("balance: parts");
   }
-  balance_total_kernel<<<1, threads, 0, stream>>>(sum, count, start, loss, coefficient, num_rows, experts,
-                                                  k);
+  balance_total_kernel<<<1, threads, 0, stream>>>(sum, count, start, loss, coefficient, num_rows,
+                                                  experts, k);
   launch_check("balance: total");
 }
 
 void balance_backward(const float* dloss, const float* coefficient, const int32_t* row_id,
-                      float* dprobabilities, int64_t tokens, int64_t num_experts, cudaStream_t stream) {
+                      float* dprobabilities, int64_t tokens, int64_t num_experts,
+                      cudaStream_t stream) {
   if (tokens == 0) return;
   const RowGrid shape = row_grid(tokens, num_experts);
-  balance_backward_kernel<<<shape.grid, shape.block, 0, stream>>>(dloss, coefficient, row_id,
-                                                                  dprobabilities, tokens, num_experts);
+  balance_backward_kernel<<<shape.grid, shape.block, 0, stream>>>(
+      dloss, coefficient, row_id, dprobabilities, tokens, num_experts);
   launch_check("balance_backward");
 }
 

@@ -1,0 +1,225 @@
+// Times of single operators on a GPU, with the sizes of Qwen3-30B-A3B and 8192 tokens: a table of
+// name, shape, milliseconds (median) and the rate in GB/s that must move, or in TFLOP/s that must
+// be computed.
+#include <ATen/Context.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/randint.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+
+#include "core/device.h"
+#include "core/parameter.h"
+#include "core/random.h"
+#include "operators/attention.h"
+#include "operators/grouped_linear.h"
+#include "operators/linear_cross_entropy.h"
+#include "operators/permute.h"
+#include "operators/router.h"
+
+namespace pith {
+namespace {
+
+constexpr int64_t kTokens = 8192, kHidden = 2048, kHeads = 32, kKvHeads = 4, kHeadDim = 128;
+constexpr int64_t kExperts = 128, kTopK = 8, kExpertHidden = 768, kVocabulary = 151936;
+constexpr int64_t kSlots = kTokens * kTopK;
+
+at::Device device(at::kCUDA, 0);
+
+// Median seconds of one call, from samples of about 10 ms.
+double seconds(const std::function<void()>& f) {
+  using Clock = std::chrono::steady_clock;
+  auto sample = [&](int64_t calls) {
+    synchronize(device);
+    const auto start = Clock::now();
+    for (int64_t i = 0; i < calls; ++i) f();
+    synchronize(device);
+    return std::chrono::duration<double>(Clock::now() - start).count() / static_cast<double>(calls);
+  };
+  sample(2);  // plans and workspaces
+  const auto calls = static_cast<int64_t>(std::clamp(0.01 / sample(2), 1.0, 200.0));
+  std::vector<double> samples;
+  for (int i = 0; i < 11; ++i) samples.push_back(sample(calls));
+  std::nth_element(samples.begin(), samples.begin() + 5, samples.end());
+  return samples[5];
+}
+
+struct Work {
+  double bytes = 0, flop = 0;
+};
+
+void report(const char* name, const char* shape, Work work, const std::function<void()>& f) {
+  const double time = seconds(f);
+  std::printf("%-34s %-26s %9.4f ms", name, shape, time * 1e3);
+  if (work.bytes > 0) std::printf("  %7.0f GB/s", work.bytes / time / 1e9);
+  if (work.flop > 0) std::printf("  %7.1f TFLOP/s", work.flop / time / 1e12);
+  std::printf("\n");
+  std::fflush(stdout);
+}
+
+// The forward without recording, then the backward of one recorded call, repeated.
+void report_both(const char* name, const char* shape, Work forward, Work backward,
+                 const std::vector<Tensor>& inputs, const std::function<Tensor()>& f) {
+  {
+    const at::NoGradGuard no_grad;
+    report(name, shape, forward, f);
+  }
+  const Tensor y = f(), dy = at::full(y.sizes(), 0.5, y.options());
+  report((std::string(name) + " backward").c_str(), shape, backward, [&] {
+    torch::autograd::grad({y}, inputs, {dy}, /*retain_graph=*/true, false, /*allow_unused=*/true);
+  });
+}
+
+Tensor random(const char* name, std::vector<int64_t> shape, at::ScalarType dtype = at::kBFloat16,
+              double std = 1.0) {
+  Tensor out = at::empty(shape, at::TensorOptions(dtype).device(device));
+  fill_normal(out, 1, name, std);
+  return out.set_requires_grad(true);
+}
+
+void fill_weight(Parameter& weight, double std) {
+  weight.allocate(at::kBFloat16, device);
+  Tensor value = weight.value.detach();
+  fill_normal(value, 1, weight.name, std);
+}
+
+void bench_router() {
+  const Tensor logits = random("logits", {kTokens, kExperts}, at::kFloat);
+  const double table = 4.0 * kTokens * kExperts;
+  report("topk_lowest_id", "8192 x 128, top 8", {table}, [&] { topk_lowest_id(logits, kTopK); });
+  report_both("route", "8192 x 128, top 8", {2 * table}, {2 * table}, {logits},
+              [&] { return route(logits, kTopK, true).topk_weight; });
+  const Routing routing = route(logits, kTopK, true);
+  const Tensor probabilities = routing.probabilities.detach().set_requires_grad(true);
+  const Tensor row_id =
+      at::arange(kTokens, at::TensorOptions(device)).div(4096, "floor").to(at::kInt);
+  report_both("sequence_balance_loss", "8192 x 128, 2 rows", {table}, {table}, {probabilities},
+              [&] { return sequence_balance_loss(probabilities, routing.topk_idx, row_id, 2); });
+}
+
+void bench_permute() {
+  const Tensor logits = random("logits", {kTokens, kExperts}, at::kFloat);
+  const Routing routing = route(logits, kTopK, true);
+  report("make_expert_plan (waits for it)", "8192 x 8 of 128", {},
+         [&] { make_expert_plan(routing.topk_idx, kExperts); });
+  const ExpertPlan plan = make_expert_plan(routing.topk_idx, kExperts);
+  const Tensor rows = random("rows", {kTokens, kHidden}),
+               slots = random("slots", {kSlots, kHidden});
+  const Tensor weight = routing.topk_weight.detach().set_requires_grad(true);
+  const double few = 2.0 * kTokens * kHidden, many = 2.0 * kSlots * kHidden;
+  report_both("permute", "8192 -> 65536 x 2048", {few + many}, {few + many}, {rows},
+              [&] { return permute(rows, plan); });
+  report_both("unpermute", "65536 -> 8192 x 2048", {few + many}, {few + 2 * many}, {slots, weight},
+              [&] { return unpermute(slots, weight, plan); });
+}
+
+void bench_grouped_linear() {
+  const ExpertPlan plan =
+      make_expert_plan(balanced_routes(kTokens, kTopK, kExperts, device), kExperts);
+  auto run = [&](const char* name, const char* shape, int64_t in, int64_t out) {
+    Parameter weight(name, {kExperts, out, in}, ParameterGroup::expert, Init::normal);
+    fill_weight(weight, 0.02);
+    const Tensor x = random("x", {kSlots, in});
+    const double flop = 2.0 * kSlots * static_cast<double>(in * out);
+    report_both(name, shape, {0, flop}, {0, 2 * flop}, {x, weight.value},
+                [&] { return grouped_linear(x, weight, plan); });
+  };
+  run("grouped_linear gate, up", "65536 x 2048 -> 1536", kHidden, 2 * kExpertHidden);
+  run("grouped_linear down", "65536 x 768 -> 2048", kExpertHidden, kHidden);
+}
+
+AttentionSpan span_of(const std::vector<int32_t>& cu) {
+  AttentionSpan span;
+  span.cu_q_host = at::empty({static_cast<int64_t>(cu.size())}, at::TensorOptions(at::kInt));
+  std::copy(cu.begin(), cu.end(), span.cu_q_host.mutable_data_ptr<int32_t>());
+  span.cu_k_host = span.cu_q_host;
+  span.cu_q = span.cu_k = span.cu_q_host.to(device);
+  for (size_t d = 1; d < cu.size(); ++d)
+    span.max_q = std::max<int64_t>(span.max_q, cu[d] - cu[d - 1]);
+  span.max_k = span.max_q;
+  return span;
+}
+
+void bench_attention() {
+  const Tensor q = random("q", {kTokens, kHeads, kHeadDim}),
+               k = random("k", {kTokens, kKvHeads, kHeadDim});
+  const Tensor v = random("v", {kTokens, kKvHeads, kHeadDim});
+  auto run = [&](const char* shape, const std::vector<int32_t>& cu) {
+    const AttentionSpan span = span_of(cu);
+    double pairs = 0;  // (query, key) under the causal mask
+    for (size_t d = 1; d < cu.size(); ++d) {
+      const double length = cu[d] - cu[d - 1];
+      pairs += length * length / 2;
+    }
+    const double flop = 4.0 * kHeads * kHeadDim * pairs;
+    std::printf("  path: %s\n", attention_path(q, span));
+    report_both("attention 32/4 d128", shape, {0, flop}, {0, 2.5 * flop}, {q, k, v},
+                [&] { return attention(q, k, v, span, 0.088); });
+  };
+  run("2 x 4096", {0, 4096, 8192});
+  run("3000 + 4000 + 1192", {0, 3000, 7000, 8192});
+  at::globalContext().setDeterministicAlgorithms(true, false);
+  run("2 x 4096, deterministic", {0, 4096, 8192});
+  at::globalContext().setDeterministicAlgorithms(false, false);
+}
+
+void bench_cross_entropy() {
+  Parameter weight("head", {kVocabulary, kHidden}, ParameterGroup::embedding, Init::normal);
+  fill_weight(weight, 0.02);
+  const Tensor hidden = random("hidden", {kTokens, kHidden});
+  const Tensor labels = at::arange(kTokens, at::TensorOptions(at::kLong).device(device));
+  const double flop = 2.0 * kTokens * kHidden * static_cast<double>(kVocabulary);
+  {
+    const at::NoGradGuard no_grad;
+    report("linear_cross_entropy, no gradient", "8192 x 2048 -> 151936", {0, flop},
+           [&] { linear_cross_entropy(hidden, weight, labels, 1e-4); });
+  }
+  for (int64_t chunk : {0, 512, 1024, 2048, 4096}) {
+    const std::string shape = chunk == 0 ? "chunk by budget" : "chunk " + std::to_string(chunk);
+    report("linear_cross_entropy, gradient", shape.c_str(), {0, 3 * flop},
+           [&] { linear_cross_entropy(hidden, weight, labels, 1e-4, chunk); });
+  }
+#if PITH_CUDA
+  const int64_t rows = 1024;
+  Tensor logits = at::empty({rows, kVocabulary}, at::TensorOptions(at::kFloat).device(device));
+  fill_normal(logits, 1, "logits", 1.0);
+  Tensor logprobs = at::empty({rows}, logits.options());
+  const double bytes = 4.0 * static_cast<double>(logits.numel());
+  for (bool gradient : {false, true}) {
+    // Reads the logits once, and with the gradient once more and writes half as much. (Repeats read
+    // what the call before has left there, which costs the same.)
+    report("cross_entropy_rows", gradient ? "1024 x 151936, gradient" : "1024 x 151936",
+           {gradient ? 2.5 * bytes : bytes}, [&] {
+             cuda::cross_entropy_rows(
+                 logits.mutable_data_ptr<float>(), labels.const_data_ptr<int64_t>(),
+                 logprobs.mutable_data_ptr<float>(), rows, kVocabulary, gradient,
+                 /*is_bf16=*/true, nullptr);
+           });
+  }
+#endif
+}
+
+}  // namespace
+}  // namespace pith
+
+int main() {
+  using namespace pith;
+  try {
+    device = select_device("cuda");
+    std::printf("%s\n", describe_device(device).c_str());
+  } catch (const Error& error) {
+    std::printf("bench_operators_gpu: nothing measured: %s\n", error.what());
+    return 0;
+  }
+  bench_router();
+  bench_permute();
+  bench_grouped_linear();
+  bench_attention();
+  bench_cross_entropy();
+  return 0;
+}

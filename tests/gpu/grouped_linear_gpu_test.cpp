@@ -1,0 +1,42 @@
+#include "operators/grouped_linear.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+
+#include "tests/gpu/gpu_check.h"
+
+namespace pith::test {
+namespace {
+
+struct Case {
+  std::vector<int64_t> counts;
+  int64_t in, out;
+};
+// Sizes that _grouped_mm takes and sizes that it does not (rows of 16-byte multiples).
+const Case kCases[] = {{{0, 1, 127, 128, 129, 0}, 64, 48},
+                       {{300, 0, 0}, 128, 264},
+                       {{1}, 8, 8},
+                       {{3, 0, 2}, 17, 33},
+                       {{0, 0}, 16, 16},
+                       {{5, 70}, 24, 31}};
+
+TEST(GroupedLinearGpu, MatchesTheReference) {
+  for (const Case& c : kCases) {
+    SCOPED_TRACE(fmt::format("rows {}, {} -> {}", fmt::join(c.counts, " "), c.in, c.out));
+    std::vector<Tensor> parts;
+    for (size_t e = 0; e < c.counts.size(); ++e) {
+      parts.push_back(at::full({c.counts[e], 1}, static_cast<int64_t>(e), at::kLong));
+    }
+    const Tensor idx = at::cat(parts);
+    const auto num_experts = static_cast<int64_t>(c.counts.size());
+    check_on_gpu(
+        [&](const std::vector<Tensor>& x, std::vector<Parameter>& p) {
+          return grouped_linear(x[0], p[0], make_expert_plan(idx.to(x[0].device()), num_experts));
+        },
+        {random_tensor("x", {idx.size(0), c.in})},
+        {random_tensor("w", {num_experts, c.out, c.in})});
+  }
+}
+
+}  // namespace
+}  // namespace pith::test
