@@ -24,24 +24,26 @@ struct BuildOptions {
   std::string out, validation_out;
   uint64_t max_bytes = 0;
   double validation_share = 0;
+  bool bytes = true;  // the only encoding so far
 };
 
 // --- reading: from paths to texts ---
 
-// Files below `folder` in the order of their relative paths' bytes. Left out: names that begin with a dot, linked
-// folders (loops), and what is not a file. Links to files count as files.
-std::vector<fs::path> files_below(const fs::path& folder, const std::vector<std::string>& extensions) {
+// Files below `folder` in the order of their relative paths' bytes. Left out: names that begin with
+// a dot, linked folders (loops), and what is not a file. Links to files count as files.
+std::vector<fs::path> files_below(const fs::path& folder,
+                                  const std::vector<std::string>& extensions) {
   std::vector<fs::path> found;
-  for (auto entry = fs::recursive_directory_iterator(folder); entry != fs::recursive_directory_iterator();
-       ++entry) {
+  for (auto entry = fs::recursive_directory_iterator(folder);
+       entry != fs::recursive_directory_iterator(); ++entry) {
     if (entry->path().filename().string().starts_with('.')) {
       entry.disable_recursion_pending();
       continue;
     }
     const std::string extension = entry->path().extension().string();
-    const bool wanted = extensions.empty() ||
-                        std::find(extensions.begin(), extensions.end(),
-                                  extension.empty() ? "none" : extension) != extensions.end();
+    const bool wanted =
+        extensions.empty() || std::find(extensions.begin(), extensions.end(),
+                                        extension.empty() ? "none" : extension) != extensions.end();
     if (wanted && entry->is_regular_file()) found.push_back(entry->path());
   }
   std::sort(found.begin(), found.end(),
@@ -84,7 +86,9 @@ class TextFilter {
 class SplitWriter {
  public:
   SplitWriter(const std::string& prefix, const Tokenizer& tokenizer)
-      : prefix_(prefix), tokenizer_(tokenizer), writer_(prefix, tokenizer.vocab_size(), hex(tokenizer.hash())) {
+      : prefix_(prefix),
+        tokenizer_(tokenizer),
+        writer_(prefix, tokenizer.vocab_size(), hex(tokenizer.hash())) {
     PITH_CHECK(tokenizer.eos_id(), "this tokenizer has no end token to end documents with");
   }
   void add(std::string_view text) {
@@ -103,8 +107,8 @@ class SplitWriter {
     if (documents_ == 0) PITH_FAIL_HINT(advice, "no document for {}", prefix_);
     writer_.finish();
     tokenizer_.save(prefix_ + ".tokenizer");
-    fmt::print("{:<11} {} documents, {} of text, {} tokens -> {}.bin, .idx, .json\n", name, grouped(documents_),
-               human_bytes(bytes_), grouped(tokens_), prefix_);
+    fmt::print("{:<11} {} documents, {} of text, {} tokens -> {}.bin, .idx, .json\n", name,
+               grouped(documents_), human_bytes(bytes_), grouped(tokens_), prefix_);
   }
 
  private:
@@ -115,8 +119,8 @@ class SplitWriter {
   uint64_t bytes_ = 0;
 };
 
-// The share of documents that go to validation depends on a document's content alone: a document stays on its side
-// when files are added, moved or renamed.
+// The share of documents that go to validation depends on a document's content alone: a document
+// stays on its side when files are added, moved or renamed.
 bool for_validation(std::string_view text, double share) {
   return static_cast<double>(xxh3(text) >> 11) * 0x1p-53 < share;
 }
@@ -147,10 +151,11 @@ void build(const BuildOptions& options) {
   train.finish("train", "look at PATH and --extensions");
   if (validation) validation->finish("validation", "raise --validation-share");
   fmt::print("{:<11} {} files: {} duplicates, {} empty, {} not UTF-8 text\n", "skipped",
-             grouped(filter.duplicates + filter.empty + filter.not_text), grouped(filter.duplicates),
-             grouped(filter.empty), grouped(filter.not_text));
+             grouped(filter.duplicates + filter.empty + filter.not_text),
+             grouped(filter.duplicates), grouped(filter.empty), grouped(filter.not_text));
   if (full)
-    fmt::print("{:<11} {} of {} files read; the next would pass --max-bytes\n", "stopped", grouped(static_cast<int64_t>(read) - 1),
+    fmt::print("{:<11} {} of {} files read; the next would pass --max-bytes\n", "stopped",
+               grouped(static_cast<int64_t>(read) - 1),
                grouped(static_cast<int64_t>(files.size())));
 }
 
@@ -171,23 +176,30 @@ void show(const std::string& prefix, int64_t document, bool ids_only) {
 
 void add_build(CLI::App& corpus) {
   auto options = std::make_shared<BuildOptions>();
-  CLI::App* command = corpus.add_subcommand("build", "Make a corpus of files of text, one document a file");
-  command->add_option("paths", options->paths, "files, and folders whose files are taken")->required();
+  CLI::App* command =
+      corpus.add_subcommand("build", "Make a corpus of files of text, one document a file");
+  command->add_option("paths", options->paths, "files, and folders whose files are taken")
+      ->required();
   command->add_option("--out", options->out, "corpus to write, without extension")->required();
-  command->add_option("--extensions", options->extensions,
-                      "take only these from folders, e.g. .h,.hpp ('none': files without one)")
+  command
+      ->add_option("--extensions", options->extensions,
+                   "take only these from folders, e.g. .h,.hpp ('none': files without one)")
       ->delimiter(',');
-  command->add_option("--max-bytes", options->max_bytes, "stop before the text is longer, e.g. 20MB")
+  command
+      ->add_option("--max-bytes", options->max_bytes, "stop before the text is longer, e.g. 20MB")
       ->transform(CLI::AsSizeValue(true));
   auto* share = command->add_option("--validation-share", options->validation_share,
                                     "share of the documents held out, chosen by their content");
   share->check(CLI::Range(0.0, 1.0));
-  auto* out = command->add_option("--validation-out", options->validation_out, "corpus of the held-out documents");
+  auto* out = command->add_option("--validation-out", options->validation_out,
+                                  "corpus of the held-out documents");
   share->needs(out);
   out->needs(share);
   command->footer(
-      "Folders are read in the order of their paths; names that begin with a dot and linked folders are left\n"
-      "out. Empty files, files that are not UTF-8 text and exact duplicates are skipped and counted.\n"
+      "Folders are read in the order of their paths; names that begin with a dot and linked "
+      "folders are left\n"
+      "out. Empty files, files that are not UTF-8 text and exact duplicates are skipped and "
+      "counted.\n"
       "Example: pithtrain corpus build --out data/train --extensions .h,.hpp --max-bytes 20MB \\\n"
       "           --validation-share 0.02 --validation-out data/validation /usr/include");
   command->callback([options] { build(*options); });
@@ -198,6 +210,9 @@ void add_build(CLI::App& corpus) {
 void add_corpus_command(CLI::App& app) {
   CLI::App* corpus = app.add_subcommand("corpus", "Make corpora from text, and look into them");
   corpus->require_subcommand(1);
+  corpus->footer(
+      "A corpus is PREFIX.bin, .idx, .json and its tokenizer in PREFIX.tokenizer/.\n"
+      "Example: pithtrain corpus build --out data/train src/; see pithtrain corpus build --help");
   add_build(*corpus);
 
   auto prefix = std::make_shared<std::string>();
@@ -209,9 +224,8 @@ void add_corpus_command(CLI::App& app) {
   add("inspect", "Say what a corpus is, without reading all of it")->callback([prefix] {
     report_damage(describe_corpus(*prefix, true));
   });
-  add("verify", "Compare every byte with the checksums, every id with the vocabulary")->callback([prefix] {
-    report_damage(describe_corpus(*prefix, false));
-  });
+  add("verify", "Compare every byte with the checksums, every id with the vocabulary")
+      ->callback([prefix] { report_damage(describe_corpus(*prefix, false)); });
   CLI::App* show_command = add("show", "Print one document");
   auto document = std::make_shared<int64_t>(0);
   auto ids = std::make_shared<bool>(false);

@@ -23,10 +23,30 @@ uint64_t below(uint64_t bound, const Philox4& random) {
   return static_cast<uint64_t>(static_cast<uint128>(wide) * bound >> 64);
 }
 
+// A permutation of [0, size) without a table: four Feistel rounds over the next even number of bits, repeated
+// while the value falls outside (cycle walking; Black and Rogaway 2002). At most four times on average.
+int64_t permuted(uint64_t key, int64_t index, int64_t size) {
+  int half = 1;
+  while ((int64_t{1} << (2 * half)) < size) ++half;
+  const uint64_t mask = (uint64_t{1} << half) - 1;
+  auto value = static_cast<uint64_t>(index);
+  do {
+    uint64_t left = value >> half, right = value & mask;
+    for (uint64_t round = 0; round < 4; ++round) {
+      const uint64_t mixed = left ^ (philox(key, round << 60 | right).word[0] & mask);
+      left = right;
+      right = mixed;
+    }
+    value = left << half | right;
+  } while (value >= static_cast<uint64_t>(size));
+  return static_cast<int64_t>(value);
+}
+
 // Makes a tensor from a vector; on a GPU through pinned memory, so that the copy waits for nothing.
 template <class T>
 Tensor to_tensor(const std::vector<T>& values, at::ScalarType dtype, at::Device device) {
-  Tensor tensor = at::empty({static_cast<int64_t>(values.size())}, at::TensorOptions().dtype(dtype));
+  Tensor tensor =
+      at::empty({static_cast<int64_t>(values.size())}, at::TensorOptions().dtype(dtype));
   std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<T>());
   return device.is_cpu() ? tensor : tensor.pin_memory().to(device, /*non_blocking=*/true);
 }
@@ -53,7 +73,18 @@ struct RowStream::State {
         document_mask(mask),
         shuffle(shuffled) {}
   std::shared_ptr<const Epoch> epoch(int64_t number);
+  int64_t shuffled_row(int64_t index) const;
 };
+
+// Rows that lie inside one epoch change places with each other; one that spans two epochs stays.
+int64_t RowStream::State::shuffled_row(int64_t index) const {
+  const int64_t tokens = corpus.num_tokens(), number = index * sequence_length / tokens;
+  const int64_t first = (number * tokens + sequence_length - 1) / sequence_length;
+  const int64_t end = (number + 1) * tokens / sequence_length;
+  if (!shuffle || index < first || index >= end) return index;
+  const uint64_t key = stream_key(seed, fmt::format("order of rows, epoch {}", number));
+  return first + permuted(key, index - first, end - first);
+}
 
 std::shared_ptr<const Epoch> RowStream::State::epoch(int64_t number) {
   std::lock_guard lock(mutex);
@@ -64,7 +95,8 @@ std::shared_ptr<const Epoch> RowStream::State::epoch(int64_t number) {
     if (corpus.length(d) > 0) order.push_back(d);
   // Fisher-Yates of our own: std::shuffle differs between standard libraries.
   const uint64_t key = stream_key(seed, fmt::format("order of documents, epoch {}", number));
-  for (size_t i = order.size(); shuffle && i-- > 1;) std::swap(order[i], order[below(i + 1, philox(key, i))]);
+  for (size_t i = order.size(); shuffle && i-- > 1;)
+    std::swap(order[i], order[below(i + 1, philox(key, i))]);
   made->begins.reserve(order.size() + 1);
   made->begins.push_back(0);
   for (const int64_t d : order) made->begins.push_back(made->begins.back() + corpus.length(d));
@@ -79,7 +111,8 @@ RowStream::RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool
                      bool shuffle) {
   PITH_CHECK(sequence_length > 0, "sequence length {} is not positive", sequence_length);
   PITH_CHECK(corpus.num_tokens() > 0, "corpus {} is empty", corpus.prefix());
-  state_ = std::make_shared<State>(std::move(corpus), sequence_length, seed, document_mask, shuffle);
+  state_ =
+      std::make_shared<State>(std::move(corpus), sequence_length, seed, document_mask, shuffle);
 }
 
 int64_t RowStream::rows_per_epoch() const {
@@ -92,6 +125,7 @@ Row RowStream::row(int64_t index) const {
   PITH_CHECK(index >= 0 && !__builtin_mul_overflow(index, length, &start) &&
                  start < std::numeric_limits<int64_t>::max() - length,
              "row {} of {} tokens is outside the stream", index, length);
+  start = state_->shuffled_row(index) * length;
   Row row;
   row.tokens.reserve(static_cast<size_t>(length) + 1);
   row.labels.assign(static_cast<size_t>(length), -100);
@@ -111,7 +145,8 @@ Row RowStream::row(int64_t index) const {
     const int64_t document = epoch->documents[place];
     const int64_t count = std::min(state_->corpus.length(document) - skipped, length + 1 - filled);
     row.tokens.resize(static_cast<size_t>(filled + count));
-    state_->corpus.read(document, skipped, std::span(row.tokens).subspan(static_cast<size_t>(filled)));
+    state_->corpus.read(document, skipped,
+                        std::span(row.tokens).subspan(static_cast<size_t>(filled)));
     if (state_->document_mask) {
       if (filled < length) row.document_begins.push_back(filled);
       for (int64_t i = filled; i + 1 < filled + count; ++i)
@@ -121,7 +156,8 @@ Row RowStream::row(int64_t index) const {
       row.positions.push_back(state_->document_mask ? i : filled + i);
     filled += count;
   }
-  if (!state_->document_mask) std::copy(row.tokens.begin() + 1, row.tokens.end(), row.labels.begin());
+  if (!state_->document_mask)
+    std::copy(row.tokens.begin() + 1, row.tokens.end(), row.labels.begin());
   row.tokens.pop_back();
   return row;
 }

@@ -1,4 +1,5 @@
-// From a corpus to micro-batches: a deterministic stream of tokens and a cursor that is one integer.
+// From a corpus to micro-batches: a deterministic stream of tokens and a cursor that is one
+// integer.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -8,7 +9,8 @@
 
 namespace pith {
 
-// A row of a batch before it becomes tensors: sequence_length tokens, their labels, and where documents begin.
+// A row of a batch before it becomes tensors: sequence_length tokens, their labels, and where
+// documents begin.
 struct Row {
   std::vector<int64_t> tokens, labels;
   std::vector<int64_t> positions;        // restart at documents, unless document_mask is off
@@ -19,14 +21,16 @@ struct Row {
   }
 };
 
-// The endless stream: epoch after epoch, each with its documents in an order shuffled by (seed, epoch), joined
-// and cut every sequence_length tokens; the token after a row's last is its last label. Every token of every
-// document is an input exactly once an epoch. Row i is a function of (corpus, seed, sequence_length, i)
-// alone, so the batch does not depend on ranks or micro-batches and the cursor is the number of rows consumed.
-// With document_mask labels never cross a document border (-100 there).
+// The endless stream: epoch after epoch, each with its documents in an order shuffled by (seed,
+// epoch), joined and cut every sequence_length tokens; the token after a row's last is its last
+// label. Every token of every document is an input exactly once an epoch. Row i is a function of
+// (corpus, seed, sequence_length, i) alone, so the batch does not depend on ranks or micro-batches
+// and the cursor is the number of rows consumed. With document_mask labels never cross a document
+// border (-100 there).
 class RowStream {
  public:
-  RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask, bool shuffle);
+  RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask,
+            bool shuffle);
   Row row(int64_t index) const;
   int64_t rows_per_epoch() const;  // floor(tokens / sequence_length)
 
@@ -36,10 +40,11 @@ class RowStream {
 };
 
 // Packs rows into one micro-batch on `device`. global_* counts are those of the whole batch.
-MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask, int64_t global_trained_tokens,
-                           int64_t global_rows, at::Device device);
+MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
+                           int64_t global_trained_tokens, int64_t global_rows, at::Device device);
 
-// Rows [first, first + global_batch) of the stream as micro-batches of micro_batch rows, counts filled in.
+// Rows [first, first + global_batch) of the stream as micro-batches of micro_batch rows, counts
+// filled in.
 std::vector<MicroBatch> make_batch(const RowStream& stream, int64_t first, int64_t global_batch,
                                    int64_t micro_batch, bool document_mask, at::Device device);
 

@@ -96,13 +96,15 @@ void write_files(const fs::path& folder, const CheckpointContent& content) {
   sync_folder(folder);
 }
 
-// The complete folder `from` takes the name `to`; a folder already there changes places with it, so that at
-// every moment a complete one has the name.
+// The complete folder `from` takes the name `to`; a folder already there changes places with it, so
+// that at every moment a complete one has the name.
 void take_name(const fs::path& from, const fs::path& to) {
   const bool exchange = fs::exists(to);
-  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), exchange ? RENAME_EXCHANGE : 0) == 0)
+  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), exchange ? RENAME_EXCHANGE : 0) ==
+      0)
     return;
-  if (errno == EINVAL && exchange) {  // a file system without exchange: a short moment without the name
+  if (errno == EINVAL &&
+      exchange) {  // a file system without exchange: a short moment without the name
     fs::rename(to, from.parent_path() / (std::string(kDeleting) + to.filename().string()));
   }
   fs::rename(from, to);
@@ -245,10 +247,10 @@ Manifest parse_manifest(std::string_view text, const std::string& source) {
     manifest.step = document.at("step").get<int64_t>();
     for (const auto& [name, entry] : document.at("files").items()) {
       const fs::path path(name);
-      PITH_CHECK(path.is_relative() && path.lexically_normal() == path &&
-                     *path.begin() != "..",
+      PITH_CHECK(path.is_relative() && path.lexically_normal() == path && *path.begin() != "..",
                  "{}: {} is not a path inside the checkpoint", source, name);
-      Manifest::File file{entry.at("bytes").get<uint64_t>(), parse_hex(entry.at("xxh3"), source), {}};
+      Manifest::File file{
+          entry.at("bytes").get<uint64_t>(), parse_hex(entry.at("xxh3"), source), {}};
       if (entry.contains("tensors"))
         for (const auto& [tensor, sum] : entry["tensors"].items())
           file.tensors.emplace(tensor, parse_hex(sum, source));
@@ -336,10 +338,9 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
     }
   }
   for (auto& [name, pieces] : pieces_) {
-    std::sort(pieces.begin(), pieces.end(),
-              [](const Piece& a, const Piece& b) {
-                return std::pair(a.offset, a.count) < std::pair(b.offset, b.count);
-              });
+    std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
+      return std::pair(a.offset, a.count) < std::pair(b.offset, b.count);
+    });
     int64_t end = 0;
     for (const Piece& piece : pieces) {
       PITH_CHECK(piece.offset == end && piece.total == pieces[0].total,
@@ -355,7 +356,8 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
 
 void OptimizerReader::read(const std::string& kind, const HfTensor& tensor, Tensor out) const {
   const auto found = pieces_.find({kind, tensor.name});
-  PITH_CHECK(found != pieces_.end(), "{}: there is no {} of {}", folder_.string(), kind, tensor.name);
+  PITH_CHECK(found != pieces_.end(), "{}: there is no {} of {}", folder_.string(), kind,
+             tensor.name);
   const int64_t total = found->second[0].total;
   PITH_CHECK(total == tensor.numel() && out.dim() == 1 && out.numel() == total,
              "{}: {} of {} has {} elements, the model's tensor {}, its target {}", folder_.string(),

@@ -1,4 +1,5 @@
-// Checkpoints: a Hugging Face model folder plus optimizer shards and a manifest; atomic and checksummed.
+// Checkpoints: a Hugging Face model folder plus optimizer shards and a manifest; atomic and
+// checksummed.
 #pragma once
 #include <exception>
 #include <filesystem>
@@ -23,27 +24,28 @@ struct CheckpointContent {
   int64_t step = 0;
   std::vector<NamedTensor> weights;  // Hugging Face names and shapes, compute dtype
   std::vector<StateSlice> optimizer;
-  std::vector<std::pair<std::string, std::string>> files;  // config.json, tokenizer files, ...: name, bytes
-  std::string training_state;                              // JSON: step, data cursor, seeds, versions
+  std::vector<std::pair<std::string, std::string>>
+      files;                   // config.json, tokenizer files, ...: name, bytes
+  std::string training_state;  // JSON: step, data cursor, seeds, versions
 };
 
 // step-00000020/
 //   config.json, generation_config.json, tokenizer files ...        as given in `files`
 //   model-00001-of-00002.safetensors ..., model.safetensors.index.json
-//   optimizer/shard-00000-of-00001.safetensors    flat float32 "KIND/TENSOR@OFFSET/TOTAL", count = its length
-//   training_state.json
-//   manifest.json                                 written last
+//   optimizer/shard-00000-of-00001.safetensors    flat float32 "KIND/TENSOR@OFFSET/TOTAL", count =
+//   its length training_state.json manifest.json                                 written last
 //
-// Writes root/step-00000020 under a temporary name, fsyncs files and folders, writes manifest.json last (size
-// and xxh3 of every file), renames. Older complete checkpoints beyond keep_last (0 = all) are deleted only
-// after the new one is durable; leftovers of killed saves are removed. A checkpoint of the same step is
-// replaced in one rename. Whatever fails: an Error names path and cause, the temporary folder is gone, the
-// other checkpoints are untouched. One process writes into a root at a time.
+// Writes root/step-00000020 under a temporary name, fsyncs files and folders, writes manifest.json
+// last (size and xxh3 of every file), renames. Older complete checkpoints beyond keep_last (0 =
+// all) are deleted only after the new one is durable; leftovers of killed saves are removed. A
+// checkpoint of the same step is replaced in one rename. Whatever fails: an Error names path and
+// cause, the temporary folder is gone, the other checkpoints are untouched. One process writes into
+// a root at a time.
 void write_checkpoint(const std::filesystem::path& root, const CheckpointContent& content,
                       int64_t keep_last);
 
-// One save at a time in the background. An error of the thread (full disk: path and cause) is thrown by the next
-// call of start or finish; the destructor waits and prints it.
+// One save at a time in the background. An error of the thread (full disk: path and cause) is
+// thrown by the next call of start or finish; the destructor waits and prints it.
 class CheckpointWriter {
  public:
   CheckpointWriter() = default;
@@ -70,24 +72,25 @@ struct Manifest {
 Manifest parse_manifest(std::string_view text, const std::string& source);
 Manifest read_manifest(const std::filesystem::path& checkpoint);
 
-// Newest complete checkpoint under root (manifest readable, every file there with its size), or nothing.
-// Incomplete ones are reported in `skipped` with the reason, never used.
+// Newest complete checkpoint under root (manifest readable, every file there with its size), or
+// nothing. Incomplete ones are reported in `skipped` with the reason, never used.
 std::optional<std::filesystem::path> newest_checkpoint(const std::filesystem::path& root,
                                                        std::vector<std::string>* skipped = nullptr);
 
-// Recomputes sizes and xxh3 of every file in the manifest, several files at a time; returns the problems
-// (empty = sound), each naming the file and, where it can be told, the tensor.
+// Recomputes sizes and xxh3 of every file in the manifest, several files at a time; returns the
+// problems (empty = sound), each naming the file and, where it can be told, the tensor.
 std::vector<std::string> verify_checkpoint(const std::filesystem::path& folder);
 
 // verify_checkpoint as an Error: call it before anything of a checkpoint is used.
 void check_checkpoint(const std::filesystem::path& folder);
 
-// Optimizer state by (kind, Hugging Face name), assembled from the slices of however many shards; checks that
-// every tensor is covered exactly once. Memory-mapped.
+// Optimizer state by (kind, Hugging Face name), assembled from the slices of however many shards;
+// checks that every tensor is covered exactly once. Memory-mapped.
 class OptimizerReader {
  public:
   explicit OptimizerReader(const std::filesystem::path& folder);
-  // Copies the whole state of one tensor into `out` (flat, any device). Throws naming tensor and file.
+  // Copies the whole state of one tensor into `out` (flat, any device). Throws naming tensor and
+  // file.
   void read(const std::string& kind, const HfTensor& tensor, Tensor out) const;
 
  private:

@@ -73,7 +73,9 @@ SideFile read_side_file(const fs::path& path) {
   try {
     PITH_CHECK(document.at("version") == 1, "{}: version {} is not known", source,
                document.at("version").dump());
-    return {true, xxh3(file.bytes()), document.at("vocab_size").get<int64_t>(),
+    return {true,
+            xxh3(file.bytes()),
+            document.at("vocab_size").get<int64_t>(),
             document.at("tokenizer_hash").get<std::string>(),
             document.at("index_xxh3").get<std::string>(),
             document.at("block_bytes").get<uint64_t>(),
@@ -90,7 +92,8 @@ int64_t CorpusIndex::begin(int64_t document) const {
   return sequence == num_sequences ? num_tokens : load<int64_t>(pointers, sequence) / width;
 }
 
-CorpusIndex parse_corpus_index(std::string_view bytes, uint64_t bin_bytes, const std::string& source) {
+CorpusIndex parse_corpus_index(std::string_view bytes, uint64_t bin_bytes,
+                               const std::string& source) {
   PITH_CHECK(bytes.size() >= kHeader && bytes.substr(0, kMagic.size()) == kMagic,
              "{}: not the index of a corpus ({} bytes)", source, bytes.size());
   const char* data = bytes.data();
@@ -102,8 +105,8 @@ CorpusIndex parse_corpus_index(std::string_view bytes, uint64_t bin_bytes, const
   index.width = id_type(index.dtype_code, source).width;
   const uint64_t body = bytes.size() - kHeader;
   PITH_CHECK(sequences <= body / 12 && borders <= body / 8 && 12 * sequences + 8 * borders == body,
-             "{}: {} bytes do not hold {} sequences and {} documents", source, bytes.size(), sequences,
-             borders);
+             "{}: {} bytes do not hold {} sequences and {} documents", source, bytes.size(),
+             sequences, borders);
   PITH_CHECK(borders >= 1, "{}: the list of documents is empty", source);
   index.num_sequences = static_cast<int64_t>(sequences);
   index.num_documents = static_cast<int64_t>(borders) - 1;
@@ -152,20 +155,26 @@ struct Corpus::Files {
   // Index of the first id outside the vocabulary, or -1. Without a side file only negative ids are.
   int64_t first_invalid(std::span<const int64_t> ids) const {
     const int64_t limit = side.present ? side.vocab_size : std::numeric_limits<int64_t>::max();
-    const auto bad = std::find_if(ids.begin(), ids.end(),
-                                  [&](int64_t id) { return id < 0 || id >= limit; });
+    const auto bad =
+        std::find_if(ids.begin(), ids.end(), [&](int64_t id) { return id < 0 || id >= limit; });
     return bad == ids.end() ? -1 : bad - ids.begin();
   }
 
   void load_ids(int64_t token, std::span<int64_t> out) const {
     const char* ids = bin.data.get() + token * index.width;
     switch (index.dtype_code) {
-      case 1: return widen<uint8_t>(ids, out);
-      case 2: return widen<int8_t>(ids, out);
-      case 3: return widen<int16_t>(ids, out);
-      case 4: return widen<int32_t>(ids, out);
-      case 5: return widen<int64_t>(ids, out);
-      default: return widen<uint16_t>(ids, out);
+      case 1:
+        return widen<uint8_t>(ids, out);
+      case 2:
+        return widen<int8_t>(ids, out);
+      case 3:
+        return widen<int16_t>(ids, out);
+      case 4:
+        return widen<int32_t>(ids, out);
+      case 5:
+        return widen<int64_t>(ids, out);
+      default:
+        return widen<uint16_t>(ids, out);
     }
   }
 };
@@ -174,9 +183,10 @@ Corpus::Corpus(const std::string& prefix) {
   auto files = std::make_shared<Files>();
   files->prefix = prefix;
   if (!fs::exists(prefix + ".idx") || !fs::exists(prefix + ".bin"))
-    PITH_FAIL_HINT("give the path without extension; `pithtrain corpus build --out PREFIX` makes one",
-                   "there is no corpus {0}: {0}.{1} is missing", prefix,
-                   fs::exists(prefix + ".idx") ? "bin" : "idx");
+    PITH_FAIL_HINT(
+        "give the path without extension; `pithtrain corpus build --out PREFIX` makes one",
+        "there is no corpus {0}: {0}.{1} is missing", prefix,
+        fs::exists(prefix + ".idx") ? "bin" : "idx");
   files->side = read_side_file(prefix + ".json");
   files->index_file = map_file(prefix + ".idx");
   files->bin = map_file(prefix + ".bin");
@@ -200,9 +210,7 @@ int64_t Corpus::vocab_size() const { return files_->side.vocab_size; }
 std::string Corpus::tokenizer_hash() const { return files_->side.tokenizer_hash; }
 const std::string& Corpus::prefix() const { return files_->prefix; }
 
-std::string Corpus::dtype() const {
-  return id_type(files_->index.dtype_code, files_->prefix).name;
-}
+std::string Corpus::dtype() const { return id_type(files_->index.dtype_code, files_->prefix).name; }
 
 int64_t Corpus::length(int64_t document) const {
   PITH_CHECK(document >= 0 && document < num_documents(), "{}: there is no document {} among {}",
@@ -224,8 +232,8 @@ void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const
 }
 
 std::string Corpus::fingerprint() const {
-  return hex(xxh3(fmt::format("{} {} {}", hex(files_->index_sum), files_->bin.size,
-                              hex(files_->side.sum))));
+  return hex(xxh3(
+      fmt::format("{} {} {}", hex(files_->index_sum), files_->bin.size, hex(files_->side.sum))));
 }
 
 std::vector<std::string> verify_corpus(const std::string& prefix) {
@@ -237,7 +245,8 @@ std::vector<std::string> verify_corpus(const std::string& prefix) {
       int64_t low = 0, high = corpus.num_documents();
       while (high - low > 1) {
         const int64_t middle = low + (high - low) / 2;
-        const bool before = files.index.begin(middle) * files.index.width <= static_cast<int64_t>(byte);
+        const bool before =
+            files.index.begin(middle) * files.index.width <= static_cast<int64_t>(byte);
         (before ? low : high) = middle;
       }
       return low;
@@ -246,9 +255,9 @@ std::vector<std::string> verify_corpus(const std::string& prefix) {
       const uint64_t begin = block * files.side.block_bytes;
       const std::string_view bytes = files.bin.bytes().substr(begin, files.side.block_bytes);
       if (hex(xxh3(bytes)) != std::string_view(files.side.block_sums).substr(16 * block, 16))
-        problems.push_back(fmt::format("{}.bin is damaged between bytes {} and {}: documents {} to {}",
-                                       prefix, begin, begin + bytes.size(), document_at(begin),
-                                       document_at(begin + bytes.size() - 1)));
+        problems.push_back(fmt::format(
+            "{}.bin is damaged between bytes {} and {}: documents {} to {}", prefix, begin,
+            begin + bytes.size(), document_at(begin), document_at(begin + bytes.size() - 1)));
     }
     std::vector<int64_t> ids(1 << 16);
     for (int64_t d = 0, bad = -1; d < corpus.num_documents(); ++d, bad = -1) {
@@ -258,9 +267,10 @@ std::vector<std::string> verify_corpus(const std::string& prefix) {
         const auto part = std::span(ids).first(static_cast<size_t>(count));
         files.load_ids(first + at, part);
         if ((bad = files.first_invalid(part)) < 0) continue;
-        problems.push_back(fmt::format("{}.bin: document {}, token {}: id {} is outside the "
-                                       "vocabulary", prefix, d, at + bad,
-                                       part[static_cast<size_t>(bad)]));
+        problems.push_back(
+            fmt::format("{}.bin: document {}, token {}: id {} is outside the "
+                        "vocabulary",
+                        prefix, d, at + bad, part[static_cast<size_t>(bad)]));
       }
     }
   } catch (const Error& error) {
@@ -334,7 +344,8 @@ struct CorpusWriter::State {
 CorpusWriter::CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash) {
   PITH_CHECK(vocab_size > 0 && vocab_size <= int64_t{1} << 31, "corpus {}: a vocabulary of {} ids",
              prefix, vocab_size);
-  PITH_CHECK(fs::path(prefix).has_filename(), "{} names a folder, not the corpora files in it", prefix);
+  PITH_CHECK(fs::path(prefix).has_filename(), "{} names a folder, not the corpora files in it",
+             prefix);
   if (const auto folder = fs::path(prefix).parent_path(); !folder.empty())
     fs::create_directories(folder);
   state_ = std::make_shared<State>(std::move(prefix), vocab_size, std::move(tokenizer_hash));

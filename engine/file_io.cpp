@@ -101,7 +101,8 @@ void OutputFile::write_out(std::string_view bytes) {
 uint64_t OutputFile::close() {
   write_out(buffer_);
   buffer_.clear();
-  // Some devices can't be synced (EINVAL: a pipe, /dev/stdout); they hold nothing that could be lost.
+  // Some devices can't be synced (EINVAL: a pipe, /dev/stdout); they hold nothing that could be
+  // lost.
   if (::fsync(descriptor_) != 0 && errno != EINVAL) fail_write(path_, "sync");
   const int result = ::close(descriptor_);
   descriptor_ = -1;
@@ -134,8 +135,8 @@ std::string seal_json(const std::string& object) {
 
 void check_seal(std::string_view text, const std::string& source) {
   const size_t length = seal_of("").size();
-  PITH_CHECK(text.size() > length && text.substr(text.size() - length) ==
-                                         seal_of(text.substr(0, text.size() - length)),
+  PITH_CHECK(text.size() > length &&
+                 text.substr(text.size() - length) == seal_of(text.substr(0, text.size() - length)),
              "{} is damaged: its bytes do not match the checksum on its last line", source);
 }
 

@@ -11,8 +11,8 @@
 
 namespace pith {
 
-// A whole file, read-only; the pages stay mapped while any copy lives. A file that another program cuts
-// shorter meanwhile is beyond help (SIGBUS), like with every mapping.
+// A whole file, read-only; the pages stay mapped while any copy lives. A file that another program
+// cuts shorter meanwhile is beyond help (SIGBUS), like with every mapping.
 struct MappedFile {
   std::shared_ptr<const char> data;
   uint64_t size = 0;
@@ -22,8 +22,9 @@ MappedFile map_file(const std::filesystem::path& path);
 
 std::string read_file(const std::filesystem::path& path);
 
-// A file being written from its beginning. Every failure names the path and the system's reason. Not
-// closed means not wanted: the destructor closes the descriptor and leaves the rest to the owner.
+// A file being written from its beginning. Every failure names the path and the system's reason.
+// Not closed means not wanted: the destructor closes the descriptor and leaves the rest to the
+// owner.
 class OutputFile {
  public:
   explicit OutputFile(std::filesystem::path path);
@@ -58,8 +59,9 @@ void sync_folder(const std::filesystem::path& folder);
 uint64_t xxh3(std::string_view bytes);
 std::string hex(uint64_t value);  // 16 digits
 
-// A JSON object (text from dump, ending in "}") that carries the xxh3 of its own bytes as its last member,
-// "checksum". check_seal throws, naming `source`, when any byte of the text is not what was written.
+// A JSON object (text from dump, ending in "}") that carries the xxh3 of its own bytes as its last
+// member, "checksum". check_seal throws, naming `source`, when any byte of the text is not what was
+// written.
 std::string seal_json(const std::string& object);
 void check_seal(std::string_view text, const std::string& source);
 

@@ -41,7 +41,8 @@ std::map<std::string, std::string> read_weight_map(const fs::path& path) {
     auto file = value.get<std::string>();
     // A file of this folder and nothing else: an index can't be trusted to stay inside.
     PITH_CHECK(fs::path(file).filename() == file && file != ".." && file != ".",
-               "{}: weight_map: {} lies in {}, which is not a file name", path.string(), name, file);
+               "{}: weight_map: {} lies in {}, which is not a file name", path.string(), name,
+               file);
     result.emplace(name, std::move(file));
   }
   return result;
@@ -67,17 +68,21 @@ json parse_json(std::string_view text, const std::string& source) {
                  "{}: key {} stands twice in one object", source, parsed.dump());
     return true;
   };
+  // The library's messages begin "[json.exception.parse_error.101] parse error at line L, column C:
+  // ".
+  const auto after = [](const json::exception& error, std::string_view mark) {
+    std::string_view what = error.what();
+    return what.substr(what.find(mark) + mark.size());
+  };
   try {
     return json::parse(text, refuse_twins);
   } catch (const json::parse_error& error) {
     const auto before = text.substr(0, std::min(text.size(), error.byte > 0 ? error.byte - 1 : 0));
     const auto line = std::count(before.begin(), before.end(), '\n') + 1;
     const size_t column = before.size() - (before.rfind('\n') + 1) + 1;  // npos + 1 = 0
-    std::string_view what = error.what();  // "[json.exception...] parse error at line L, column C: ..."
-    if (const size_t at = what.find(": "); at != what.npos) what.remove_prefix(at + 2);
-    PITH_FAIL("{}:{}:{}: not JSON: {:.300}", source, line, column, what);
+    PITH_FAIL("{}:{}:{}: not JSON: {:.300}", source, line, column, after(error, ": "));
   } catch (const json::exception& error) {  // a number out of range
-    PITH_FAIL("{}: not JSON: {:.300}", source, error.what());
+    PITH_FAIL("{}: not JSON: {:.300}", source, after(error, "] "));
   }
 }
 
@@ -113,14 +118,16 @@ std::vector<std::string> summarize_names(const std::vector<std::string>& names) 
     };
     if (combinations == distinct.size() && tuples.size() > 1) {
       lines.push_back(fill([&](size_t i) {
-        const auto& place = places[i];
-        const auto first = place.begin(), last = std::prev(place.end());
-        if (place.size() == 1) return *first;
-        const bool range = last->size() < 10 && std::stoul(*last) - std::stoul(*first) + 1 ==
-                                                    place.size();
-        return range ? fmt::format("{{{}-{}}}", *first, *last)
-                     : fmt::format("{{{}}}", fmt::join(place, ","));
-      }) + fmt::format(" ({})", tuples.size()));
+                        const auto& place = places[i];
+                        const auto first = place.begin(), last = std::prev(place.end());
+                        if (place.size() == 1) return *first;
+                        const bool range =
+                            last->size() < 10 &&
+                            std::stoul(*last) - std::stoul(*first) + 1 == place.size();
+                        return range ? fmt::format("{{{}-{}}}", *first, *last)
+                                     : fmt::format("{{{}}}", fmt::join(place, ","));
+                      }) +
+                      fmt::format(" ({})", tuples.size()));
       continue;
     }
     size_t listed = 0;
@@ -208,8 +215,8 @@ Tensor HfFolder::tensor(const std::string& name) const { return file_of(name).te
 
 void import_weights(const HfFolder& folder, std::span<Parameter* const> parameters,
                     std::span<Tensor> targets, std::span<const std::string> optional_extra) {
-  PITH_CHECK(parameters.size() == targets.size(), "{} parameters but {} targets",
-             parameters.size(), targets.size());
+  PITH_CHECK(parameters.size() == targets.size(), "{} parameters but {} targets", parameters.size(),
+             targets.size());
   std::vector<std::string> missing, left_over, problems;
   std::set<std::string> used(optional_extra.begin(), optional_extra.end());
   for (size_t i = 0; i < parameters.size(); ++i) {

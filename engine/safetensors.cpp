@@ -15,13 +15,22 @@ namespace {
 
 using nlohmann::json;
 
-constexpr uint64_t kLargestHeader = 100'000'000;  // the limit of the format's reference implementation
+constexpr uint64_t kLargestHeader =
+    100'000'000;  // the limit of the format's reference implementation
 constexpr size_t kMostDimensions = 64;
 
 constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {
-    {"BF16", at::kBFloat16},         {"F16", at::kHalf},  {"F32", at::kFloat}, {"F64", at::kDouble},
-    {"I64", at::kLong},              {"I32", at::kInt},   {"I16", at::kShort}, {"I8", at::kChar},
-    {"U8", at::kByte},               {"BOOL", at::kBool}, {"F8_E4M3", at::kFloat8_e4m3fn},
+    {"BF16", at::kBFloat16},
+    {"F16", at::kHalf},
+    {"F32", at::kFloat},
+    {"F64", at::kDouble},
+    {"I64", at::kLong},
+    {"I32", at::kInt},
+    {"I16", at::kShort},
+    {"I8", at::kChar},
+    {"U8", at::kByte},
+    {"BOOL", at::kBool},
+    {"F8_E4M3", at::kFloat8_e4m3fn},
     {"F8_E5M2", at::kFloat8_e5m2},
 };
 
@@ -78,8 +87,9 @@ TensorEntry parse_entry(const json& object, const std::string& source, const std
   return entry;
 }
 
-// Each entry is converted when its closing brace is read and dropped from the document, so hostile headers
-// cost no more memory than their tensors do. Values deeper than the format has them end the parse.
+// Each entry is converted when its closing brace is read and dropped from the document, so hostile
+// headers cost no more memory than their tensors do. Values deeper than the format has them end the
+// parse.
 class HeaderReader {
  public:
   HeaderReader(SafetensorsHeader& header, const std::string& source)
@@ -98,8 +108,8 @@ class HeaderReader {
         PITH_CHECK(names_.insert(key).second, "{}: tensor {} is there twice", source_, key);
         fields_.clear();
       } else {
-        PITH_CHECK(fields_.insert(key).second, "{}: tensor {}: {:.32} is there twice", source_, name_,
-                   key);
+        PITH_CHECK(fields_.insert(key).second, "{}: tensor {}: {:.32} is there twice", source_,
+                   name_, key);
       }
     } else if (event == Event::value) {
       PITH_CHECK(depth >= 2, "{}: {:.200} is not an object", source_, name_);
@@ -143,8 +153,8 @@ void check_layout(const SafetensorsHeader& header, uint64_t data_bytes, const st
                      "{}: tensor {} ends at byte {} of the data, the file holds {}", source, *name,
                      entry->end, data_bytes);
     PITH_CHECK(entry->begin >= end, "{}: tensor {} overlaps {}", source, *name, previous);
-    PITH_CHECK(entry->begin == end, "{}: {} bytes of no tensor lie between {} and tensor {}", source,
-               entry->begin - end, previous, *name);
+    PITH_CHECK(entry->begin == end, "{}: {} bytes of no tensor lie between {} and tensor {}",
+               source, entry->begin - end, previous, *name);
     end = entry->end;
     previous = *name;
   }
@@ -176,7 +186,8 @@ SafetensorsHeader parse_safetensors_header(std::string_view head, uint64_t file_
   header.data_offset = 8 + length;
   try {
     // What is left of the document is empty: the reader takes every member out of it.
-    [[maybe_unused]] const json rest = json::parse(head.substr(8, length), HeaderReader(header, source));
+    [[maybe_unused]] const json rest =
+        json::parse(head.substr(8, length), HeaderReader(header, source));
   } catch (const json::exception& error) {
     PITH_FAIL("{}: the header is not JSON: {:.300}", source, error.what());
   }
@@ -213,7 +224,8 @@ Tensor SafetensorsFile::tensor(const std::string& name) const {
 
 WrittenFile write_safetensors(const std::filesystem::path& path,
                               const std::vector<NamedTensor>& tensors) {
-  // Written as text: the order of the tensors is the caller's, and names are escaped by the library.
+  // Written as text: the order of the tensors is the caller's, and names are escaped by the
+  // library.
   std::string header = R"({"__metadata__":{"format":"pt"})";
   std::set<std::string_view> names;
   uint64_t offset = 0;

@@ -18,9 +18,10 @@ struct TensorEntry {
   uint64_t begin, end;  // bytes in the data section
 };
 
-// The header as the format defines it: 8 bytes length, JSON, data. Throws an Error that names `source` and the
-// tensor for every violation (length past the file, malformed JSON, unknown dtype, size != shape x dtype,
-// overlaps, gaps, trailing bytes). Never allocates more than a small multiple of the bytes given.
+// The header as the format defines it: 8 bytes length, JSON, data. Throws an Error that names
+// `source` and the tensor for every violation (length past the file, malformed JSON, unknown dtype,
+// size != shape x dtype, overlaps, gaps, trailing bytes). Never allocates more than a small
+// multiple of the bytes given.
 struct SafetensorsHeader {
   std::map<std::string, TensorEntry> tensors;
   std::map<std::string, std::string> metadata;
@@ -32,7 +33,8 @@ SafetensorsHeader parse_safetensors_header(std::string_view head, uint64_t file_
 // Name of a dtype in the format: "BF16", "F32", ... Throws for one that the format lacks.
 std::string safetensors_dtype(at::ScalarType dtype);
 
-// A memory-mapped file. Tensors are read-only views into the mapping, which lives as long as any of them.
+// A memory-mapped file. Tensors are read-only views into the mapping, which lives as long as any of
+// them.
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::filesystem::path& path);
@@ -50,8 +52,8 @@ class SafetensorsFile {
 
 using NamedTensor = std::pair<std::string, Tensor>;
 
-// Writes CPU tensors in the order given with metadata {"format": "pt"}; the same tensors give the same
-// bytes. Streams: at most one tensor is copied at a time (when it is not contiguous). fsyncs.
+// Writes CPU tensors in the order given with metadata {"format": "pt"}; the same tensors give the
+// same bytes. Streams: at most one tensor is copied at a time (when it is not contiguous). fsyncs.
 WrittenFile write_safetensors(const std::filesystem::path& path,
                               const std::vector<NamedTensor>& tensors);
 
