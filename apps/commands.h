@@ -14,6 +14,7 @@ void add_corpus_command(CLI::App& app);
 void add_pretrain_command(CLI::App& app);
 void add_generate_command(CLI::App& app);
 void add_inspect_command(CLI::App& app);
+void add_tokenizer_command(CLI::App& app);
 void add_trace_command(CLI::App& app);
 
 }  // namespace pith

@@ -1,0 +1,258 @@
+// pithtrain tokenizer: trains tokenizers, and looks at what they make of text.
+#include "text/tokenizer.h"
+
+#include <fmt/ranges.h>
+#include <simdjson.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <thread>
+
+#include "apps/commands.h"
+#include "core/error.h"
+#include "text/bpe_trainer.h"
+
+namespace pith {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Options {
+  std::string tokenizer, other, out, field = "text";
+  std::vector<std::string> inputs;
+  std::vector<int32_t> ids;
+  BpeTrainerOptions train;
+  EncodeOptions encode;
+  bool keep_special = false, whole_files = false;
+  int threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+};
+
+std::string read_all(std::istream& in, const std::string& name) {
+  std::string text{std::istreambuf_iterator<char>(in), {}};
+  PITH_CHECK(!in.bad(), "cannot read {}", name);
+  return text;
+}
+
+std::string read_text(const std::string& path) {
+  if (path == "-") return read_all(std::cin, "standard input");
+  std::ifstream file(path, std::ios::binary);
+  PITH_CHECK(file && !fs::is_directory(path), "cannot open {}", path);
+  return read_all(file, path);
+}
+
+std::vector<std::string> list_files(const std::vector<std::string>& inputs) {
+  std::vector<std::string> files;
+  for (const std::string& input : inputs) {
+    if (!fs::is_directory(input)) {
+      files.push_back(input);
+      continue;
+    }
+    const size_t before = files.size();
+    for (const auto& entry : fs::recursive_directory_iterator(input))
+      if (entry.is_regular_file()) files.push_back(entry.path().string());
+    std::sort(files.begin() + static_cast<std::ptrdiff_t>(before), files.end());
+  }
+  return files;
+}
+
+// Calls sink(texts) with batches of about 64 MB: a field of each line of a .jsonl, else the lines of a
+// file with their ends, or the file.
+template <class Sink>
+void for_each_batch(const Options& options, Sink sink) {
+  std::vector<std::string> batch;
+  size_t bytes = 0;
+  auto add = [&](std::string text) {
+    bytes += text.size();
+    batch.push_back(std::move(text));
+    if (bytes < (64u << 20)) return;
+    sink(batch);
+    batch.clear();
+    bytes = 0;
+  };
+  for (const std::string& path : list_files(options.inputs)) {
+    std::string text = read_text(path);
+    const bool json = fs::path(path).extension() == ".jsonl";
+    if (options.whole_files && !json) {
+      add(std::move(text));
+      continue;
+    }
+    simdjson::dom::parser parser;
+    int64_t number = 0;
+    for (size_t begin = 0, end; begin < text.size(); begin = end) {
+      end = std::min(text.find('\n', begin), text.size() - 1) + 1;
+      std::string line = text.substr(begin, end - begin);
+      ++number;
+      if (!json) {
+        add(std::move(line));
+        continue;
+      }
+      if (line.find_first_not_of(" \t\r\n") == std::string::npos) continue;
+      std::string_view value;
+      const auto error = parser.parse(line)[options.field].get(value);
+      PITH_CHECK(!error, "{}:{}: no text \"{}\": {}", path, number, options.field,
+                 simdjson::error_message(error));
+      add(std::string(value));
+    }
+  }
+  if (!batch.empty()) sink(batch);
+}
+
+void run_train(Options& options) {
+  PITH_CHECK(!fs::exists(fs::path(options.out) / "tokenizer.json"),
+             "{} holds a tokenizer already", options.out);
+  options.train.threads = options.threads;
+  BpeTrainer trainer(options.train);
+  int64_t bytes = 0;
+  for_each_batch(options, [&](const std::vector<std::string>& texts) {
+    for (const std::string& text : texts) bytes += static_cast<int64_t>(text.size());
+    trainer.add(texts);
+  });
+  const Tokenizer tokenizer = trainer.train();
+  tokenizer.save(options.out);
+  fmt::print("{}: {} tokens from {:.1f} MB of text\n", options.out, tokenizer.vocab_size(),
+             static_cast<double>(bytes) / 1e6);
+  if (tokenizer.vocab_size() < options.train.vocab_size)
+    fmt::print("the text has no more pairs to merge; {} were asked for\n",
+               options.train.vocab_size);
+}
+
+void run_encode(const Options& options) {
+  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
+  for (const std::string& input : options.inputs) {
+    const std::string text = read_text(input);
+    const Encoding encoding = tokenizer.encode(text, options.encode);
+    if (!options.encode.offsets) {
+      fmt::print("{}\n", fmt::join(encoding.ids, " "));
+    } else {
+      for (size_t i = 0; i < encoding.ids.size(); ++i)
+        fmt::print("{} {} {} {}\n", encoding.ids[i], encoding.offsets[i].begin,
+                   encoding.offsets[i].end, tokenizer.token(encoding.ids[i]));
+    }
+    if (encoding.replaced_sequences > 0)
+      fmt::print(stderr, "{}: {} ill-formed UTF-8 sequences were read as U+FFFD\n", input,
+                 encoding.replaced_sequences);
+    if (encoding.dropped_characters > 0)
+      fmt::print(stderr, "{}: {} characters have no token and were dropped\n", input,
+                 encoding.dropped_characters);
+  }
+}
+
+void run_decode(Options& options) {
+  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
+  if (options.ids.empty()) {
+    options.ids.assign(std::istream_iterator<int32_t>(std::cin), {});
+    PITH_CHECK(std::cin.eof(), "standard input holds something that is not an id");
+  }
+  const std::string text = tokenizer.decode(options.ids, !options.keep_special);
+  std::fwrite(text.data(), 1, text.size(), stdout);
+}
+
+void run_inspect(const Options& options) {
+  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
+  auto show = [&](const char* name, std::optional<int32_t> id) {
+    if (id) fmt::print("{:14} {} {}\n", name, *id, tokenizer.token(*id));
+  };
+  fmt::print("{:14} {}\n{:14} {:016x}\n", "vocabulary", tokenizer.vocab_size(), "hash",
+             tokenizer.hash());
+  show("bos", tokenizer.bos_id());
+  show("eos", tokenizer.eos_id());
+  show("pad", tokenizer.pad_id());
+  if (!tokenizer.chat_template().empty())
+    fmt::print("{:14} {} bytes\n", "chat template", tokenizer.chat_template().size());
+  for (int32_t id = 0; id < tokenizer.vocab_size(); ++id)
+    if (tokenizer.is_special(id)) show("special", id);
+}
+
+void run_compare(const Options& options) {
+  const Tokenizer first = Tokenizer::load(options.tokenizer);
+  const Tokenizer second = Tokenizer::load(options.other);
+  int64_t texts_seen = 0, differ = 0, bytes = 0, tokens[2] = {0, 0};
+  for_each_batch(options, [&](const std::vector<std::string>& texts) {
+    const auto a = first.encode_batch(texts, options.threads, options.encode);
+    const auto b = second.encode_batch(texts, options.threads, options.encode);
+    for (size_t i = 0; i < texts.size(); ++i) {
+      ++texts_seen;
+      bytes += static_cast<int64_t>(texts[i].size());
+      tokens[0] += static_cast<int64_t>(a[i].ids.size());
+      tokens[1] += static_cast<int64_t>(b[i].ids.size());
+      if (a[i].ids == b[i].ids) continue;
+      const auto place = std::mismatch(a[i].ids.begin(), a[i].ids.end(), b[i].ids.begin(),
+                                       b[i].ids.end());
+      if (++differ == 1)
+        fmt::print("first difference: text {}, token {}\n", texts_seen - 1,
+                   place.first - a[i].ids.begin());
+    }
+  });
+  fmt::print("{} texts, {} bytes, {} with different ids\n", texts_seen, bytes, differ);
+  for (int i = 0; i < 2; ++i)
+    fmt::print("{}: {} tokens, {:.3f} bytes a token\n", i == 0 ? options.tokenizer : options.other,
+               tokens[i], static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, tokens[i])));
+  if (differ > 0) throw CLI::RuntimeError(1);
+}
+
+}  // namespace
+
+void add_tokenizer_command(CLI::App& app) {
+  auto options = std::make_shared<Options>();  // lives as long as the callbacks
+  CLI::App* tokenizer =
+      app.add_subcommand("tokenizer", "Train a tokenizer, encode and decode, inspect, compare.");
+  tokenizer->require_subcommand(1);
+  auto command = [&](const char* name, const char* help, auto run) {
+    CLI::App* sub = tokenizer->add_subcommand(name, help);
+    sub->callback([options, run] { run(*options); });
+    return sub;
+  };
+  auto add_tokenizer = [&](CLI::App* sub) {
+    sub->add_option("tokenizer", options->tokenizer, "tokenizer.json or the folder of one")
+        ->required();
+  };
+  auto add_inputs = [&](CLI::App* sub) {
+    sub->add_option("inputs", options->inputs, "Text files, .jsonl files, folders")->required();
+    sub->add_option("--field", options->field, "Field of a .jsonl line [text]");
+    sub->add_flag("--whole-files", options->whole_files, "A file is one text, not one a line");
+    sub->add_option("--threads", options->threads, "Threads [all cores]")
+        ->check(CLI::Range(1, 1024));
+  };
+  auto add_encoding = [&](CLI::App* sub) {
+    sub->add_flag("!--no-special", options->encode.add_special_tokens,
+                  "Add no start or end tokens");
+    sub->add_flag("!--plain", options->encode.parse_special,
+                  "Special tokens spelled in the text are plain text");
+    sub->add_flag("--strict", options->encode.strict, "Refuse text that is not UTF-8");
+  };
+
+  CLI::App* train = command("train", "Learn a byte-level BPE from text.", run_train);
+  add_inputs(train);
+  train->add_option("--out", options->out, "Folder for tokenizer.json")->required();
+  train->add_option("--vocab-size", options->train.vocab_size, "Tokens, bytes included [8192]");
+  train->add_option("--min-frequency", options->train.min_frequency, "Rarer pairs stay apart [0]");
+  train->add_option("--pattern", options->train.pattern, "Regex that cuts text into pieces");
+  train->add_option("--special", options->train.special_tokens,
+                    "Special tokens, ids from 0; the first ends a text [<|endoftext|>]");
+
+  CLI::App* encode = command("encode", "Print the ids of a text.", run_encode);
+  add_tokenizer(encode);
+  encode->add_option("inputs", options->inputs, "Text files, - for standard input")
+      ->default_val(std::vector<std::string>{"-"});
+  encode->add_flag("--offsets", options->encode.offsets, "One token a line: id, bytes, token");
+  add_encoding(encode);
+
+  CLI::App* decode = command("decode", "Print the text of ids.", run_decode);
+  add_tokenizer(decode);
+  decode->add_option("ids", options->ids, "Token ids [standard input]");
+  decode->add_flag("--keep-special", options->keep_special, "Spell special tokens, too");
+
+  add_tokenizer(command("inspect", "Print sizes and special tokens.", run_inspect));
+
+  CLI::App* compare = command("compare", "Do two tokenizers give a text the same ids?", run_compare);
+  add_tokenizer(compare);
+  compare->add_option("other", options->other, "The other tokenizer")->required();
+  add_inputs(compare);
+  add_encoding(compare);
+}
+
+}  // namespace pith
