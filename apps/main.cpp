@@ -18,13 +18,13 @@ constexpr const char* kDescription =
 
 constexpr const char* kFooter = R"(
 A run, from text to text:
-  pithtrain corpus build --out corpus/train src/     make a corpus of the files under src/
-  pithtrain pretrain run.toml                        train what run.toml describes
-  pithtrain pretrain run.toml --set training.lr=1e-4 the same with another learning rate
-  pithtrain inspect runs/run                         explain a corpus, checkpoint or model folder
-  pithtrain generate runs/run --prompt "int main"    continue a text
+  pithtrain corpus build --out corpus/train src/       make a corpus of the files under src/
+  pithtrain pretrain run.toml                          train what run.toml describes
+  pithtrain pretrain run.toml --set training.lr=1e-4   the same with another learning rate
+  pithtrain inspect runs/run/checkpoints/step-00001000 explain a checkpoint, model or corpus
+  pithtrain generate runs/run/checkpoints/step-00001000 --prompt "int main"
 
-Each command explains itself: pithtrain COMMAND --help.
+Each command explains itself: pithtrain COMMAND --help. Examples of run.toml: examples/.
 Exit status: 0 done, 1 failed (the last lines on stderr say why), 2 wrong usage.)";
 
 // The innermost command that was named on the command line.
@@ -44,8 +44,11 @@ std::string usage_problem(const CLI::App& command, const CLI::ParseError& error)
   std::vector<std::string> words, rest;
   for (const CLI::App* app = &command; app && rest.empty(); app = app->get_parent()) {
     rest = app->remaining();
+    std::erase(rest, "--");
   }
-  const auto option_like = [](const std::string& word) { return word.starts_with("-"); };
+  const auto option_like = [](const std::string& word) {
+    return word.size() > 1 && word[0] == '-';
+  };
   const auto flag = std::ranges::find_if(rest, option_like);
   const std::string unknown = rest.empty() ? "" : flag != rest.end() ? *flag : rest.front();
   if (flag != rest.end()) {
@@ -66,7 +69,9 @@ std::string usage_problem(const CLI::App& command, const CLI::ParseError& error)
 int run(CLI::App& app, int argc, char** argv) {
   const auto fail = [&](const std::string& text) {
     std::fflush(stdout);  // so that the reason stands last, also where both go to one file
-    std::fputs(fmt::format("{}: {}\n", full_name(deepest(app)), text).c_str(), stderr);
+    const bool list = text.find('\n') < text.find("\n  ");  // several mistakes: a line for each
+    const char* separator = list ? ":\n" : ": ";
+    std::fputs(fmt::format("{}{}{}\n", full_name(deepest(app)), separator, text).c_str(), stderr);
     return 1;
   };
   try {
@@ -81,8 +86,7 @@ int run(CLI::App& app, int argc, char** argv) {
     std::fputs(fmt::format("see {} --help\n", full_name(command)).c_str(), stderr);
     return 2;
   } catch (const pith::Error& error) {
-    const bool list = error.message().find('\n') != std::string::npos;  // each on a line of its own
-    return fail((list ? "\n" : "") + std::string(error.what()));
+    return fail(error.what());
   } catch (const c10::Error& error) {
     return fail(error.what_without_backtrace());
   } catch (const std::bad_alloc&) {
@@ -103,9 +107,10 @@ int main(int argc, char** argv) {
   app.footer(kFooter);
   app.require_subcommand(1);
   app.get_formatter()->column_width(34);
-  app.set_help_flag("-h,--help", "explain and exit");
-  app.set_version_flag("--version", fmt::format("pithtrain {}, LibTorch {}",
-                                                pith::kBuildDescription, TORCH_VERSION));
+  app.set_help_flag("-h,--help", "Explain and exit");
+  app.set_version_flag(
+      "--version", fmt::format("pithtrain {}, LibTorch {}", pith::kBuildDescription, TORCH_VERSION),
+      "Print what this program was built from and exit");
   // Writes docs/configuration.md; hidden, since only developers need it.
   app.add_flag_callback("--config-reference",
                         [] {
@@ -117,6 +122,7 @@ int main(int argc, char** argv) {
   pith::add_pretrain_command(app);
   pith::add_generate_command(app);
   pith::add_inspect_command(app);
+  pith::add_tokenizer_command(app);
   pith::add_trace_command(app);
   return run(app, argc, argv);
 }

@@ -66,10 +66,8 @@ TensorBoardWriter::TensorBoardWriter(const std::filesystem::path& folder, int64_
   file_.open(path_, std::ios::binary | std::ios::app);
   PITH_CHECK(file_.good(), "{}: cannot be written: {}", path_.string(), std::strerror(errno));
   event(0, field(3, kBytes, "brain.Event:2"));  // file_version
-  if (resumed_step > 0) {
-    // session_log with status START: what earlier files hold from this step on is void.
-    event(resumed_step + 1, field(7, kBytes, field(1, kVarint, varint(1))));
-  }
+  // session_log with status START: what earlier files hold from this step on is void.
+  event(resumed_step + 1, field(7, kBytes, field(1, kVarint, varint(1))));
 }
 
 bool TensorBoardWriter::scalars(int64_t step,

@@ -23,6 +23,7 @@ expect 0 'training\.lr|  lr  ' pretrain --help
 expect 0 '^pithtrain .*LibTorch 2\.' --version
 
 # Usage: status 2, the nearest word, nothing on standard output.
+expect 2 'command is required'
 expect 2 'command is required' --
 expect 2 'unknown command pretran; nearest is pretrain' pretran run.toml
 expect 2 'unknown option --dry-rnu; nearest is --dry-run' pretrain run.toml --dry-rnu
