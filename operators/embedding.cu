@@ -35,9 +35,11 @@ __global__ void __launch_bounds__(kThreads)
     }
     more = valid[kUnroll - 1];
   }
-  float* out = grad + token * hidden + column;
+  float* target = grad + token * hidden + column;
+  Vec<float, N> total = load<N>(target);
 #pragma unroll
-  for (int j = 0; j < N; ++j) out[j] += sum[j];
+  for (int j = 0; j < N; ++j) total.v[j] += sum[j];
+  store(target, total);
 }
 
 template <class T, int N>
@@ -56,10 +58,11 @@ void add_rows_by_token(const int64_t* sorted, const int64_t* position, const voi
                        int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream) {
   if (num_tokens == 0 || hidden == 0) return;
   const auto go = [&](auto kernel) { kernel(sorted, position, dy, grad, num_tokens, hidden, stream); };
+  const bool fits = aligned<float, 4>({grad, dy}, {hidden});
   if (is_bf16) {
-    aligned<bf16, 4>({dy}, {hidden}) ? go(launch<bf16, 4>) : go(launch<bf16, 1>);
+    fits ? go(launch<bf16, 4>) : go(launch<bf16, 1>);
   } else {
-    aligned<float, 4>({dy}, {hidden}) ? go(launch<float, 4>) : go(launch<float, 1>);
+    fits ? go(launch<float, 4>) : go(launch<float, 1>);
   }
 }
 

@@ -273,9 +273,9 @@ void rms_norm_forward(const void* x, NormRows rows, const void* weight, double e
 }
 
 int64_t rms_norm_blocks(NormRows rows) {
-  // Constants of no device, so that the order of summation is the same on all: eight blocks for each
-  // multiprocessor of an H200 (more of the light ones with short rows); at least 16 rows a block.
-  const int64_t by_rows = (rows.count + 15) / 16, most = rows.dim <= 256 ? 2112 : 1056;
+  // Constants of no device, so that the order of summation is the same on all: as many
+  // blocks as an H200 runs at once (eight or ten on each multiprocessor); at least 16 rows a block.
+  const int64_t by_rows = (rows.count + 15) / 16, most = rows.dim <= 128 ? 1320 : 1056;
   return by_rows < most ? by_rows : most;
 }
 

@@ -27,7 +27,7 @@ inline void expect_close(const Tensor& got, const Tensor& exact, double noise,
   ASSERT_EQ(got.sizes(), exact.sizes()) << name;
   if (got.numel() == 0) return;
   const Tensor wanted = exact.detach().to(at::kDouble), size = wanted.abs();
-  const double half_unit = got.scalar_type() == at::kBFloat16 ? 0x1p-9 : 0x1p-24;
+  const double half_unit = got.scalar_type() == at::kBFloat16 ? 0x1p-8 : 0x1p-24;
   const double scale = size.max().item<double>() + 1e-30;
   const Tensor error = (got.detach().cpu().to(at::kDouble) - wanted).abs();
   const Tensor excess = (error - size * half_unit).max() / scale;

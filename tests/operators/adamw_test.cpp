@@ -19,7 +19,7 @@ State make_state(int64_t n, at::ScalarType dtype, at::ScalarType value_dtype) {
   s.master = random_tensor("master", {n}, dtype);
   s.exp_avg = at::zeros_like(s.master);
   s.exp_avg_sq = at::zeros_like(s.master);
-  s.value = s.master.to(value_dtype);
+  s.value = s.master.clone().to(value_dtype);
   return s;
 }
 
@@ -33,7 +33,7 @@ TEST(AdamW, FollowsThePaper) {
   for (at::ScalarType dtype : {at::kDouble, at::kFloat}) {
     SCOPED_TRACE(dtype_name(dtype));
     State s = make_state(101, dtype, dtype);
-    Tensor w = s.master.to(at::kDouble), m = at::zeros_like(w), v = at::zeros_like(w);
+    Tensor w = s.master.clone().to(at::kDouble), m = at::zeros_like(w), v = at::zeros_like(w);
     AdamWStep step{3e-2, 0.9, 0.95, 1e-8, 0.1, 0};
     for (step.step = 1; step.step <= 7; ++step.step) {
       step.learning_rate *= 0.9;

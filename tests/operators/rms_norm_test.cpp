@@ -39,7 +39,7 @@ TEST(RmsNorm, StridedViews) {
   check_gradients([&] { return rms_norm(turned.t(), w, 1e-6); }, {turned}, {&w});
 }
 
-// Statistics and product in FP32, one rounding: within half a BF16 unit (2^-9) of FP64.
+// Statistics and product in FP32, one rounding: within half a BF16 unit (2^-8, relative) of FP64.
 TEST(RmsNorm, BFloat16) {
   const Tensor x = random_tensor("x", {37, 131}, at::kBFloat16).set_requires_grad(true);
   Parameter w = make_parameter("w", {131}, at::kBFloat16, 0.3, 1.0);
@@ -51,7 +51,7 @@ TEST(RmsNorm, BFloat16) {
   const Tensor y64 = reference(x64, w64, 1e-6);
   y64.backward(dy.to(at::kDouble));
   const Tensor error = ((y.to(at::kDouble) - y64).abs() / y64.abs()).max();
-  EXPECT_LE(error.item<double>(), 0x1p-9 * 1.01);
+  EXPECT_LE(error.item<double>(), 0x1p-8 * 1.01);
   EXPECT_LE(relative_difference(x.grad(), x64.grad()), 0x1p-8);
   EXPECT_LE(relative_difference(w.grad, w64.grad()), 1e-5);  // FP32 sums over 37 rows
 }
@@ -79,7 +79,7 @@ TEST(RmsNorm, WeightGradientRepeatsToTheBit) {
   }
   const Tensor x64 = x.to(at::kDouble);
   const Tensor normal = x64 * at::rsqrt((x64 * x64).mean(-1, true) + 1e-6);
-  EXPECT_LE(relative_difference(first, (dy.to(at::kDouble) * normal).sum({0, 1})), 1e-5);
+  EXPECT_LE(relative_difference(first, (dy.to(at::kDouble) * normal).sum(0).sum(0)), 1e-5);
 }
 
 TEST(RmsNorm, Refuses) {

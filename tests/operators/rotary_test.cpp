@@ -64,7 +64,9 @@ nlohmann::json golden() {
 
 // Positions that BF16 cannot tell apart (256, 257) and long ones, against FP64.
 TEST(Rotary, TableHasFp32Precision) {
-  for (const nlohmann::json& table : golden()["tables"]) {
+  const nlohmann::json tables = golden()["tables"];
+  ASSERT_EQ(tables.size(), 2u);
+  for (const nlohmann::json& table : tables) {
     const int64_t dim = table["head_dim"];
     const RotaryTable got = make_rotary_table(131072, dim, table["theta"], at::kCPU);
     EXPECT_EQ(got.cos.scalar_type(), at::kFloat);
