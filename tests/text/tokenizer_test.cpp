@@ -45,5 +45,71 @@ TEST(StreamingDecoder, NeverEmitsHalfACharacter) {
   EXPECT_EQ(decoder.finish(), "\uFFFD");
 }
 
+TEST(Tokenizer, RefusesByName) {
+  auto message = [](std::string_view key, std::string_view value) -> std::string {
+    std::string json = R"({"model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[])";
+    json += key.starts_with("model.") ? "," : "},";
+    json += "\"" + std::string(key.starts_with("model.") ? key.substr(6) : key) + "\":";
+    json += std::string(value) + (key.starts_with("model.") ? "}}" : "}");
+    try {
+      Tokenizer::from_json(json);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(message("normalizer", "null"), "accepted");
+  auto names = [&](const char* key, const char* value, const char* name) {
+    EXPECT_NE(message(key, value).find(name), std::string::npos) << message(key, value);
+  };
+  names("normalizer", R"({"type":"BertNormalizer"})", "BertNormalizer");
+  names("pre_tokenizer", R"({"type":"UnicodeScripts"})", "UnicodeScripts");
+  names("decoder", R"({"type":"WordPiece"})", "WordPiece");
+  names("post_processor", R"({"type":"BertProcessing"})", "BertProcessing");
+  names("truncation", R"({"max_length":512})", "truncation");
+  names("model.dropout", "0.1", "dropout");
+  names("model.end_of_word_suffix", R"("</w>")", "end_of_word_suffix");
+  names("model.unk_token", R"("<unk>")", "<unk>");
+  names("added_tokens", R"([{"id":400000000,"content":"x"}])", "400000000");
+}
+
+TEST(Tokenizer, ReadsTiktokenRanks) {
+  // a b ab abab " a"; pieces are words with an optional leading space
+  const std::string ranks = "YQ== 0\nYg== 1\nYWI= 2\nYWJhYg== 3\nIA== 4\n";
+  const Tokenizer tokenizer =
+      Tokenizer::from_tiktoken(ranks, " ?\\p{L}+|\\s+$|\\s", {{"<|endoftext|>", 5}});
+  EXPECT_EQ(tokenizer.encode("ababab a<|endoftext|>").ids, (std::vector<int32_t>{3, 2, 4, 0, 5}));
+  EXPECT_EQ(tokenizer.decode(std::vector<int32_t>{3, 2, 4, 0}), "ababab a");
+  EXPECT_EQ(tokenizer.vocab_size(), 6);
+  EXPECT_THROW(Tokenizer::from_tiktoken("YQ==", "a", {}), Error);
+  EXPECT_THROW(Tokenizer::from_tiktoken("Y!== 0", "a", {}), Error);
+  EXPECT_THROW(Tokenizer::from_tiktoken("YQ== 0\nYQ== 1", "a", {}), Error);
+}
+
+TEST(Tokenizer, ReadsItsConfig) {
+  const std::string json =
+      R"({"model":{"type":"BPE","vocab":{"a":0,"<s>":1,"</s>":2},"merges":[]},"decoder":null})";
+  const Tokenizer tokenizer = Tokenizer::from_json(
+      json, R"({"bos_token":{"content":"<s>"},"eos_token":"</s>","pad_token":null,
+                "chat_template":[{"name":"tool","template":"T"},{"name":"default","template":"D"}]})");
+  EXPECT_EQ(tokenizer.bos_id(), 1);
+  EXPECT_EQ(tokenizer.eos_id(), 2);
+  EXPECT_EQ(tokenizer.pad_id(), std::nullopt);
+  EXPECT_EQ(tokenizer.chat_template(), "D");
+  EXPECT_EQ(tokenizer.encode("aza").dropped_characters, 1);
+  EXPECT_THROW(tokenizer.encode("aza", {.strict = true}), Error);
+  EXPECT_THROW(Tokenizer::from_json(json, R"({"eos_token":"<eos>"})"), Error);
+}
+
+TEST(Tokenizer, BatchEqualsOneByOne) {
+  const Tokenizer tokenizer = Tokenizer::bytes();
+  std::vector<std::string> texts;
+  for (int i = 0; i < 200; ++i) texts.push_back(std::string(static_cast<size_t>(i), 'x') + "\u00e9");
+  const auto batch = tokenizer.encode_batch(texts, 4);
+  for (size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(batch[i].ids, tokenizer.encode(texts[i]).ids);
+  texts[77] = "\xFF";
+  EXPECT_THROW(tokenizer.encode_batch(texts, 4, {.strict = true}), Error);
+}
+
 }  // namespace
 }  // namespace pith
