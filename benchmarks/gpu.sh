@@ -28,6 +28,8 @@ pack() {
   for name in pithtrain test_gpu bench_operators_gpu; do
     [ -e "build/$name" ] && strip -o "build/gpu/$name" "build/$name"
   done
+  # The one library of the distribution without an archive; the programs look for it beside themselves.
+  cp -L "$(ldd build/pithtrain | awk '/libsimdjson/ { print $3 }')" build/gpu/
   ls -l build/gpu
 }
 

@@ -51,24 +51,7 @@ if(PITH_CUDA)
   target_include_directories(pith_torch SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
   target_link_libraries(pith_torch INTERFACE ${TORCH_LIB}/libc10_cuda.so
     ${CU13_LIB}/libcudart.so.13)
-  # Headers only: CUTLASS/CuTe, the cuDNN front end, cudnn.h and nccl.h (libraries open at run time).
-  foreach(header cutlass/cutlass.h cudnn_frontend.h cudnn.h nccl.h)
-    string(MAKE_C_IDENTIFIER "HAVE_${header}" variable)
-    find_path(${variable} ${header} HINTS ${PITH_WHEELS}/cutlass_library/source/include
-      ${PITH_WHEELS}/include ${PITH_WHEELS}/nvidia/cudnn/include ${PITH_WHEELS}/nvidia/nccl/include
-      ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
-    if(NOT ${variable})
-      message(FATAL_ERROR "nvcc is here but ${header} is not: run ./pith setup --cuda")
-    endif()
-    target_include_directories(pith_torch SYSTEM INTERFACE ${${variable}})
-  endforeach()
 endif()
-
-# --- MPI: the transport between CPU processes ---
-add_library(pith_mpi INTERFACE)
-add_library(pith::mpi ALIAS pith_mpi)
-target_include_directories(pith_mpi SYSTEM INTERFACE ${PITH_DEPS}/include)
-target_link_libraries(pith_mpi INTERFACE ${PITH_DEPS}/lib/libmpi.so)
 
 # --- the distribution's libraries, as archives where there are archives ---
 function(pith_library alias)
