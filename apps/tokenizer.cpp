@@ -59,8 +59,8 @@ std::vector<std::string> list_files(const std::vector<std::string>& inputs) {
   return files;
 }
 
-// Calls sink(texts) with batches of about 64 MB: a field of each line of a .jsonl, else the lines of a
-// file with their ends, or the file.
+// Calls sink(texts) with batches of about 64 MB: a field of each line of a .jsonl, else the lines
+// of a file with their ends, or the file.
 template <class Sink>
 void for_each_batch(const Options& options, Sink sink) {
   std::vector<std::string> batch;
@@ -102,8 +102,8 @@ void for_each_batch(const Options& options, Sink sink) {
 }
 
 void run_train(Options& options) {
-  PITH_CHECK(!fs::exists(fs::path(options.out) / "tokenizer.json"),
-             "{} holds a tokenizer already", options.out);
+  PITH_CHECK(!fs::exists(fs::path(options.out) / "tokenizer.json"), "{} holds a tokenizer already",
+             options.out);
   options.train.threads = options.threads;
   BpeTrainer trainer(options.train);
   int64_t bytes = 0;
@@ -180,8 +180,8 @@ void run_compare(const Options& options) {
       tokens[0] += static_cast<int64_t>(a[i].ids.size());
       tokens[1] += static_cast<int64_t>(b[i].ids.size());
       if (a[i].ids == b[i].ids) continue;
-      const auto place = std::mismatch(a[i].ids.begin(), a[i].ids.end(), b[i].ids.begin(),
-                                       b[i].ids.end());
+      const auto place =
+          std::mismatch(a[i].ids.begin(), a[i].ids.end(), b[i].ids.begin(), b[i].ids.end());
       if (++differ == 1)
         fmt::print("first difference: text {}, token {}\n", texts_seen - 1,
                    place.first - a[i].ids.begin());
@@ -190,7 +190,8 @@ void run_compare(const Options& options) {
   fmt::print("{} texts, {} bytes, {} with different ids\n", texts_seen, bytes, differ);
   for (int i = 0; i < 2; ++i)
     fmt::print("{}: {} tokens, {:.3f} bytes a token\n", i == 0 ? options.tokenizer : options.other,
-               tokens[i], static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, tokens[i])));
+               tokens[i],
+               static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, tokens[i])));
   if (differ > 0) throw CLI::RuntimeError(1);
 }
 
@@ -248,7 +249,8 @@ void add_tokenizer_command(CLI::App& app) {
 
   add_tokenizer(command("inspect", "Print sizes and special tokens.", run_inspect));
 
-  CLI::App* compare = command("compare", "Do two tokenizers give a text the same ids?", run_compare);
+  CLI::App* compare =
+      command("compare", "Do two tokenizers give a text the same ids?", run_compare);
   add_tokenizer(compare);
   compare->add_option("other", options->other, "The other tokenizer")->required();
   add_inputs(compare);

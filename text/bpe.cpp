@@ -65,7 +65,8 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
     size_t slot = pair_slot(key, shift_);
     while (merges_[slot].pair != kEmpty && merges_[slot].pair != key)
       slot = (slot + 1) & (merges_.size() - 1);
-    merges_[slot] = {key, merge.rank, merge.merged};  // of a pair that is listed twice the last counts
+    merges_[slot] = {key, merge.rank,
+                     merge.merged};  // of a pair that is listed twice the last counts
   }
 }
 
@@ -161,8 +162,8 @@ void Bpe::merge_short(Scratch& scratch) const {
   symbols.resize(last + 1);
 }
 
-// The same result in n log n: a heap of candidate merges, ordered by rank and then place, over a linked
-// list. Entries whose pair has changed since are skipped when they come up.
+// The same result in n log n: a heap of candidate merges, ordered by rank and then place, over a
+// linked list. Entries whose pair has changed since are skipped when they come up.
 void Bpe::merge_long(Scratch& scratch) const {
   auto& symbols = scratch.symbols;
   auto& previous = scratch.previous;

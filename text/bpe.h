@@ -16,7 +16,7 @@ struct BpeMerge {
 class Bpe {
  public:
   struct Config {
-    bool byte_level = false;    // pieces are bytes, the vocabulary is spelled in byte_to_char
+    bool byte_level = false;     // pieces are bytes, the vocabulary is spelled in byte_to_char
     bool ignore_merges = false;  // a piece that is a token needs no merges
     bool byte_fallback = false;  // characters outside the vocabulary become <0xNN> tokens
     bool fuse_unk = false;
@@ -82,7 +82,7 @@ class Bpe {
   std::unordered_map<std::string_view, int32_t> ids_;  // views forms_
   std::vector<Slot> merges_;
   int shift_ = 63;
-  int32_t byte_ids_[2][256];      // of the first and of later symbols of a piece
+  int32_t byte_ids_[2][256];  // of the first and of later symbols of a piece
   int32_t fallback_ids_[256];
 };
 

@@ -193,7 +193,8 @@ Tokenizer BpeTrainer::train() const {
       continue;
     }
     if (count < 1 || count < options_.min_frequency) break;
-    const auto left = static_cast<size_t>(top.pair.left), right = static_cast<size_t>(top.pair.right);
+    const auto left = static_cast<size_t>(top.pair.left),
+               right = static_cast<size_t>(top.pair.right);
     // Two pairs can spell one token: it keeps its id, and the vocabulary does not grow.
     const int32_t merged = id_of(vocabulary[left] + vocabulary[right]);
     merges.emplace_back(top.pair.left, top.pair.right);

@@ -232,8 +232,9 @@ class Encoder {
   }
 
   void split(const SplitDigits& s, size_t stage, const Text& text) {
-    split_characters(is_numeric, s.individual ? SplitBehavior::kIsolated : SplitBehavior::kContiguous,
-                     stage, text);
+    split_characters(is_numeric,
+                     s.individual ? SplitBehavior::kIsolated : SplitBehavior::kContiguous, stage,
+                     text);
   }
   void split(const SplitPunctuation& s, size_t stage, const Text& text) {
     split_characters(is_punctuation, s.behavior, stage, text);
@@ -305,8 +306,8 @@ class Encoder {
     out_.offsets.push_back(span);
   }
 
-  // Takes the spaces at both ends of a token out of its span. A lone space before the first word may
-  // be one that encoding added, which is not in the text.
+  // Takes the spaces at both ends of a token out of its span. A lone space before the first word
+  // may be one that encoding added, which is not in the text.
   void trim(TokenSpan& span, std::string_view token, bool bytes) const {
     const bool first = out_.offsets.empty() || span.begin == 0;
     auto is_space = [&](char32_t code) {
@@ -381,7 +382,8 @@ std::vector<Encoding> Tokenizer::encode_batch(std::span<const std::string> texts
   std::mutex failure_mutex;
   auto work = [&] {
     try {
-      for (size_t i = next++; i < texts.size(); i = next++) encodings[i] = encode(texts[i], options);
+      for (size_t i = next++; i < texts.size(); i = next++)
+        encodings[i] = encode(texts[i], options);
     } catch (...) {
       const std::lock_guard lock(failure_mutex);
       if (!failure) failure = std::current_exception();
@@ -462,8 +464,8 @@ std::string StreamingDecoder::push_bytes(int32_t id) {
 }
 
 std::string StreamingDecoder::push(int32_t id) {
-  PITH_CHECK(id >= 0 && id < tokenizer_.vocab_size(),
-             "token id {} is outside the vocabulary of {}", id, tokenizer_.vocab_size());
+  PITH_CHECK(id >= 0 && id < tokenizer_.vocab_size(), "token id {} is outside the vocabulary of {}",
+             id, tokenizer_.vocab_size());
   if (skip_special_tokens_ && tokenizer_.is_special(id)) return "";
   if (tokenizer_.state_->decodes_bytes()) return push_bytes(id);
   window_.push_back(id);

@@ -19,8 +19,9 @@ struct EncodeOptions {
   bool strict = false;             // refuse ill-formed UTF-8 instead of replacing it by U+FFFD
 };
 
-// Bytes [begin, end) of the input, counted after ill-formed UTF-8 was replaced by U+FFFD. A token that holds a part of a
-// character covers the whole character; tokens that a post-processor adds have {0, 0}.
+// Bytes [begin, end) of the input, counted after ill-formed UTF-8 was replaced by U+FFFD. A token
+// that holds a part of a character covers the whole character; tokens that a post-processor adds
+// have {0, 0}.
 struct TokenSpan {
   uint32_t begin = 0, end = 0;
   bool operator==(const TokenSpan&) const = default;
@@ -28,16 +29,17 @@ struct TokenSpan {
 
 struct Encoding {
   std::vector<int32_t> ids;
-  std::vector<TokenSpan> offsets;   // one a token, empty unless EncodeOptions::offsets
-  int64_t replaced_sequences = 0;   // ill-formed UTF-8 sequences that were read as U+FFFD
-  int64_t dropped_characters = 0;   // outside a vocabulary that has neither unk nor byte tokens
+  std::vector<TokenSpan> offsets;  // one a token, empty unless EncodeOptions::offsets
+  int64_t replaced_sequences = 0;  // ill-formed UTF-8 sequences that were read as U+FFFD
+  int64_t dropped_characters = 0;  // outside a vocabulary that has neither unk nor byte tokens
 };
 
-// Immutable after load and cheap to copy; every const member may be called from many threads at once.
+// Immutable after load and cheap to copy; every const member may be called from many threads at
+// once.
 class Tokenizer {
  public:
-  // `path` is a tokenizer.json, or a folder with tokenizer.json and (optional) tokenizer_config.json.
-  // A component that is not supported is refused by its name.
+  // `path` is a tokenizer.json, or a folder with tokenizer.json and (optional)
+  // tokenizer_config.json. A component that is not supported is refused by its name.
   static Tokenizer load(const std::filesystem::path& path);
   // A .tiktoken ranks file ("base64 rank" lines). `special` gives ids to further tokens.
   static Tokenizer load_tiktoken(const std::filesystem::path& path, std::string_view pattern,
@@ -58,13 +60,13 @@ class Tokenizer {
   // Bytes that are not UTF-8 come out as U+FFFD. Ids outside the vocabulary are an error.
   std::string decode(std::span<const int32_t> ids, bool skip_special_tokens = true) const;
 
-  int64_t vocab_size() const;                         // largest id + 1, added tokens included
-  std::string token(int32_t id) const;                // as the file spells it; "" for an unused id
+  int64_t vocab_size() const;           // largest id + 1, added tokens included
+  std::string token(int32_t id) const;  // as the file spells it; "" for an unused id
   std::optional<int32_t> id(std::string_view token) const;
   bool is_special(int32_t id) const;
   std::optional<int32_t> bos_id() const, eos_id() const, pad_id() const;
-  const std::string& chat_template() const;           // "" when tokenizer_config.json has none
-  uint64_t hash() const;                              // of the content, not of the file's layout
+  const std::string& chat_template() const;  // "" when tokenizer_config.json has none
+  uint64_t hash() const;                     // of the content, not of the file's layout
 
   struct State;  // private to text/
 

@@ -1,5 +1,5 @@
-// tokenizer.json, tokenizer_config.json and .tiktoken files. A component that is not supported, or an
-// option that would change ids, is refused by its name.
+// tokenizer.json, tokenizer_config.json and .tiktoken files. A component that is not supported, or
+// an option that would change ids, is refused by its name.
 #include <xxhash.h>
 
 #include <fstream>
@@ -132,8 +132,9 @@ PreTokenizer make_pre_tokenizer(const Json& json, Regex::Dialect dialect) {
   if (type == "ByteLevel") {
     SplitByteLevel split{flag(json, "add_prefix_space", true), std::nullopt};
     if (flag(json, "use_regex", true)) {  // GPT-2's
-      split.pattern = Regex("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+"
-                            "|\\s+(?!\\S)|\\s+");
+      split.pattern = Regex(
+          "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+"
+          "|\\s+(?!\\S)|\\s+");
     }
     return split;
   }
@@ -230,9 +231,9 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
   };
   for (const auto& [token, id] : vocab.items()) put(token, id_of(id));
   for (const Json& json : added) {
-    AddedToken token{text_of(json, "content"), id_of(member(json, "id")),
-                     flag(json, "special", false), flag(json, "normalized", true),
-                     flag(json, "lstrip", false), flag(json, "rstrip", false),
+    AddedToken token{text_of(json, "content"),        id_of(member(json, "id")),
+                     flag(json, "special", false),    flag(json, "normalized", true),
+                     flag(json, "lstrip", false),     flag(json, "rstrip", false),
                      flag(json, "single_word", false)};
     PITH_CHECK(!token.content.empty(), "tokenizer.json: added token {} is empty", token.id);
     put(token.content, token.id);
@@ -340,8 +341,9 @@ std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string
   for (const char* key : {"truncation", "padding"})
     PITH_CHECK(member(file, key).is_null(), "tokenizer.json: {} is not supported", key);
 
-  for_each_component(member(file, "normalizer"), "normalizers",
-                     [&](const Json& part) { state->normalizers.push_back(make_normalizer(part)); });
+  for_each_component(member(file, "normalizer"), "normalizers", [&](const Json& part) {
+    state->normalizers.push_back(make_normalizer(part));
+  });
   const auto dialect = tiktoken ? Regex::Dialect::kRust : Regex::Dialect::kOniguruma;
   for_each_component(member(file, "pre_tokenizer"), "pretokenizers", [&](const Json& part) {
     auto& stages = state->pre_tokenizers;
@@ -536,8 +538,8 @@ Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pa
       details.ranks.push_back(static_cast<uint32_t>(id));
     }
   }
-  return Tokenizer(make_state(byte_level_json(vocabulary, merges, pattern, true, special), "", "",
-                              &details));
+  return Tokenizer(
+      make_state(byte_level_json(vocabulary, merges, pattern, true, special), "", "", &details));
 }
 
 Tokenizer Tokenizer::load_tiktoken(const std::filesystem::path& path, std::string_view pattern,

@@ -16,8 +16,9 @@ constexpr std::string_view kWordMembers =
     "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 
 const std::set<std::string, std::less<>> kCategories = {
-    "L",  "Lu", "Ll", "Lt", "Lm", "Lo", "M",  "Mn", "Mc", "Me", "N",  "Nd", "Nl", "No", "P",  "Pc",
-    "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "S",  "Sm", "Sc", "Sk", "So", "Z",  "Zs", "Zl", "Zp", "Cc"};
+    "L",  "Lu", "Ll", "Lt", "Lm", "Lo", "M",  "Mn", "Mc", "Me", "N", "Nd",
+    "Nl", "No", "P",  "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "S", "Sm",
+    "Sc", "Sk", "So", "Z",  "Zs", "Zl", "Zp", "Cc", "Cf", "Co"};
 
 // Rewrites a pattern into PCRE2's syntax, one construct at a time, or refuses it.
 class Translator {
@@ -264,8 +265,8 @@ class Translator {
   const bool rust_;
   std::string out_;
   size_t at_ = 0;
-  size_t atom_ = 0;              // where the last repeatable construct starts in out_
-  std::vector<size_t> groups_;   // where each open group starts in out_
+  size_t atom_ = 0;             // where the last repeatable construct starts in out_
+  std::vector<size_t> groups_;  // where each open group starts in out_
 };
 
 std::string pcre2_message(int code) {

@@ -119,24 +119,23 @@ void bytes_to_text(std::vector<std::string>& tokens) {
 }  // namespace
 
 void apply(const Normalizer& normalizer, const Text& text, RegexScratch& scratch, Rewriter& out) {
-  std::visit(
-      Overload{
-          [&](const NormalizeForm& n) { normalize(text, n.form, out); },
-          [&](const NormalizeLowercase&) { lowercase(text, out); },
-          [&](const NormalizePrepend& n) { out.prepend(n.content); },
-          [&](const NormalizeReplace& n) {
-            std::string subject;
-            const bool differs = unicode_substitute(text.text, subject);
-            std::vector<Change> changes;
-            for (size_t at = 0; at < n.content.size();)
-              changes.push_back({utf8_next(n.content, at), 1});
-            for_each_match(n.pattern, differs ? subject : text.text, scratch,
-                           [&](size_t begin, size_t end) {
-                             out.replace(begin, end, changes, end - begin);
-                           });
-          },
-      },
-      normalizer);
+  std::visit(Overload{
+                 [&](const NormalizeForm& n) { normalize(text, n.form, out); },
+                 [&](const NormalizeLowercase&) { lowercase(text, out); },
+                 [&](const NormalizePrepend& n) { out.prepend(n.content); },
+                 [&](const NormalizeReplace& n) {
+                   std::string subject;
+                   const bool differs = unicode_substitute(text.text, subject);
+                   std::vector<Change> changes;
+                   for (size_t at = 0; at < n.content.size();)
+                     changes.push_back({utf8_next(n.content, at), 1});
+                   for_each_match(n.pattern, differs ? subject : text.text, scratch,
+                                  [&](size_t begin, size_t end) {
+                                    out.replace(begin, end, changes, end - begin);
+                                  });
+                 },
+             },
+             normalizer);
 }
 
 void apply(const Decoder& decoder, std::vector<std::string>& tokens, RegexScratch& scratch) {

@@ -1,5 +1,5 @@
-// The components of a tokenizer.json as plain structs: what happens to text before the model, and to
-// tokens when they are decoded. tokenizer_load.cpp makes them, tokenizer.cpp runs them.
+// The components of a tokenizer.json as plain structs: what happens to text before the model, and
+// to tokens when they are decoded. tokenizer_load.cpp makes them, tokenizer.cpp runs them.
 #pragma once
 #include <optional>
 #include <string>

@@ -13,10 +13,10 @@ namespace pith {
 // A view of well-formed UTF-8. Without `origin` it is the input itself from byte `base` on.
 struct Text {
   std::string_view text;
-  std::string_view subject;            // what regexes match: text with stand-ins, same length
-  const TokenSpan* origin = nullptr;   // input bytes behind each byte of text
+  std::string_view subject;           // what regexes match: text with stand-ins, same length
+  const TokenSpan* origin = nullptr;  // input bytes behind each byte of text
   uint32_t base = 0;
-  bool at_start = false;               // begins where the input begins
+  bool at_start = false;  // begins where the input begins
 
   Text slice(size_t begin, size_t end) const;
   // Input bytes of the character that holds text[at].
@@ -26,7 +26,8 @@ struct Text {
 };
 
 // A character of changed text and how the old text moved on: +1 the character is new and shares the
-// place of the old character before it; 0 it stands for one old character; -n for one and the n after it.
+// place of the old character before it; 0 it stands for one old character; -n for one and the n
+// after it.
 struct Change {
   char32_t code;
   int moved;
@@ -36,13 +37,13 @@ struct Change {
 class Rewriter {
  public:
   Rewriter(const Text& from, bool track) : from_(from), track_(track) {}
-  // Replaces bytes [begin, end), which lie behind all replaced before. Dropped characters that stand
-  // before the first change are counted in bytes by `skipped`.
+  // Replaces bytes [begin, end), which lie behind all replaced before. Dropped characters that
+  // stand before the first change are counted in bytes by `skipped`.
   void replace(size_t begin, size_t end, std::span<const Change> changes, size_t skipped = 0);
   // Puts new text before everything, at the place of the first character.
   void prepend(std::string_view text);
   bool changed() const { return changed_; }
-  void finish();    // copies the rest
+  void finish();        // copies the rest
   Text result() const;  // views this object
 
   std::string text;

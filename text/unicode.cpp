@@ -16,7 +16,8 @@ int utf8_sequence(std::string_view text, size_t at, bool* truncated) {
   if (lead < 0x80) return 1;
   if (lead < 0xC2 || lead > 0xF4) return -1;
   const int length = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
-  // The second byte has a narrower range after four leads: no overlong forms, surrogates, or > 10FFFF.
+  // The second byte has a narrower range after four leads: no overlong forms, surrogates, or >
+  // 10FFFF.
   const uint8_t low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
   const uint8_t high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
   for (int i = 1; i < length; ++i) {
@@ -122,10 +123,10 @@ bool in_categories(char32_t code, uint32_t mask) {
 constexpr uint32_t kLetters = 1u << UTF8PROC_CATEGORY_LU | 1u << UTF8PROC_CATEGORY_LL |
                               1u << UTF8PROC_CATEGORY_LT | 1u << UTF8PROC_CATEGORY_LM |
                               1u << UTF8PROC_CATEGORY_LO;
-constexpr uint32_t kMarks = 1u << UTF8PROC_CATEGORY_MN | 1u << UTF8PROC_CATEGORY_MC |
-                            1u << UTF8PROC_CATEGORY_ME;
-constexpr uint32_t kNumbers = 1u << UTF8PROC_CATEGORY_ND | 1u << UTF8PROC_CATEGORY_NL |
-                              1u << UTF8PROC_CATEGORY_NO;
+constexpr uint32_t kMarks =
+    1u << UTF8PROC_CATEGORY_MN | 1u << UTF8PROC_CATEGORY_MC | 1u << UTF8PROC_CATEGORY_ME;
+constexpr uint32_t kNumbers =
+    1u << UTF8PROC_CATEGORY_ND | 1u << UTF8PROC_CATEGORY_NL | 1u << UTF8PROC_CATEGORY_NO;
 constexpr uint32_t kPunctuation = 1u << UTF8PROC_CATEGORY_PC | 1u << UTF8PROC_CATEGORY_PD |
                                   1u << UTF8PROC_CATEGORY_PS | 1u << UTF8PROC_CATEGORY_PE |
                                   1u << UTF8PROC_CATEGORY_PI | 1u << UTF8PROC_CATEGORY_PF |
@@ -177,8 +178,8 @@ bool unicode_substitute(std::string_view text, std::string& out) {
 
 bool is_white_space(char32_t code) {
   return (code >= 9 && code <= 13) || code == ' ' || code == 0x85 || code == 0xA0 ||
-         code == 0x1680 || (code >= 0x2000 && code <= 0x200A) || code == 0x2028 ||
-         code == 0x2029 || code == 0x202F || code == 0x205F || code == 0x3000;
+         code == 0x1680 || (code >= 0x2000 && code <= 0x200A) || code == 0x2028 || code == 0x2029 ||
+         code == 0x202F || code == 0x205F || code == 0x3000;
 }
 
 bool is_word(char32_t code) {

@@ -6,9 +6,9 @@
 
 namespace pith {
 
-// Bytes of the UTF-8 sequence that starts at text[at]: its length if it is well formed, else minus the
-// number of bytes that Python's errors="replace" turns into one U+FFFD. `truncated` is set when the
-// sequence is ill formed only because the text ends.
+// Bytes of the UTF-8 sequence that starts at text[at]: its length if it is well formed, else minus
+// the number of bytes that Python's errors="replace" turns into one U+FFFD. `truncated` is set when
+// the sequence is ill formed only because the text ends.
 int utf8_sequence(std::string_view text, size_t at, bool* truncated = nullptr);
 
 // Length of the well-formed prefix.
@@ -21,8 +21,8 @@ int64_t utf8_replace_invalid(std::string_view text, std::string& out);
 char32_t utf8_next(std::string_view text, size_t& at);
 void utf8_append(char32_t code, std::string& out);
 
-// Hugging Face's regex engine knows a newer Unicode than PCRE2 and utf8proc. A younger code point is
-// matched through a stand-in: one of the same category and UTF-8 length that all of them know.
+// Hugging Face's regex engine knows a newer Unicode than PCRE2 and utf8proc. A younger code point
+// is matched through a stand-in: one of the same category and UTF-8 length that all of them know.
 char32_t unicode_stand_in(char32_t code);
 // Is every code point in first..last exactly when its stand-in is?
 bool unicode_stand_ins_respect(char32_t first, char32_t last);

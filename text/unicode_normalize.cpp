@@ -21,19 +21,22 @@ struct Mark {
 bool composes(NormalForm form) { return form == NormalForm::kNfc || form == NormalForm::kNfkc; }
 bool compatible(NormalForm form) { return form == NormalForm::kNfkc || form == NormalForm::kNfkd; }
 
+// Younger than the normaliser's tables: neither decomposes, composes nor moves.
+bool is_inert(char32_t code) { return find_range(kInert, code) || unicode_stand_in(code) != code; }
+
 int combining_order(char32_t code) {
-  if (code < 0x300 || find_range(kInert, code)) return 0;
+  if (code < 0x300 || is_inert(code)) return 0;
   return utf8proc_get_property(static_cast<utf8proc_int32_t>(code))->combining_class;
 }
 
 void decompose(char32_t code, bool compatibility, std::vector<Mark>& out) {
   utf8proc_int32_t parts[32];
   int bound = 0;
-  const auto options = static_cast<utf8proc_option_t>(
-      UTF8PROC_DECOMPOSE | (compatibility ? UTF8PROC_COMPAT : 0));
+  const auto options =
+      static_cast<utf8proc_option_t>(UTF8PROC_DECOMPOSE | (compatibility ? UTF8PROC_COMPAT : 0));
   utf8proc_ssize_t count = 1;
   parts[0] = static_cast<utf8proc_int32_t>(code);
-  if (code >= 0xA0 && !find_range(kInert, code)) {
+  if (code >= 0xA0 && !is_inert(code)) {
     count = utf8proc_decompose_char(parts[0], parts, 32, options, &bound);
   }
   for (utf8proc_ssize_t i = 0; i < count; ++i) {
@@ -48,7 +51,7 @@ std::optional<char32_t> compose(char32_t first, char32_t second) {
   const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
   if (utf8proc_normalize_utf32(pair, 2, options) != 1) return std::nullopt;
   const auto composed = static_cast<char32_t>(pair[0]);
-  if (find_range(kInert, composed)) return std::nullopt;
+  if (is_inert(composed)) return std::nullopt;
   return composed;
 }
 

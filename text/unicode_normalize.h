@@ -1,5 +1,5 @@
-// Normalisation forms and lower case, with places kept. The same tables and the same places as Hugging
-// Face `tokenizers`, whose normaliser knows Unicode 12.
+// Normalisation forms and lower case, with places kept. The same tables and the same places as
+// Hugging Face `tokenizers`, whose normaliser knows Unicode 12.
 #pragma once
 #include "text/tokenizer_text.h"
 

@@ -98,8 +98,9 @@ TEST(BpeTrainer, BreaksTiesByIds) {
   const std::vector<std::string> six_tied = {"AB", "BAB", "CD", "BABCD"};
   const auto first = learned({"DCBBABCDCBABCD"}, 261, 1);
   EXPECT_EQ(first, six_tied);
-  const std::vector<std::string> words = {"low", "low", "low", "low", "low", "lower", "lower",
-      "newest", "newest", "newest", "newest", "newest", "newest", "widest", "widest", "widest"};
+  const std::vector<std::string> words = {
+      "low",    "low",    "low",    "low",    "low",    "lower",  "lower",  "newest",
+      "newest", "newest", "newest", "newest", "newest", "widest", "widest", "widest"};
   const auto merged = learned(words, 263, 1);
   EXPECT_EQ(merged, (std::vector<std::string>{"es", "est", "lo", "low", "ew", "new"}));
 }

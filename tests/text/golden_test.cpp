@@ -1,6 +1,6 @@
-// The ids, offsets and texts that Hugging Face `tokenizers` makes, kept in golden/tokenizers.json by
-// tests/oracle/tokenizers/make_zoo.py. Entries without a tokenizer are checked where the environment
-// variable PITH_TOKENIZERS names a folder that holds NAME/tokenizer.json.
+// The ids, offsets and texts that Hugging Face `tokenizers` makes, kept in golden/tokenizers.json
+// by tests/oracle/tokenizers/make_zoo.py. Entries without a tokenizer are checked where the
+// environment variable PITH_TOKENIZERS names a folder that holds NAME/tokenizer.json.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

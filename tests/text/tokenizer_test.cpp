@@ -104,7 +104,8 @@ TEST(Tokenizer, ReadsItsConfig) {
 TEST(Tokenizer, BatchEqualsOneByOne) {
   const Tokenizer tokenizer = Tokenizer::bytes();
   std::vector<std::string> texts;
-  for (int i = 0; i < 200; ++i) texts.push_back(std::string(static_cast<size_t>(i), 'x') + "\u00e9");
+  for (int i = 0; i < 200; ++i)
+    texts.push_back(std::string(static_cast<size_t>(i), 'x') + "\u00e9");
   const auto batch = tokenizer.encode_batch(texts, 4);
   for (size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(batch[i].ids, tokenizer.encode(texts[i]).ids);
   texts[77] = "\xFF";

@@ -34,25 +34,99 @@ def point_texts():
 def random_texts(number, specials, seed=1):
     """Mixed scripts, marks, emoji sequences, controls, runs, special tokens, ill-formed UTF-8."""
     rng = random.Random(seed)
-    blocks = [(0x20, 0x7E)] * 6 + [(0, 0x1F), (0x80, 0x24F), (0x300, 0x36F), (0x370, 0x52F),
-        (0x590, 0x6FF), (0x900, 0xDFF), (0xE00, 0xFFF), (0x1100, 0x11FF), (0x1E00, 0x1FFF),
-        (0x2000, 0x206F), (0x20D0, 0x20FF), (0x2100, 0x2BFF), (0x3000, 0x30FF), (0x4E00, 0x9FFF),
-        (0xA000, 0xABFF), (0xAC00, 0xD7A3), (0xE000, 0xFFFD), (0x10000, 0x1FFFF), (0x20000, 0x32FFF),
-        (0x1F300, 0x1FAFF), (0xE0000, 0xE01EF), (0, 0x10FFFF)]
-    pieces = [" ", "  ", "\n", "\r\n", "\t", "\u200d", "\ufe0f", "\u00a0", "\u3000", "\u0085", "'s", "'LL",
-        "don't", "I'\u017f", "the", " of", "12345", "3.14", "https://x.y/?q=1", "\U0001f468\u200d\U0001f469\u200d\U0001f467",
-        "\U0001f1e9\U0001f1ea", "e\u0301", "\u0344", "\u0f73", "\u1100\u1161\u11a8", "\u212b", "\ufb01", "\u01c4", "\u0130", "<", "|>", "\u2581", "\u0120", "###",
-        "naive", "Stra\u00dfe", "\u6f22\u5b57", "\u0915\u094d\u0937", "\u06a9\u0627", "\u0e01\u0e33", "<0x41>", "\ufffd"] + specials * 2
-    broken = [b"\xff", b"\xc3", b"\xe2\x82", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf5", b"\x80\x80",
-        b"\xf4\x90\x80\x80", b"\xe0\x80\xaf"]
+    blocks = [(0x20, 0x7E)] * 6 + [
+        (0, 0x1F),
+        (0x80, 0x24F),
+        (0x300, 0x36F),
+        (0x370, 0x52F),
+        (0x590, 0x6FF),
+        (0x900, 0xDFF),
+        (0xE00, 0xFFF),
+        (0x1100, 0x11FF),
+        (0x1E00, 0x1FFF),
+        (0x2000, 0x206F),
+        (0x20D0, 0x20FF),
+        (0x2100, 0x2BFF),
+        (0x3000, 0x30FF),
+        (0x4E00, 0x9FFF),
+        (0xA000, 0xABFF),
+        (0xAC00, 0xD7A3),
+        (0xE000, 0xFFFD),
+        (0x10000, 0x1FFFF),
+        (0x20000, 0x32FFF),
+        (0x1F300, 0x1FAFF),
+        (0xE0000, 0xE01EF),
+        (0, 0x10FFFF),
+    ]
+    pieces = [
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "\u200d",
+        "\ufe0f",
+        "\u00a0",
+        "\u3000",
+        "\u0085",
+        "'s",
+        "'LL",
+        "don't",
+        "I'\u017f",
+        "the",
+        " of",
+        "12345",
+        "3.14",
+        "https://x.y/?q=1",
+        "\U0001f468\u200d\U0001f469\u200d\U0001f467",
+        "\U0001f1e9\U0001f1ea",
+        "e\u0301",
+        "\u0344",
+        "\u0f73",
+        "\u1100\u1161\u11a8",
+        "\u212b",
+        "\ufb01",
+        "\u01c4",
+        "\u0130",
+        "<",
+        "|>",
+        "\u2581",
+        "\u0120",
+        "###",
+        "naive",
+        "Stra\u00dfe",
+        "\u6f22\u5b57",
+        "\u0915\u094d\u0937",
+        "\u06a9\u0627",
+        "\u0e01\u0e33",
+        "<0x41>",
+        "\ufffd",
+    ] + specials * 2
+    broken = [
+        b"\xff",
+        b"\xc3",
+        b"\xe2\x82",
+        b"\xf0\x9f\x98",
+        b"\xed\xa0\x80",
+        b"\xc0\xaf",
+        b"\xf5",
+        b"\x80\x80",
+        b"\xf4\x90\x80\x80",
+        b"\xe0\x80\xaf",
+    ]
     for _ in range(number):
         out = []
         for _ in range(rng.randint(0, 12)):
             kind = rng.random()
             if kind < 0.45:
                 low, high = rng.choice(blocks)
-                out.append("".join(chr(c) for c in (rng.randint(low, high) for _ in range(rng.randint(1, 8)))
-                                   if not 0xD800 <= c < 0xE000).encode())
+                out.append(
+                    "".join(
+                        chr(c)
+                        for c in (rng.randint(low, high) for _ in range(rng.randint(1, 8)))
+                        if not 0xD800 <= c < 0xE000
+                    ).encode()
+                )
             elif kind < 0.85:
                 out.append(rng.choice(pieces).encode())
             elif kind < 0.95:
@@ -106,20 +180,35 @@ def compare(driver, path, name, texts, shown=5):
         unicode_texts = [t.decode(errors="replace") for t in part]
         theirs = oracle.encode_batch(unicode_texts)
         decoded = oracle.decode_batch([e.ids for e in theirs])
-        for raw, text, (ids, offsets, back), encoding, text_back in zip(part, unicode_texts, mine, theirs, decoded):
+        for raw, text, (ids, offsets, back), encoding, text_back in zip(
+            part, unicode_texts, mine, theirs, decoded
+        ):
             tokens += len(ids)
             data = numpy.frombuffer(text.encode(), "u1")
             starts = numpy.concatenate([[0], numpy.cumsum((data & 0xC0) != 0x80)])
             if len(offsets):  # characters that start before a byte border
                 offsets = numpy.where(offsets < len(data), starts[offsets], starts[-1])
-            same = (ids == encoding.ids and back == text_back.encode()
-                    and offsets.reshape(-1, 2).tolist() == [list(o) for o in encoding.offsets])
+            same = (
+                ids == encoding.ids
+                and back == text_back.encode()
+                and offsets.reshape(-1, 2).tolist() == [list(o) for o in encoding.offsets]
+            )
             if not same:
                 wrong += 1
                 if wrong <= shown:
                     print("  DIFFERS", ascii(text)[:300])
-                    print("    mine  ", ids[:40], offsets.reshape(-1, 2).tolist()[:40], ascii(back)[:200])
-                    print("    theirs", encoding.ids[:40], encoding.offsets[:40], ascii(text_back.encode())[:200])
+                    print(
+                        "    mine  ",
+                        ids[:40],
+                        offsets.reshape(-1, 2).tolist()[:40],
+                        ascii(back)[:200],
+                    )
+                    print(
+                        "    theirs",
+                        encoding.ids[:40],
+                        encoding.offsets[:40],
+                        ascii(text_back.encode())[:200],
+                    )
     print(f"{path}: {name}: {len(texts)} texts, {tokens} tokens, {wrong} differ", flush=True)
     return wrong
 
@@ -136,10 +225,15 @@ def main():
     args = parser.parse_args()
     wrong = 0
     for path in args.tokenizers:
-        specials = [t.content for t in Tokenizer.from_file(path).get_added_tokens_decoder().values()][:12]
+        specials = [
+            t.content for t in Tokenizer.from_file(path).get_added_tokens_decoder().values()
+        ][:12]
         for suite in args.suite or ["points", "random", "files"]:
-            texts = {"points": point_texts, "random": lambda: random_texts(args.number, specials, args.seed),
-                     "files": lambda: file_texts(args.files, args.limit)}[suite]()
+            texts = {
+                "points": point_texts,
+                "random": lambda: random_texts(args.number, specials, args.seed),
+                "files": lambda: file_texts(args.files, args.limit),
+            }[suite]()
             wrong += compare(args.driver, path, suite, texts)
     sys.exit(1 if wrong else 0)
 

@@ -43,8 +43,13 @@ def frames_of(texts):
 def time_mine(driver, path, frames, threads):
     runs = []
     for _ in range(3):
-        done = subprocess.run([driver, path, "--time", str(threads)], stdin=open(frames.name, "rb"),
-                              stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            [driver, path, "--time", str(threads)],
+            stdin=open(frames.name, "rb"),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
         runs.append([float(x) for x in done.stdout.split()])
     return min(r[0] for r in runs), min(r[2] for r in runs)
 
@@ -54,8 +59,13 @@ def time_theirs(path, texts, threads):
         json.dump([t.decode(errors="replace") for t in texts], file)
         file.flush()
         env = dict(os.environ, RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true")
-        done = subprocess.run([sys.executable, "-c", THEIRS, path, file.name], env=env,
-                              stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", THEIRS, path, file.name],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
     return [float(x) for x in done.stdout.split()]
 
 
@@ -76,15 +86,24 @@ def main():
             for threads in (1, 2):
                 mine, load = time_mine(args.driver, path, frames, threads)
                 theirs, fast, their_load = time_theirs(path, texts, threads)
-                print(f"{path} {folder} {megabytes:.1f} MB, {threads} threads: "
-                      f"mine {megabytes / mine:.1f} MB/s, theirs {megabytes / theirs:.1f} MB/s "
-                      f"(without offsets {megabytes / fast:.1f}): {theirs / mine:.1f} times "
-                      f"({fast / mine:.1f}); load {load:.2f} s, {their_load:.2f} s", flush=True)
+                print(
+                    f"{path} {folder} {megabytes:.1f} MB, {threads} threads: "
+                    f"mine {megabytes / mine:.1f} MB/s, theirs {megabytes / theirs:.1f} MB/s "
+                    f"(without offsets {megabytes / fast:.1f}): {theirs / mine:.1f} times "
+                    f"({fast / mine:.1f}); load {load:.2f} s, {their_load:.2f} s",
+                    flush=True,
+                )
         for name, texts in (("10 MB word", long_word), ("1 MB of one letter", one_letter)):
-            for part in (4, 2, 1):  # a quarter, a half and all of it: time should grow in proportion
+            for part in (
+                4,
+                2,
+                1,
+            ):  # a quarter, a half and all of it: time should grow in proportion
                 frames = frames_of([t[: len(t) // part] for t in texts])
-                print(f"{path} {name} / {part}: {time_mine(args.driver, path, frames, 1)[0]:.3f} s",
-                      flush=True)
+                print(
+                    f"{path} {name} / {part}: {time_mine(args.driver, path, frames, 1)[0]:.3f} s",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

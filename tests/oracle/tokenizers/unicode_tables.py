@@ -70,7 +70,9 @@ def stand_ins():
         if not avoid(c):
             first.setdefault((old[c], c < 0x10000), c)
     changed = {0x180E: first["Cf", True]}  # PCRE2 alone counts it as a space
-    for category in ("Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Cf").split():
+    for category in (
+        "Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Cf"
+    ).split():
         for c in members(r"\p{%s}" % category):
             if old[c] != category:
                 assert c >= 0x800
@@ -109,19 +111,33 @@ def main():
         new = lower.normalize_str(chr(c))
         if new != chr(c).lower():
             lowered[c] = ord(new) - c & 0xFFFFFFFF
-    print("// Written by tests/oracle/tokenizers/unicode_tables.py "
-          f"from tokenizers {tokenizers.__version__}.")
+    print(
+        "// Written by tests/oracle/tokenizers/unicode_tables.py "
+        f"from tokenizers {tokenizers.__version__}."
+    )
     print("// Each row: first code point, last code point, value.\n")
-    show("kStandIns", "Code points whose category differs from Unicode 14: "
-         "one of 14 with that category and length.", changed)
-    show("kInert", "Code points that normalisation leaves alone: they are younger than its tables.",
-         inert_marks())
-    show("kLowerDelta",
-         "Letters with a lower case since Unicode 14: the distance to it, modulo 2^32.", lowered)
+    show(
+        "kStandIns",
+        "Code points whose category differs from Unicode 14: "
+        "one of 14 with that category and length.",
+        changed,
+    )
+    show(
+        "kInert",
+        "Code points that normalisation leaves alone: they are younger than its tables.",
+        inert_marks(),
+    )
+    show(
+        "kLowerDelta",
+        "Letters with a lower case since Unicode 14: the distance to it, modulo 2^32.",
+        lowered,
+    )
     show("kNumeric", "Numbers beyond category N.", {c: 0 for c in numeric if category(c)[0] != "N"})
-    show("kPunctuationDiffers",
-         "Where punctuation is not category P or an ASCII symbol: 1 is, 0 is not.",
-         {c: int(c in punctuation) for c in punctuation ^ expected})
+    show(
+        "kPunctuationDiffers",
+        "Where punctuation is not category P or an ASCII symbol: 1 is, 0 is not.",
+        {c: int(c in punctuation) for c in punctuation ^ expected},
+    )
 
 
 if __name__ == "__main__":
