@@ -181,10 +181,11 @@ void add_build(CLI::App& corpus) {
   command->add_option("paths", options->paths, "files, and folders whose files are taken")
       ->required();
   command->add_option("--out", options->out, "corpus to write, without extension")->required();
-  command
-      ->add_option("--extensions", options->extensions,
-                   "take only these from folders, e.g. .h,.hpp ('none': files without one)")
-      ->delimiter(',');
+  // One word: a list option would take the paths after it as well.
+  command->add_option_function<std::string>(
+      "--extensions",
+      [options](const std::string& list) { options->extensions = CLI::detail::split(list, ','); },
+      "take only these from folders, e.g. .h,.hpp ('none': files without one)");
   command
       ->add_option("--max-bytes", options->max_bytes, "stop before the text is longer, e.g. 20MB")
       ->transform(CLI::AsSizeValue(true));

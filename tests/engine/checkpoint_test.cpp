@@ -61,6 +61,13 @@ TEST(Checkpoint, IsAModelFolderWithOptimizerAndManifest) {
   reader.read("exp_avg", {"b.weight", {6, 4}, 0}, out);
   EXPECT_TRUE(at::equal(out.narrow(0, 0, 10), at::full({10}, 20.0)));
   EXPECT_TRUE(at::equal(out.narrow(0, 10, 14), at::full({14}, 21.0)));
+  // Known-faults 37 (c): an earlier step, asked for, is that step in weights and optimizer.
+  write_checkpoint(scratch.path, content_of(10), 0);
+  const fs::path earlier = scratch / "step-00000010";
+  EXPECT_EQ(HfFolder(earlier).tensor("b.weight")[0][0].item<float>(), 10.0f);
+  OptimizerReader(earlier).read("master", {"b.weight", {6, 4}, 0}, out);
+  EXPECT_TRUE(at::equal(out.narrow(0, 10, 14), at::full({14}, 11.0)));
+  EXPECT_EQ(newest_checkpoint(scratch.path), folder);
   EXPECT_ERROR(reader.read("momentum", {"b.weight", {6, 4}, 0}, out), "no momentum of b.weight");
   EXPECT_ERROR(reader.read("master", {"b.weight", {6, 5}, 0}, out), "b.weight has 24 elements",
                "30");
