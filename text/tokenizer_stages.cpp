@@ -9,6 +9,8 @@ template <class... Ts>
 struct Overload : Ts... {
   using Ts::operator()...;
 };
+template <class... Ts>
+Overload(Ts...) -> Overload<Ts...>;  // Clang 14 does not deduce it for aggregates
 
 std::string replaced(const Regex& pattern, const std::string& content, const std::string& token,
                      RegexScratch& scratch) {

@@ -91,7 +91,8 @@ TEST(Tokenizer, ReadsItsConfig) {
       R"({"model":{"type":"BPE","vocab":{"a":0,"<s>":1,"</s>":2},"merges":[]},"decoder":null})";
   const Tokenizer tokenizer = Tokenizer::from_json(
       json, R"({"bos_token":{"content":"<s>"},"eos_token":"</s>","pad_token":null,
-                "chat_template":[{"name":"tool","template":"T"},{"name":"default","template":"D"}]})");
+                "chat_template":[{"name":"tool","template":"T"},
+                                 {"name":"default","template":"D"}]})");
   EXPECT_EQ(tokenizer.bos_id(), 1);
   EXPECT_EQ(tokenizer.eos_id(), 2);
   EXPECT_EQ(tokenizer.pad_id(), std::nullopt);

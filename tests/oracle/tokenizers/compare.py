@@ -1,10 +1,13 @@
 """Compares ids, offsets and decoded text with Hugging Face `tokenizers`, text by text.
 
-    python tests/oracle/tokenizers/compare.py --driver build/oracle_driver [--suite points|random|files]
-        [--files DIR ...] [--number N] tokenizer.json ...
+    g++ -std=c++20 -O2 -I. -DFMT_HEADER_ONLY tests/oracle/tokenizers/driver.cpp text/*.cpp core/error.cpp \\
+        -l:libpcre2-8.a -l:libutf8proc.a -lpthread -o build/oracle_driver
+    pip install tokenizers==0.22.2 numpy
+    python tests/oracle/tokenizers/compare.py --driver build/oracle_driver \\
+        [--suite points|random|files] [--files DIR ...] [--number N] tokenizer.json ...
 
-Prints one line a tokenizer and suite and exits with 1 when anything differs. Ill-formed UTF-8 is given
-to the driver as bytes and to Python as bytes.decode(errors="replace").
+Prints one line a tokenizer and suite and exits with 1 when anything differs. Ill-formed UTF-8 is
+given to the driver as bytes and to Python as bytes.decode(errors="replace").
 """
 
 import argparse

@@ -254,7 +254,7 @@ def write_golden(path, texts):
     folder = os.environ.get("PITH_TOKENIZERS", "")
     for name in sorted(os.listdir(folder)) if folder else []:
         tokenizer = Tokenizer.from_file(os.path.join(folder, name, "tokenizer.json"))
-        golden.append({"name": name, "cases": golden_cases(tokenizer, 20)})
+        golden.append({"name": name, "cases": golden_cases(tokenizer, 18)})
     with open(path, "w") as file:
         lines = [json.dumps(entry, separators=(",", ":"), ensure_ascii=False) for entry in golden]
         file.write("[" + ",\n".join(lines) + "]\n")

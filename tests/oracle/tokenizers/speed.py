@@ -1,8 +1,10 @@
 """Measures encoding and training against Hugging Face `tokenizers` on the same texts.
 
-    python tests/oracle/tokenizers/speed.py --driver build/oracle_driver --files DIR ... tokenizer.json ...
+    python tests/oracle/tokenizers/speed.py --driver build/oracle_driver --files DIR ... \\
+        tokenizer.json ...
 
-Each of both is given the same list of documents and 1, then 2 threads; the best of three runs counts.
+Each of both is given the same list of documents and 1, then 2 threads; the best of three runs
+counts.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Writes text/unicode_tables.inc: where Hugging Face `tokenizers` departs from Unicode 14.
 
 PCRE2 10.42 and utf8proc 2.8 know Unicode 14. The regex engine of `tokenizers` is newer, its
-normaliser older, and its punctuation older still. Everything is asked of the oracle itself, one code
-point at a time. Needs Python 3.11, whose unicodedata is version 14, and the `tokenizers` wheel.
+normaliser older, and its punctuation older still. Everything is asked of the oracle itself, one
+code point at a time. Needs Python 3.11, whose unicodedata is version 14, and the `tokenizers` wheel.
 
     python tests/oracle/tokenizers/unicode_tables.py > text/unicode_tables.inc
 """
