@@ -240,14 +240,16 @@ struct Attention : torch::autograd::Function<Attention> {
       saved = {std::get<1>(result), std::get<6>(result),
                std::get<7>(result)};  // lse, Philox seed, offset
     } else if (path == Path::flash) {
-      // At max_q = 1 the kernel would swap heads and queries, which its backward does not know.
-      const int64_t max_q = record ? std::max<int64_t>(span.max_q, 2) : span.max_q;
+      // At max_q = 1 the kernel may swap heads and queries: fast decoding, but only right for one
+      // query in every document, and unknown to its backward.
+      const bool one_each = !record && q.size(0) == span.cu_q.numel() - 1;
+      const int64_t max_q = one_each ? span.max_q : std::max<int64_t>(span.max_q, 2);
       auto result =
           at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k, max_q, span.max_k, 0.0,
                                        /*is_causal=*/true, false, scale);
       out = std::get<0>(result);
-      saved = {std::get<1>(result), std::get<2>(result),
-               std::get<3>(result)};  // lse, Philox state, unused
+      // lse, Philox state, unused
+      saved = {std::get<1>(result), std::get<2>(result), std::get<3>(result)};
     } else {
       const auto runs = runs_for(path, q, span);
       for (const Run& run : runs) {

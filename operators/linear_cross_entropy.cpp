@@ -22,7 +22,7 @@ constexpr int64_t kIgnored = -100;
 // Rows of logits that exist at a time. Every chunk reads and writes the whole FP32 gradient of the
 // head, so on a GPU few large chunks win; on a CPU the logits should stay in its cache.
 int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
-  const int64_t budget_bytes = hidden.is_cuda() ? int64_t{1} << 30 : int64_t{4} << 20;
+  const int64_t budget_bytes = hidden.is_cuda() ? int64_t{1} << 30 : int64_t{16} << 20;
   const int64_t granularity = hidden.is_cuda() ? 128 : 16;
   const int64_t limit = std::max(granularity, budget_bytes / (4 * vocabulary));
   const int64_t chunks = std::max<int64_t>(1, (hidden.size(0) + limit - 1) / limit);

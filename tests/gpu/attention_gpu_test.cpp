@@ -147,8 +147,15 @@ TEST(AttentionGpu, DecodingContinuesTheFullResult) {
   const Tensor full = attention(q, k, v, make_span(c.cu_q, kGpu), 0.2);
   const Tensor last = at::cat({q.narrow(0, 39, 1), q.narrow(0, 96, 1)});
   const Tensor out = attention(last, k, v, make_span({0, 1, 2}, c.cu_k, kGpu), 0.2);
-  expect_close(out, at::cat({full.narrow(0, 39, 1), full.narrow(0, 96, 1)}).cpu(), 0.01,
-               "last rows");
+  const Tensor wanted = at::cat({full.narrow(0, 39, 1), full.narrow(0, 96, 1)}).cpu();
+  expect_close(out, wanted, 0.01, "last rows");
+  // A document between them that has ended: keys, but no query.
+  const AttentionSpan ended = make_span({0, 1, 1, 2}, {0, 40, 50, 107}, kGpu);
+  auto with_gap = [](const Tensor& t) {
+    return at::cat({t.narrow(0, 0, 50), t.narrow(0, 40, 57)});
+  };
+  expect_close(attention(last, with_gap(k), with_gap(v), ended, 0.2), wanted, 0.01,
+               "ended document");
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "tests/operators/error_text.h"
 #include "tests/operators/gradient_check.h"
 #include "tests/operators/spans.h"
+#include "tests/operators/values.h"
 
 namespace pith::test {
 namespace {
@@ -84,6 +85,7 @@ TEST(Attention, MatchesTheDefinition) {
 }
 
 TEST(Attention, GradientsMatchFiniteDifferences) {
+  const OneThread scope;
   for (const Case& c : kCases) {
     const AttentionSpan span = make_span(c.cu_q, c.cu_k);
     const Inputs x = inputs(c, at::kDouble);

@@ -23,6 +23,7 @@ ExpertPlan plan_of(const std::vector<int64_t>& counts) {
 const std::vector<int64_t> kCounts[] = {{3, 0, 2, 1}, {0, 0, 5}, {1}, {0, 0}, {4, 4}};
 
 TEST(GroupedLinear, GradientsMatchFiniteDifferences) {
+  const OneThread scope;
   for (const auto& counts : kCounts) {
     const ExpertPlan plan = plan_of(counts);
     Parameter weight = make_parameter("w", {static_cast<int64_t>(counts.size()), 3, 5});

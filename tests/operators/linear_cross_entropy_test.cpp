@@ -21,6 +21,7 @@ Tensor some_labels(int64_t tokens, int64_t vocabulary) {
 }
 
 TEST(LinearCrossEntropy, GradientsMatchFiniteDifferences) {
+  const OneThread scope;
   for (auto [tokens, hidden_size, vocabulary] :
        {std::array<int64_t, 3>{7, 5, 11}, {1, 3, 2}, {4, 4, 4}}) {
     Parameter weight = make_parameter("head", {vocabulary, hidden_size});

@@ -49,6 +49,7 @@ TEST(ExpertPlan, IsAStableSortByExpert) {
 }
 
 TEST(Permute, GradientsMatchFiniteDifferences) {
+  const OneThread scope;
   for (const Case& c : kCases) {
     const ExpertPlan plan = make_expert_plan(ids(c.topk_idx, {c.rows, c.k}), c.num_experts);
     const Tensor rows = random_tensor("rows", {c.rows, 3});

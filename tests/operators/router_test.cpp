@@ -54,6 +54,7 @@ TEST(Route, WeightsOfTheTwoConventions) {
 }
 
 TEST(Route, GradientsMatchFiniteDifferences) {
+  const OneThread scope;
   const Tensor forced = ids({0, 4, 4, 2, 2, 2, 1, 3, 0}, {3, 3});  // with repeated experts
   for (bool normalize : {false, true}) {
     for (const Tensor& replay : {Tensor(), forced}) {
@@ -117,6 +118,7 @@ TEST(BalanceLoss, ValuesByDefinition) {
 }
 
 TEST(BalanceLoss, GradientsMatchFiniteDifferences) {
+  const OneThread scope;
   const Tensor row = ids({0, 0, 0, 2, 2, 3, 3, 3, 3}, {9}).to(at::kInt);  // row 1 has no tokens
   const Tensor routes = ids({0, 1, 2, 0, 1, 3, 3, 0, 1, 2, 4, 0, 2, 1, 3, 4, 0, 4}, {9, 2});
   const Tensor p = random_tensor("p", {9, 5});

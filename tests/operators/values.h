@@ -1,5 +1,7 @@
-// Small tensors from lists and back. Provides values, ids, list.
+// Small tensors from lists and back, and a scope with one thread. Provides values, ids, list,
+// OneThread.
 #pragma once
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -30,5 +32,12 @@ std::vector<T> list(const Tensor& tensor) {
   const Tensor flat = tensor.detach().cpu().contiguous();
   return {flat.const_data_ptr<T>(), flat.const_data_ptr<T>() + flat.numel()};
 }
+
+// Thousands of calls on tiny tensors, as finite differences make them, only wait for other threads.
+struct OneThread {
+  int before = at::get_num_threads();
+  OneThread() { at::set_num_threads(1); }
+  ~OneThread() { at::set_num_threads(before); }
+};
 
 }  // namespace pith::test
