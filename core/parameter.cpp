@@ -23,8 +23,8 @@ Parameter::Parameter(std::string hf_name, std::vector<int64_t> its_shape, Parame
                      Init its_init)
     : Parameter(hf_name, its_shape, {HfTensor{hf_name, its_shape, 0}}, its_group, its_init) {}
 
-Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape, std::vector<HfTensor> parts,
-                     ParameterGroup its_group, Init its_init)
+Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape,
+                     std::vector<HfTensor> parts, ParameterGroup its_group, Init its_init)
     : name(std::move(its_name)),
       shape(std::move(its_shape)),
       tensors(std::move(parts)),
@@ -32,12 +32,13 @@ Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape, std::
       init(its_init) {
   int64_t end = 0;
   for (const HfTensor& part : tensors) {
-    PITH_CHECK(part.offset == end, "parameter {}: {} starts at element {}, the one before ends at {}",
-               name, part.name, part.offset, end);
+    PITH_CHECK(part.offset == end,
+               "parameter {}: {} starts at element {}, the one before ends at {}", name, part.name,
+               part.offset, end);
     end += part.numel();
   }
-  PITH_CHECK(end == numel(), "parameter {} has {} elements, its Hugging Face tensors {}",
-             name, numel(), end);
+  PITH_CHECK(end == numel(), "parameter {} has {} elements, its Hugging Face tensors {}", name,
+             numel(), end);
 }
 
 Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {

@@ -23,10 +23,9 @@ PITH_HOST_DEVICE inline Philox4 philox_4x32_10(Philox4 counter, uint64_t key) {
   for (int round = 0; round < 10; ++round) {
     const uint64_t product0 = uint64_t{0xD2511F53} * c[0];
     const uint64_t product1 = uint64_t{0xCD9E8D57} * c[2];
-    counter = {{static_cast<uint32_t>(product1 >> 32) ^ c[1] ^ key0,
-                static_cast<uint32_t>(product1),
-                static_cast<uint32_t>(product0 >> 32) ^ c[3] ^ key1,
-                static_cast<uint32_t>(product0)}};
+    counter = {
+        {static_cast<uint32_t>(product1 >> 32) ^ c[1] ^ key0, static_cast<uint32_t>(product1),
+         static_cast<uint32_t>(product0 >> 32) ^ c[3] ^ key1, static_cast<uint32_t>(product0)}};
     key0 += 0x9E3779B9;
     key1 += 0xBB67AE85;
   }
@@ -43,8 +42,9 @@ struct Normal4 {
   float value[4];
 };
 
-// Normal numbers 4 * counter .. 4 * counter + 3 of the stream. Up to logf, sinf and cosf every step is
-// exact or rounded once, with or without fused multiply-add, so that host and device agree that far.
+// Normal numbers 4 * counter .. 4 * counter + 3 of the stream. Up to logf, sinf and cosf every step
+// is exact or rounded once, with or without fused multiply-add, so that host and device agree that
+// far.
 PITH_HOST_DEVICE inline Normal4 normal4(uint64_t key, uint64_t counter) {
   const Philox4 bits = philox(key, counter);
   Normal4 normal;

@@ -49,11 +49,16 @@ void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, 
   PITH_CHECK(out.is_cpu(), "fill_normal has no path for {}", describe(out, name));
   const auto std32 = static_cast<float>(std);
   switch (dtype) {
-    case at::kFloat: return fill(out.data_ptr<float>(), n, first, key, std32);
-    case at::kDouble: return fill(out.data_ptr<double>(), n, first, key, std32);
-    case at::kBFloat16: return fill(out.data_ptr<at::BFloat16>(), n, first, key, std32);
-    case at::kHalf: return fill(out.data_ptr<at::Half>(), n, first, key, std32);
-    default: PITH_FAIL("fill_normal has no path for {}", describe(out, name));
+    case at::kFloat:
+      return fill(out.data_ptr<float>(), n, first, key, std32);
+    case at::kDouble:
+      return fill(out.data_ptr<double>(), n, first, key, std32);
+    case at::kBFloat16:
+      return fill(out.data_ptr<at::BFloat16>(), n, first, key, std32);
+    case at::kHalf:
+      return fill(out.data_ptr<at::Half>(), n, first, key, std32);
+    default:
+      PITH_FAIL("fill_normal has no path for {}", describe(out, name));
   }
 }
 

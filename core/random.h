@@ -1,4 +1,5 @@
-// Counter-based random numbers: an element's value depends on (seed, tensor name, index) and nothing else.
+// Counter-based random numbers: an element's value depends on (seed, tensor name, index) and
+// nothing else.
 #pragma once
 #include <cstdint>
 #include <string_view>
@@ -8,12 +9,14 @@
 
 namespace pith {
 
-// 64-bit key of a named stream for philox() (core/philox.h): xxh3 of the name, seeded with the seed.
+// 64-bit key of a named stream for philox() (core/philox.h): xxh3 of the name, seeded with the
+// seed.
 uint64_t stream_key(uint64_t seed, std::string_view name);
 
-// Fills `out` (contiguous, any float dtype, CPU or CUDA) with std * N(0, 1). Element i holds the normal
-// number of index first + i of the stream, so a slice equals the same slice of the whole tensor, on any
-// layout. Box-Muller in FP32; CPU and CUDA agree to FP32 rounding of log, sin and cos.
+// Fills `out` (contiguous, any float dtype, CPU or CUDA) with std * N(0, 1). Element i holds the
+// normal number of index first + i of the stream, so a slice equals the same slice of the whole
+// tensor, on any layout. Box-Muller in FP32; CPU and CUDA agree to FP32 rounding of log, sin and
+// cos.
 void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, int64_t first = 0);
 
 }  // namespace pith

@@ -15,8 +15,8 @@ namespace {
 
 // The order of operations is that of PyTorch's fused AdamW; W is float or double.
 template <class W, class T>
-void update_cpu(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad, Tensor& value,
-                const Tensor& grad_scale, const AdamWStep& step) {
+void update_cpu(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
+                Tensor& value, const Tensor& grad_scale, const AdamWStep& step) {
   const auto power = static_cast<double>(step.step);
   const W decay = static_cast<W>(step.learning_rate * step.weight_decay);
   const W beta1 = static_cast<W>(step.beta1), beta2 = static_cast<W>(step.beta2);
@@ -68,8 +68,8 @@ double sum_of_squares_cpu(const Tensor& grad) {
 
 }  // namespace
 
-void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad, Tensor& value,
-                  const Tensor& grad_scale, const AdamWStep& step) {
+void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
+                  Tensor& value, const Tensor& grad_scale, const AdamWStep& step) {
   check_shape(master, "adamw: master", {-1});
   const int64_t n = master.numel();
   const at::ScalarType dtype = master.scalar_type();
@@ -112,8 +112,8 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
         static_cast<float>(1 / std::sqrt(1 - std::pow(step.beta2, power)))};
     cuda::adamw_update(master.mutable_data_ptr<float>(), exp_avg.mutable_data_ptr<float>(),
                        exp_avg_sq.mutable_data_ptr<float>(), grad.const_data_ptr<float>(),
-                       value.mutable_data_ptr(), n, grad_scale.const_data_ptr<float>(), scalars, bf16,
-                       c10::cuda::getCurrentCUDAStream());
+                       value.mutable_data_ptr(), n, grad_scale.const_data_ptr<float>(), scalars,
+                       bf16, c10::cuda::getCurrentCUDAStream());
     return;
   }
 #endif
@@ -129,13 +129,15 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
 
 Tensor sum_of_squares(const Tensor& grad) {
   check_shape(grad, "sum_of_squares: grad", {-1});
-  PITH_CHECK(grad.is_contiguous(), "{} should be contiguous", describe(grad, "sum_of_squares: grad"));
+  PITH_CHECK(grad.is_contiguous(), "{} should be contiguous",
+             describe(grad, "sum_of_squares: grad"));
   Tensor result = at::empty({}, grad.options().dtype(at::kDouble));
 #if PITH_CUDA
   if (grad.is_cuda() && grad.scalar_type() == at::kFloat) {
     Tensor partial = at::empty({cuda::sum_of_squares_blocks()}, result.options());
-    cuda::sum_of_squares(grad.const_data_ptr<float>(), grad.numel(), partial.mutable_data_ptr<double>(),
-                         result.mutable_data_ptr<double>(), c10::cuda::getCurrentCUDAStream());
+    cuda::sum_of_squares(grad.const_data_ptr<float>(), grad.numel(),
+                         partial.mutable_data_ptr<double>(), result.mutable_data_ptr<double>(),
+                         c10::cuda::getCurrentCUDAStream());
     return result;
   }
 #endif

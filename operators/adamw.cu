@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-void launch(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, T* value, int64_t n,
-            const float* grad_scale, const AdamWScalars& scalars, CUstream_st* stream) {
+void launch(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, T* value,
+            int64_t n, const float* grad_scale, const AdamWScalars& scalars, CUstream_st* stream) {
   const auto run = [&](auto kernel, int64_t width, int64_t from, int64_t to) {
     if (from == to) return;
     const int64_t threads = (to - from) / width;
@@ -60,7 +60,8 @@ void launch(float* master, float* exp_avg, float* exp_avg_sq, const float* grad,
   run(adamw_kernel<T, 1>, 1, even, n);
 }
 
-constexpr int kSumBlocks = 1056;  // fixed, so that the order of summation is the same on every device
+constexpr int kSumBlocks =
+    1056;  // fixed, so that the order of summation is the same on every device
 
 // Sum over the threads of a block in a fixed order, valid in thread 0.
 __device__ double block_sum(double x) {
@@ -76,7 +77,8 @@ __device__ double block_sum(double x) {
 }
 
 template <int N>
-__global__ void __launch_bounds__(kThreads) squares_kernel(const float* x, int64_t n, double* partial) {
+__global__ void __launch_bounds__(kThreads)
+    squares_kernel(const float* x, int64_t n, double* partial) {
   constexpr int kUnroll = 4;
   const int64_t stride = int64_t{kSumBlocks} * kThreads * N;
   int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * N;
@@ -114,15 +116,18 @@ void adamw_update(float* master, float* exp_avg, float* exp_avg_sq, const float*
                   int64_t n, const float* grad_scale, AdamWScalars scalars, bool is_bf16,
                   CUstream_st* stream) {
   if (is_bf16) {
-    launch(master, exp_avg, exp_avg_sq, grad, static_cast<bf16*>(value), n, grad_scale, scalars, stream);
+    launch(master, exp_avg, exp_avg_sq, grad, static_cast<bf16*>(value), n, grad_scale, scalars,
+           stream);
   } else {
-    launch(master, exp_avg, exp_avg_sq, grad, static_cast<float*>(value), n, grad_scale, scalars, stream);
+    launch(master, exp_avg, exp_avg_sq, grad, static_cast<float*>(value), n, grad_scale, scalars,
+           stream);
   }
 }
 
 int64_t sum_of_squares_blocks() { return kSumBlocks; }
 
-void sum_of_squares(const float* x, int64_t n, double* partial, double* result, CUstream_st* stream) {
+void sum_of_squares(const float* x, int64_t n, double* partial, double* result,
+                    CUstream_st* stream) {
   if (aligned<float, 4>({x}, {})) {
     squares_kernel<4><<<kSumBlocks, kThreads, 0, stream>>>(x, n, partial);
   } else {

@@ -16,10 +16,14 @@ void dispatch_float(const Tensor& tensor, std::string_view name, F&& f) {
   PITH_CHECK(tensor.is_cpu(), "{}: this build has no kernel for this dtype and device",
              describe(tensor, name));
   switch (tensor.scalar_type()) {
-    case at::kFloat: return f(float{});
-    case at::kDouble: return f(double{});
-    case at::kBFloat16: return f(at::BFloat16{});
-    default: PITH_FAIL("{}; its dtype should be float32, bfloat16 or float64", describe(tensor, name));
+    case at::kFloat:
+      return f(float{});
+    case at::kDouble:
+      return f(double{});
+    case at::kBFloat16:
+      return f(at::BFloat16{});
+    default:
+      PITH_FAIL("{}; its dtype should be float32, bfloat16 or float64", describe(tensor, name));
   }
 }
 

@@ -49,17 +49,17 @@ struct Embedding : torch::autograd::Function<Embedding> {
 #if PITH_CUDA
     if (has_kernel(dy)) {
       // Equal tokens become neighbours, in the order of their positions.
-      const auto [sorted, position] = at::sort(tokens, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+      const auto [sorted, position] =
+          at::sort(tokens, /*stable=*/true, /*dim=*/0, /*descending=*/false);
       cuda::add_rows_by_token(sorted.const_data_ptr<int64_t>(), position.const_data_ptr<int64_t>(),
-                              dy.const_data_ptr(), weight->grad.mutable_data_ptr<float>(), dy.size(0),
-                              dy.size(1), dy.scalar_type() == at::kBFloat16,
+                              dy.const_data_ptr(), weight->grad.mutable_data_ptr<float>(),
+                              dy.size(0), dy.size(1), dy.scalar_type() == at::kBFloat16,
                               c10::cuda::getCurrentCUDAStream());
       return {Tensor(), Tensor(), Tensor()};
     }
 #endif
-    dispatch_float(dy, "embedding: gradient", [&](auto type) {
-      add_rows_cpu<decltype(type)>(tokens, dy, weight->grad);
-    });
+    dispatch_float(dy, "embedding: gradient",
+                   [&](auto type) { add_rows_cpu<decltype(type)>(tokens, dy, weight->grad); });
     return {Tensor(), Tensor(), Tensor()};
   }
 };
@@ -74,8 +74,9 @@ Tensor embedding(const Tensor& tokens, Parameter& weight) {
   if (ids.is_cpu()) {
     const int64_t* id = ids.const_data_ptr<int64_t>();
     for (int64_t t = 0; t < ids.numel(); ++t) {
-      PITH_CHECK(id[t] >= 0 && id[t] < weight.value.size(0), "tokens[{}] = {} is not in [0, {}) of {}",
-                 t, id[t], weight.value.size(0), weight.name);
+      PITH_CHECK(id[t] >= 0 && id[t] < weight.value.size(0),
+                 "tokens[{}] = {} is not in [0, {}) of {}", t, id[t], weight.value.size(0),
+                 weight.name);
     }
   }
   return Embedding::apply(ids, weight.value, &weight);

@@ -57,7 +57,9 @@ void launch(const int64_t* sorted, const int64_t* position, const void* dy, floa
 void add_rows_by_token(const int64_t* sorted, const int64_t* position, const void* dy, float* grad,
                        int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream) {
   if (num_tokens == 0 || hidden == 0) return;
-  const auto go = [&](auto kernel) { kernel(sorted, position, dy, grad, num_tokens, hidden, stream); };
+  const auto go = [&](auto kernel) {
+    kernel(sorted, position, dy, grad, num_tokens, hidden, stream);
+  };
   const bool fits = aligned<float, 4>({grad, dy}, {hidden});
   if (is_bf16) {
     fits ? go(launch<bf16, 4>) : go(launch<bf16, 1>);

@@ -1,4 +1,5 @@
-// What the memory-bound kernels share: 16-byte vectors of float or bfloat16, sums over a warp, launch shapes.
+// What the memory-bound kernels share: 16-byte vectors of float or bfloat16, sums over a warp,
+// launch shapes.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -49,7 +50,8 @@ __device__ inline T lanes_sum(T x) {
   return x;
 }
 
-// Whether vectors of N elements of T reach every row: pointers and strides (in elements) are multiples.
+// Whether vectors of N elements of T reach every row: pointers and strides (in elements) are
+// multiples.
 template <class T, int N>
 bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides) {
   for (const void* p : pointers) {
@@ -61,16 +63,17 @@ bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<
   return true;
 }
 
-// Threads over (rows, columns): a block covers width(columns) columns of several rows. Rows lie on grid.x,
-// the only grid dimension that reaches 2^31.
+// Threads over (rows, columns): a block covers width(columns) columns of several rows. Rows lie on
+// grid.x, the only grid dimension that reaches 2^31.
 struct RowGrid {
   dim3 grid, block;
 };
 inline RowGrid row_grid(int64_t rows, int64_t columns) {
   constexpr int64_t kThreads = 256;
   const int64_t x = columns < kThreads ? columns : kThreads, y = kThreads / x;
-  return {dim3(static_cast<unsigned>((rows + y - 1) / y), static_cast<unsigned>((columns + x - 1) / x)),
-          dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
+  return {
+      dim3(static_cast<unsigned>((rows + y - 1) / y), static_cast<unsigned>((columns + x - 1) / x)),
+      dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
 }
 
 }  // namespace pith::cuda

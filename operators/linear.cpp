@@ -66,8 +66,8 @@ struct LinearFp32 : torch::autograd::Function<LinearFp32> {
     Tensor dx;
 #if PITH_CUDA
     if (dy.is_cuda() && value.scalar_type() == at::kBFloat16) {
-      // dy is exactly the sum of three BF16 numbers (3 x 8 bits of significand), and x and W are BF16: one
-      // product on tensor cores with three times the columns has the precision of FP32.
+      // dy is exactly the sum of three BF16 numbers (3 x 8 bits of significand), and x and W are
+      // BF16: one product on tensor cores with three times the columns has the precision of FP32.
       const int64_t tokens = dy.size(0), out = value.size(0), in = value.size(1);
       Tensor parts = at::empty({tokens, 3 * out}, value.options());
       cuda::split_bf16x3(dy.const_data_ptr<float>(), parts.mutable_data_ptr(), tokens, out,

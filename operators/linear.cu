@@ -19,7 +19,8 @@ __global__ void split_kernel(const float* dy, bf16* parts, int64_t rows, int64_t
 
 }  // namespace
 
-void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns, CUstream_st* stream) {
+void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns,
+                  CUstream_st* stream) {
   if (rows * columns == 0) return;
   const auto grid = static_cast<unsigned>((rows * columns + 255) / 256);
   split_kernel<<<grid, 256, 0, stream>>>(dy, static_cast<bf16*>(parts), rows, columns);

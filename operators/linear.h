@@ -4,11 +4,12 @@
 
 namespace pith {
 
-// x (T, in), weight (out, in) -> (T, out), in x's dtype. Backward: dx = dy W; weight.grad += dy^T x with
-// FP32 accumulation and no intermediate in the compute dtype. T may be 0.
+// x (T, in), weight (out, in) -> (T, out), in x's dtype. Backward: dx = dy W; weight.grad += dy^T x
+// with FP32 accumulation and no intermediate in the compute dtype. T may be 0.
 Tensor linear(const Tensor& x, Parameter& weight);
 
-// The same with an FP32 result (FP64 for FP64 inputs) and the backward in that dtype: router logits.
+// The same with an FP32 result (FP64 for FP64 inputs) and the backward in that dtype: router
+// logits.
 Tensor linear_fp32(const Tensor& x, Parameter& weight);
 
 }  // namespace pith
@@ -16,8 +17,8 @@ Tensor linear_fp32(const Tensor& x, Parameter& weight);
 #if PITH_CUDA
 struct CUstream_st;
 namespace pith::cuda {
-// dy (rows, columns) float32 -> parts (rows, 3 columns) bfloat16: [high | middle | low], whose sum is dy to its
-// last bit (short of underflow).
+// dy (rows, columns) float32 -> parts (rows, 3 columns) bfloat16: [high | middle | low], whose sum
+// is dy to its last bit (short of underflow).
 void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns, CUstream_st* stream);
 }  // namespace pith::cuda
 #endif

@@ -32,11 +32,10 @@ Rows rows_of(const Tensor& x) {
 }
 
 // Whether rows_of describes x: up to three dimensions, the last one contiguous.
-bool has_rows(const Tensor& x) {
-  return x.is_contiguous() || (x.dim() <= 3 && x.stride(-1) == 1);
-}
+bool has_rows(const Tensor& x) { return x.is_contiguous() || (x.dim() <= 3 && x.stride(-1) == 1); }
 
-// sum over j < n of term(j), in sixteen interleaved sums that the compiler can keep in vector registers.
+// sum over j < n of term(j), in sixteen interleaved sums that the compiler can keep in vector
+// registers.
 template <class T, class F>
 T sum_of(int64_t n, F&& term) {
   constexpr int64_t kLanes = 16;
@@ -74,11 +73,12 @@ void forward_cpu(const Tensor& x, const Tensor& weight, double eps, Tensor& y, T
   });
 }
 
-// With n = x rstd and g = dy w: dx = rstd (g - n mean(g n)), dw += sum over rows of dy n. dx may be null.
-// The sums for dw run over blocks of rows whose borders don't depend on the number of threads.
+// With n = x rstd and g = dy w: dx = rstd (g - n mean(g n)), dw += sum over rows of dy n. dx may be
+// null. The sums for dw run over blocks of rows whose borders don't depend on the number of
+// threads.
 template <class T>
-void backward_cpu(const Tensor& x, const Tensor& weight, const Tensor& rstd, const Tensor& dy, T* dx,
-                  Tensor& dweight) {
+void backward_cpu(const Tensor& x, const Tensor& weight, const Tensor& rstd, const Tensor& dy,
+                  T* dx, Tensor& dweight) {
   using W = Wide<T>;
   const Rows rows = rows_of(x);
   const int64_t dim = rows.dim, block = std::max<int64_t>(16, (rows.count + 63) / 64);
@@ -126,11 +126,12 @@ cuda::NormRows kernel_rows(const Tensor& x) {
 #endif
 
 struct RmsNorm : torch::autograd::Function<RmsNorm> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& value, Parameter* weight,
-                        double eps) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& value,
+                        Parameter* weight, double eps) {
     Tensor y = at::empty(x.sizes(), x.options());
     const at::ScalarType wide = grad_dtype(x.scalar_type());
-    Tensor rstd = at::empty(x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)), x.options().dtype(wide));
+    Tensor rstd =
+        at::empty(x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)), x.options().dtype(wide));
     ctx->save_for_backward({x, rstd});
     ctx->saved_data["weight"] = reinterpret_cast<int64_t>(weight);
     if (x.numel() == 0) return y;

@@ -1,5 +1,6 @@
-// RMSNorm forward and backward. A row lies in the registers of a group of threads: LANES of a warp for short
-// rows (several rows a block: per-head norms have millions of them), a whole block for long ones.
+// RMSNorm forward and backward. A row lies in the registers of a group of threads: LANES of a warp
+// for short rows (several rows a block: per-head norms have millions of them), a whole block for
+// long ones.
 #include <algorithm>
 #include <climits>
 
@@ -19,8 +20,8 @@ namespace {
 
 constexpr int kGroupThreads = 128;  // of a block that takes several rows
 
-// How a row is spread: LANES threads (0: the whole block, up to MOST threads), each with PER vectors of N
-// elements, at (k * threads + lane) * N.
+// How a row is spread: LANES threads (0: the whole block, up to MOST threads), each with PER
+// vectors of N elements, at (k * threads + lane) * N.
 template <int N_, int LANES_, int PER_, int MOST_ = kGroupThreads>
 struct Spread {
   static constexpr int N = N_, LANES = LANES_, PER = PER_, MOST = MOST_;
@@ -99,12 +100,12 @@ __global__ void __launch_bounds__(S::MOST)
   }
 }
 
-// Every block takes rows a grid apart, keeps the sums for dweight of its columns in registers and writes
-// one row of `partial`.
+// Every block takes rows a grid apart, keeps the sums for dweight of its columns in registers and
+// writes one row of `partial`.
 template <class T, class S>
 __global__ void __launch_bounds__(S::MOST)
-    backward_kernel(const T* x, NormRows rows, const T* weight, const float* rstd, const T* dy, T* dx,
-                    float* partial) {
+    backward_kernel(const T* x, NormRows rows, const T* weight, const float* rstd, const T* dy,
+                    T* dx, float* partial) {
   constexpr int N = S::N;
   const int lane = lane_of<S::LANES>(), threads = group_size<S::LANES>();
   const int group = threadIdx.x / threads, num_groups = blockDim.x / threads;
@@ -176,7 +177,8 @@ __global__ void __launch_bounds__(S::MOST)
 }
 
 // dweight (dim) += the column sums of partial (blocks, dim), in a fixed order.
-__global__ void add_columns_kernel(const float* partial, int64_t blocks, int64_t dim, float* dweight) {
+__global__ void add_columns_kernel(const float* partial, int64_t blocks, int64_t dim,
+                                   float* dweight) {
   __shared__ float part[32][33];
   const int64_t column = blockIdx.x * int64_t{32} + threadIdx.x;
   float sum = 0;
@@ -260,8 +262,8 @@ void backward(const T* x, NormRows rows, const T* weight, const float* rstd, con
 
 }  // namespace
 
-void rms_norm_forward(const void* x, NormRows rows, const void* weight, double eps, void* y, float* rstd,
-                      bool is_bf16, CUstream_st* stream) {
+void rms_norm_forward(const void* x, NormRows rows, const void* weight, double eps, void* y,
+                      float* rstd, bool is_bf16, CUstream_st* stream) {
   const auto e = static_cast<float>(eps);
   if (is_bf16) {
     forward(static_cast<const bf16*>(x), rows, static_cast<const bf16*>(weight), e,
@@ -279,8 +281,9 @@ int64_t rms_norm_blocks(NormRows rows) {
   return by_rows < most ? by_rows : most;
 }
 
-void rms_norm_backward(const void* x, NormRows rows, const void* weight, const float* rstd, const void* dy,
-                       void* dx, float* partial, float* dweight, bool is_bf16, CUstream_st* stream) {
+void rms_norm_backward(const void* x, NormRows rows, const void* weight, const float* rstd,
+                       const void* dy, void* dx, float* partial, float* dweight, bool is_bf16,
+                       CUstream_st* stream) {
   if (is_bf16) {
     backward(static_cast<const bf16*>(x), rows, static_cast<const bf16*>(weight), rstd,
              static_cast<const bf16*>(dy), static_cast<bf16*>(dx), partial, dweight, stream);

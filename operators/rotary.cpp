@@ -25,7 +25,8 @@ void rotate_cpu(const Tensor& x, const Tensor& positions, const RotaryTable& tab
   const T* in = x.const_data_ptr<T>();
   T* out = y.mutable_data_ptr<T>();
   const int32_t* position = positions.const_data_ptr<int32_t>();
-  const float *cosines = table.cos.const_data_ptr<float>(), *sines = table.sin.const_data_ptr<float>();
+  const float *cosines = table.cos.const_data_ptr<float>(),
+              *sines = table.sin.const_data_ptr<float>();
   const Wide<T> sign = inverse ? -1 : 1;
   at::parallel_for(0, x.size(0), 1 + (1 << 14) / (heads * dim), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
@@ -58,9 +59,8 @@ Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table
     return y;
   }
 #endif
-  dispatch_float(x, "rotary: x", [&](auto type) {
-    rotate_cpu<decltype(type)>(x, positions, table, inverse, y);
-  });
+  dispatch_float(x, "rotary: x",
+                 [&](auto type) { rotate_cpu<decltype(type)>(x, positions, table, inverse, y); });
   return y;
 }
 
@@ -75,7 +75,8 @@ struct Rotary : torch::autograd::Function<Rotary> {
     at::NoGradGuard no_grad;
     const variable_list saved = ctx->get_saved_variables();
     const Tensor dy = grads[0].stride(2) == 1 ? grads[0] : grads[0].contiguous();
-    return {rotate(dy, saved[0], {saved[1], saved[2]}, /*inverse=*/true), Tensor(), Tensor(), Tensor()};
+    return {rotate(dy, saved[0], {saved[1], saved[2]}, /*inverse=*/true), Tensor(), Tensor(),
+            Tensor()};
   }
 };
 
@@ -84,7 +85,8 @@ struct Rotary : torch::autograd::Function<Rotary> {
 RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double theta,
                               at::Device device) {
   PITH_CHECK(max_positions > 0 && head_dim > 0 && head_dim % 2 == 0 && theta > 0,
-             "rotary table of {} positions, head size {}, theta {}", max_positions, head_dim, theta);
+             "rotary table of {} positions, head size {}, theta {}", max_positions, head_dim,
+             theta);
   const int64_t half = head_dim / 2;
   Tensor cos = at::empty({max_positions, half}, at::kFloat), sin = at::empty_like(cos);
   float *c = cos.mutable_data_ptr<float>(), *s = sin.mutable_data_ptr<float>();

@@ -8,7 +8,8 @@ namespace {
 template <class T, int N>
 __global__ void rotary_kernel(const T* x, const int32_t* positions, const float* cos,
                               const float* sin, T* y, int64_t rows, int heads, int half,
-                              int64_t row_stride, int64_t head_stride, int64_t table_rows, float sign) {
+                              int64_t row_stride, int64_t head_stride, int64_t table_rows,
+                              float sign) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int chunks = half / N;
   const int place = blockIdx.y * blockDim.x + threadIdx.x;  // of (heads, chunks)
@@ -55,7 +56,8 @@ void rotary(const void* x, const int32_t* positions, const float* cos, const flo
   } else {
     constexpr int kN = kFull<float>;
     const bool fits = aligned<float, kN>({x, y}, {half, row_stride, head_stride});
-    fits ? launch(rotary_kernel<float, kN>, float{}, kN) : launch(rotary_kernel<float, 1>, float{}, 1);
+    fits ? launch(rotary_kernel<float, kN>, float{}, kN)
+         : launch(rotary_kernel<float, 1>, float{}, 1);
   }
 }
 

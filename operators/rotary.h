@@ -1,4 +1,5 @@
-// Rotary position embedding, half-split layout (Su et al. 2021, arXiv 2104.09864; GPT-NeoX pairing).
+// Rotary position embedding, half-split layout (Su et al. 2021, arXiv 2104.09864; GPT-NeoX
+// pairing).
 #pragma once
 #include "core/tensor.h"
 
@@ -10,12 +11,14 @@ struct RotaryTable {
 };
 
 // Plain rotary frequencies theta^(-2i/D), i < D/2; `max_positions` rows on `device`.
-RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double theta, at::Device device);
+RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double theta,
+                              at::Device device);
 
-// x (T, heads, D), positions (T) int32 in [0, P) -> rotated x, same shape and dtype. Element i pairs with
-// i + D/2: (a, b) -> (a cos - b sin, b cos + a sin), in FP32, rounded once. x may be a strided view whose
-// last dimension is contiguous (a slice of a fused q, k, v projection). Backward turns by minus the angle;
-// only positions and table are saved. A position outside the table throws on the CPU; on CUDA its row is NaN.
+// x (T, heads, D), positions (T) int32 in [0, P) -> rotated x, same shape and dtype. Element i
+// pairs with i + D/2: (a, b) -> (a cos - b sin, b cos + a sin), in FP32, rounded once. x may be a
+// strided view whose last dimension is contiguous (a slice of a fused q, k, v projection). Backward
+// turns by minus the angle; only positions and table are saved. A position outside the table throws
+// on the CPU; on CUDA its row is NaN.
 Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table);
 
 }  // namespace pith
@@ -23,8 +26,8 @@ Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table
 #if PITH_CUDA
 struct CUstream_st;
 namespace pith::cuda {
-// x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, contiguous; cos and sin
-// (table_rows, dim / 2).
+// x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, contiguous;
+// cos and sin (table_rows, dim / 2).
 void rotary(const void* x, const int32_t* positions, const float* cos, const float* sin, void* y,
             int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
             int64_t table_rows, bool inverse, bool bf16, CUstream_st* stream);

@@ -5,7 +5,8 @@
 namespace pith::cuda {
 namespace {
 
-// Fast forms: with exact ones the arithmetic would take as long as the memory. Relative error about 1e-6.
+// Fast forms: with exact ones the arithmetic would take as long as the memory. Relative error about
+// 1e-6.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 template <class T, int N>
@@ -50,10 +51,11 @@ void launch(const void* gate_up, const void* dy, void* out, int64_t rows, int64_
   const RowGrid shape = row_grid(rows, width / N);
   const T* in = static_cast<const T*>(gate_up);
   if (dy == nullptr) {
-    forward_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(in, static_cast<T*>(out), rows, width);
+    forward_kernel<T, N>
+        <<<shape.grid, shape.block, 0, stream>>>(in, static_cast<T*>(out), rows, width);
   } else {
-    backward_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(in, static_cast<const T*>(dy),
-                                                                  static_cast<T*>(out), rows, width);
+    backward_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(
+        in, static_cast<const T*>(dy), static_cast<T*>(out), rows, width);
   }
   launch_check("swiglu");
 }
@@ -78,8 +80,8 @@ void swiglu_forward(const void* gate_up, void* y, int64_t rows, int64_t width, b
   dispatch(gate_up, nullptr, y, rows, width, is_bf16, stream);
 }
 
-void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_t rows, int64_t width,
-                     bool is_bf16, CUstream_st* stream) {
+void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
+                     int64_t width, bool is_bf16, CUstream_st* stream) {
   dispatch(gate_up, dy, dgate_up, rows, width, is_bf16, stream);
 }
 

@@ -17,7 +17,7 @@ namespace pith::cuda {
 void swiglu_forward(const void* gate_up, void* y, int64_t rows, int64_t width, bool bf16,
                     CUstream_st* stream);
 // gate_up (rows, 2 width), dy (rows, width) -> dgate_up (rows, 2 width).
-void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_t rows, int64_t width,
-                     bool bf16, CUstream_st* stream);
+void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
+                     int64_t width, bool bf16, CUstream_st* stream);
 }  // namespace pith::cuda
 #endif

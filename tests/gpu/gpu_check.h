@@ -1,5 +1,5 @@
-// An operator on CUDA against itself on the CPU in FP64, on the same inputs. Provides check_on_gpu, poison,
-// expect_close.
+// An operator on CUDA against itself on the CPU in FP64, on the same inputs. Provides check_on_gpu,
+// poison, expect_close.
 #pragma once
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
@@ -12,7 +12,8 @@ namespace pith::test {
 
 inline const at::Device kGpu(at::kCUDA, 0);
 
-// Fills memory that the allocator will hand out next with NaN: an element that no kernel writes is noticed.
+// Fills memory that the allocator will hand out next with NaN: an element that no kernel writes is
+// noticed.
 inline void poison() {
   std::vector<Tensor> blocks;
   const auto bytes = at::TensorOptions().dtype(at::kByte).device(kGpu);
@@ -20,8 +21,8 @@ inline void poison() {
   for (int i = 0; i < 4; ++i) blocks.push_back(at::full({1 << 24}, 0xFF, bytes));
 }
 
-// |got - exact| <= half a unit of got's dtype at that value + noise * (largest exact value): the result of FP32
-// arithmetic, rounded once. NaN fails.
+// |got - exact| <= half a unit of got's dtype at that value + noise * (largest exact value): the
+// result of FP32 arithmetic, rounded once. NaN fails.
 inline void expect_close(const Tensor& got, const Tensor& exact, double noise,
                          const std::string& name) {
   ASSERT_EQ(got.sizes(), exact.sizes()) << name;
@@ -34,9 +35,10 @@ inline void expect_close(const Tensor& got, const Tensor& exact, double noise,
   EXPECT_LE(excess.item<double>(), noise) << name;
 }
 
-// f(inputs, parameters) -> one tensor. It runs on the CPU in FP64 and on CUDA in FP32 and BF16, on inputs,
-// weights and output gradients that the dtype holds exactly; results and all gradients are compared. On CUDA it
-// runs twice, on poisoned memory, for the same bits. Integer inputs stay as they are.
+// f(inputs, parameters) -> one tensor. It runs on the CPU in FP64 and on CUDA in FP32 and BF16, on
+// inputs, weights and output gradients that the dtype holds exactly; results and all gradients are
+// compared. On CUDA it runs twice, on poisoned memory, for the same bits. Integer inputs stay as
+// they are.
 using Operator = std::function<Tensor(const std::vector<Tensor>&, std::vector<Parameter>&)>;
 
 struct Outcome {
@@ -50,7 +52,8 @@ inline Outcome run_operator(const Operator& f, const std::vector<Tensor>& inputs
   std::vector<Tensor> arguments;
   for (const Tensor& input : inputs) {
     const bool floating = at::isFloatingType(input.scalar_type());
-    Tensor argument = input.detach().to(device, floating ? dtype : input.scalar_type(), false, true);
+    Tensor argument =
+        input.detach().to(device, floating ? dtype : input.scalar_type(), false, true);
     argument.set_requires_grad(floating);
     arguments.push_back(argument);
   }

@@ -9,7 +9,8 @@ namespace {
 TEST(RandomGpu, AgreesWithCpu) {
   for (int64_t n : {0, 1, 3, 4, 5, 1'000'003}) {
     for (int64_t first : {0, 1, 2, 3, 1'000'001}) {
-      Tensor cpu = at::empty({n}, at::kFloat), gpu = at::empty({n}, at::TensorOptions().device(kGpu));
+      Tensor cpu = at::empty({n}, at::kFloat),
+             gpu = at::empty({n}, at::TensorOptions().device(kGpu));
       gpu.fill_(std::nan(""));
       fill_normal(cpu, 5, "w", 0.02, first);
       fill_normal(gpu, 5, "w", 0.02, first);

@@ -7,14 +7,15 @@ namespace {
 
 // Noise: FP32 sums over a row, and over up to 131 rows for the weight.
 TEST(RmsNormGpu, AgreesWithCpu) {
-  for (int64_t dim : {1, 2, 7, 16, 64, 100, 127, 128, 136, 192, 256, 257, 512, 520, 768, 1000, 1024,
-                      2048, 2051, 2880, 4096, 7168, 8191, 8192}) {
+  for (int64_t dim : {1,   2,   7,   16,   64,   100,  127,  128,  136,  192,  256,  257,
+                      512, 520, 768, 1000, 1024, 2048, 2051, 2880, 4096, 7168, 8191, 8192}) {
     for (int64_t rows : {0, 1, 3, 131}) {
       SCOPED_TRACE(fmt::format("{} rows of {}", rows, dim));
       // In very short rows the gradient is all cancellation unless eps matters.
       const double eps = dim < 4 ? 1e-2 : 1e-6;
       check_on_gpu([eps](const auto& in, auto& w) { return rms_norm(in[0], w[0], eps); },
-                   {random_tensor("x", {rows, dim})}, {random_tensor("w", {dim}, at::kDouble, 0.3) + 1});
+                   {random_tensor("x", {rows, dim})},
+                   {random_tensor("w", {dim}, at::kDouble, 0.3) + 1});
     }
   }
 }
@@ -35,7 +36,8 @@ TEST(RmsNormGpu, StridedHeads) {
   }
 }
 
-// More rows than the backward's blocks take at once; noise: FP32 sums of 60,000 terms in a fixed tree.
+// More rows than the backward's blocks take at once; noise: FP32 sums of 60,000 terms in a fixed
+// tree.
 TEST(RmsNormGpu, ManyShortRows) {
   check_on_gpu([](const auto& in, auto& w) { return rms_norm(in[0], w[0], 1e-6); },
                {random_tensor("x", {20'003, 3, 128})}, {random_tensor("w", {128})}, 3e-5);
@@ -47,7 +49,8 @@ TEST(RmsNormGpu, LargeTensor) {
   at::Tensor x = at::empty({rows, dim}, at::TensorOptions().dtype(at::kBFloat16).device(kGpu));
   fill_normal(x, 1, "x", 1.0);
   x.set_requires_grad(true);
-  Parameter w = make_parameter("w", {dim}, at::kBFloat16), cpu = make_parameter("w", {dim}, at::kBFloat16);
+  Parameter w = make_parameter("w", {dim}, at::kBFloat16),
+            cpu = make_parameter("w", {dim}, at::kBFloat16);
   w.value = w.value.detach().to(kGpu).set_requires_grad(true);
   w.grad = w.grad.to(kGpu);
   const Tensor y = rms_norm(x, w, 1e-6);

@@ -32,11 +32,13 @@ TEST(RotaryGpu, StridedHeads) {
     const auto k_heads = [dim](const auto& in, auto&) {
       return rotate(in[0].view({33, 7, dim}).narrow(1, 2, 3), in[1]);
     };
-    check_on_gpu(k_heads, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {}, 1e-6);
+    check_on_gpu(k_heads, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {},
+                 1e-6);
     const auto columns = [dim](const auto& in, auto&) {
       return rotate(in[0].narrow(1, 1, 3 * dim).view({33, 3, dim}), in[1]);
     };
-    check_on_gpu(columns, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {}, 1e-6);
+    check_on_gpu(columns, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {},
+                 1e-6);
   }
 }
 
@@ -58,7 +60,8 @@ TEST(RotaryGpu, LargeTensor) {
   const Tensor positions = (at::arange(tokens) % 5000).to(at::kInt).to(kGpu);
   const Tensor y = rotate(x, positions);
   for (int64_t t : {int64_t{0}, tokens / 2, tokens - 101, tokens - 1}) {
-    const Tensor expected = rotate(x.narrow(0, t, 1).cpu().to(at::kDouble), positions.narrow(0, t, 1).cpu());
+    const Tensor expected =
+        rotate(x.narrow(0, t, 1).cpu().to(at::kDouble), positions.narrow(0, t, 1).cpu());
     expect_close(y.narrow(0, t, 1), expected, 1e-6, "token");
   }
 }

@@ -46,8 +46,8 @@ TEST(AdamW, FollowsThePaper) {
       const Tensor m_hat = m / (1 - std::pow(0.9, t)), v_hat = v / (1 - std::pow(0.95, t));
       w = w - step.learning_rate * (m_hat / (v_hat.sqrt() + 1e-8) + 0.1 * w);
     }
-    // The paper subtracts both terms from the old weight; here, as in PyTorch, the weight decays first: the
-    // second term is the same, so only rounding remains.
+    // The paper subtracts both terms from the old weight; here, as in PyTorch, the weight decays
+    // first: the second term is the same, so only rounding remains.
     const double tolerance = dtype == at::kDouble ? 1e-13 : 2e-6;
     EXPECT_LE(max_difference(s.master, w), tolerance);
     EXPECT_LE(max_difference(s.exp_avg, m), tolerance);
@@ -69,7 +69,8 @@ TEST(AdamW, SmallUpdatesReachTheMaster) {
   EXPECT_TRUE(at::equal(s.value, s.master.to(at::kBFloat16)));
 }
 
-// Decoupled decay: without gradients lr * wd = 0.01 shrinks a weight by 0.99 a step; wd = 0 leaves it.
+// Decoupled decay: without gradients lr * wd = 0.01 shrinks a weight by 0.99 a step; wd = 0 leaves
+// it.
 TEST(AdamW, WeightDecayAlone) {
   State decayed = make_state(50, at::kFloat, at::kBFloat16);
   State kept = make_state(50, at::kFloat, at::kBFloat16);

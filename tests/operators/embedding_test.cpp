@@ -23,7 +23,8 @@ TEST(Embedding, GradientsMatchFiniteDifferences) {
   }
 }
 
-// Equal tokens are summed in FP32: 1 + 300 * 2^-8 is lost where sums are BF16. Hidden above one task.
+// Equal tokens are summed in FP32: 1 + 300 * 2^-8 is lost where sums are BF16. Hidden above one
+// task.
 TEST(Embedding, SumsBFloat16RowsInFp32) {
   Parameter w = make_parameter("w", {2, 131}, at::kBFloat16);
   const Tensor tokens = at::full({301}, 1, at::TensorOptions().dtype(at::kLong));

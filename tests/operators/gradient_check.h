@@ -1,5 +1,6 @@
-// Analytic gradients against central finite differences in FP64, for every element of every input and
-// parameter of an operator. Provides check_gradients, random_tensor, make_parameter, max_difference.
+// Analytic gradients against central finite differences in FP64, for every element of every input
+// and parameter of an operator. Provides check_gradients, random_tensor, make_parameter,
+// max_difference.
 #pragma once
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
@@ -39,7 +40,8 @@ inline Parameter make_parameter(const std::string& name, std::vector<int64_t> sh
   return parameter;
 }
 
-// max |a - b| over all elements, in FP64 on the CPU. 0 for empty tensors; NaN where either holds NaN.
+// max |a - b| over all elements, in FP64 on the CPU. 0 for empty tensors; NaN where either holds
+// NaN.
 inline double max_difference(const Tensor& a, const Tensor& b) {
   EXPECT_EQ(a.sizes(), b.sizes());
   if (a.numel() == 0 || a.sizes() != b.sizes()) return 0;
@@ -54,11 +56,12 @@ inline double relative_difference(const Tensor& a, const Tensor& b) {
   return max_difference(a, b) / std::max(scale, 1e-30);
 }
 
-// Checks the gradients of `f` with respect to `inputs` (FP64 leaves on the CPU; they are made to require
-// gradients) and `parameters` (FP64; gradient in .grad). `f` reads them anew in every call and returns one
-// tensor. A scalar is the root of the backward itself (with gradient 1); another shape is first multiplied
-// by fixed random numbers and summed. Gradient buffers start at 1, so that writing instead of adding is
-// noticed. Error: |analytic - numeric| relative to the largest gradient of the tensor (at least 1e-3).
+// Checks the gradients of `f` with respect to `inputs` (FP64 leaves on the CPU; they are made to
+// require gradients) and `parameters` (FP64; gradient in .grad). `f` reads them anew in every call
+// and returns one tensor. A scalar is the root of the backward itself (with gradient 1); another
+// shape is first multiplied by fixed random numbers and summed. Gradient buffers start at 1, so
+// that writing instead of adding is noticed. Error: |analytic - numeric| relative to the largest
+// gradient of the tensor (at least 1e-3).
 inline void check_gradients(const std::function<Tensor()>& f, std::vector<Tensor> inputs,
                             const std::vector<Parameter*>& parameters, double tolerance = 1e-6,
                             double step = 1e-5) {

@@ -85,8 +85,8 @@ TEST(Linear, Refuses) {
     linear(random_tensor("x", {3, 5}), w);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find(
-                  "input of model.layers.3.mlp.gate.weight: float64 (3, 5) on cpu"),
+    EXPECT_NE(std::string(error.what())
+                  .find("input of model.layers.3.mlp.gate.weight: float64 (3, 5) on cpu"),
               std::string::npos)
         << error.what();
   }

@@ -14,9 +14,8 @@ Tensor reference(const Tensor& x, const Tensor& weight, double eps) {
 }
 
 TEST(RmsNorm, GradientsMatchFiniteDifferences) {
-  const std::vector<std::vector<int64_t>> shapes = {{1},    {7},       {1, 1},       {3, 5},
-                                                    {2, 17}, {0, 4},   {3, 2, 6},    {2, 3, 2, 4},
-                                                    {40, 3}, {1, 70}};
+  const std::vector<std::vector<int64_t>> shapes = {
+      {1}, {7}, {1, 1}, {3, 5}, {2, 17}, {0, 4}, {3, 2, 6}, {2, 3, 2, 4}, {40, 3}, {1, 70}};
   for (const auto& shape : shapes) {
     SCOPED_TRACE(fmt::format("{}", fmt::join(shape, " ")));
     Tensor x = random_tensor("x", shape);
@@ -56,7 +55,8 @@ TEST(RmsNorm, BFloat16) {
   EXPECT_LE(relative_difference(w.grad, w64.grad()), 1e-5);  // FP32 sums over 37 rows
 }
 
-// Large values don't overflow their squares' sum early, and in rows of zeros eps keeps the result finite.
+// Large values don't overflow their squares' sum early, and in rows of zeros eps keeps the result
+// finite.
 TEST(RmsNorm, LargeAndZeroRows) {
   Parameter w = make_parameter("w", {64}, at::kFloat, 0.0, 1.0);
   const Tensor x = random_tensor("x", {1, 64}, at::kFloat);

@@ -29,8 +29,8 @@ TEST(Rotary, GradientsMatchFiniteDifferences) {
   }
 }
 
-// Pairs are (i, i + D/2), the layout of Hugging Face's Qwen3 and GPT-OSS. For unit vectors the result can be
-// written down; the neighbours' layout (2i, 2i + 1) fails this.
+// Pairs are (i, i + D/2), the layout of Hugging Face's Qwen3 and GPT-OSS. For unit vectors the
+// result can be written down; the neighbours' layout (2i, 2i + 1) fails this.
 TEST(Rotary, HalfSplitLayout) {
   const RotaryTable table = make_rotary_table(8, 8, 10000.0, at::kCPU);
   for (int64_t i = 0; i < 4; ++i) {
@@ -50,7 +50,9 @@ TEST(Rotary, ProductsDependOnDistance) {
   const RotaryTable table = make_rotary_table(5000, 16, 1e6, at::kCPU);
   const Tensor q = random_tensor("q", {1, 1, 16}), k = random_tensor("k", {1, 1, 16});
   const auto product = [&](int32_t at_q, int32_t at_k) {
-    return (rotary(q, places({at_q}), table) * rotary(k, places({at_k}), table)).sum().item<double>();
+    return (rotary(q, places({at_q}), table) * rotary(k, places({at_k}), table))
+        .sum()
+        .item<double>();
   };
   EXPECT_NEAR(product(7, 3), product(4, 0), 1e-5);
   EXPECT_NEAR(product(7, 3), product(4900, 4896), 1e-5);
