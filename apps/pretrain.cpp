@@ -302,7 +302,12 @@ int pretrain(const RunConfig& config, bool dry_run, Clock::time_point launched) 
   if (config.run.threads > 0) at::set_num_threads(static_cast<int>(config.run.threads));
   Mesh mesh;
   mesh.device = select_device(config.run.device);
-  at::globalContext().setDeterministicAlgorithms(config.training.deterministic, false);
+  if (config.training.deterministic) {
+    // cuBLAS sums in one order only with a fixed workspace; LibTorch then refuses what is not deterministic.
+    setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+    at::globalContext().setDeterministicAlgorithms(true, false);
+    at::globalContext().setDeterministicFillUninitializedMemory(false);
+  }
   auto model_config = Model::Config::parse_file(config.model.config);
   if (config.model.num_layers > 0) model_config.cut_layers(config.model.num_layers);
   PITH_CHECK(config.data.sequence_length <= model_config.max_positions,

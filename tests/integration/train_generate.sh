@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# A whole small run through the program: train, stop by a signal, resume, validate, trace, generate; and what it
+# refuses. In a folder with a space and an umlaut in its name.
+set -eu
+fail() { echo "FAIL: $*"; exit 1; }
+mkdir 'fol der ü' && cd 'fol der ü'
+
+mkdir text
+for i in $(seq 1 80); do seq "$i" $((i * 37 % 90 + 2 * i)) >"text/$i.txt"; done
+"$PITHTRAIN" corpus build --out corpus/train --validation-share 0.2 --validation-out corpus/held text >/dev/null
+cat >config.json <<'END'
+{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 257, "hidden_size": 32,
+ "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+ "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2,
+ "norm_topk_prob": true, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 96,
+ "tie_word_embeddings": false, "eos_token_id": 256}
+END
+cat >run.toml <<'END'
+[run]
+device = "cpu"
+threads = 1
+[model]
+config = "config.json"
+dtype = "float32"
+[data]
+train = "corpus/train"
+validation = "corpus/held"
+sequence_length = 32
+[training]
+steps = 20
+global_batch = 8
+micro_batch = 4
+lr = 1e-2
+warmup_steps = 3
+[validation]
+tokens = 1024
+END
+train() { "$PITHTRAIN" pretrain run.toml --set run.folder="$1" "${@:2}"; }
+train_in_background() { exec "$PITHTRAIN" pretrain run.toml --set run.folder="$1" "${@:2}"; }  # $! is the program
+numbers() { grep '"loss"' "$1/metrics.jsonl" | grep -oE '"(step|loss|grad_norm|lr|tokens_seen)":[^,}]*'; }
+refused() { # refused PATTERN COMMAND...: must exit 1 and say PATTERN
+  local pattern=$1 status=0
+  shift
+  "$@" >refused.log 2>&1 || status=$?
+  [ $status -eq 1 ] || { cat refused.log; fail "exit $status instead of 1: $*"; }
+  grep -qE "$pattern" refused.log || { cat refused.log; fail "no '$pattern' from: $*"; }
+  ! grep -q 'frame #' refused.log || fail "a backtrace reached the user: $*"
+}
+
+# Straight; and 10 steps + a new process + 10 steps.
+train straight >straight.log
+grep -q 'step 20/20' straight.log || fail "no progress line"
+train_in_background resumed --set checkpoint.interval=10 >resumed.log 2>&1 &
+process=$!
+for _ in $(seq 1 600); do [ -e resumed/checkpoints/step-00000010 ] && break; sleep 0.05; done
+kill -9 $process 2>/dev/null || true
+wait $process 2>/dev/null || true
+train resumed >>resumed.log
+grep -q 'resumed from' resumed.log || fail "it did not resume"
+diff <(numbers straight) <(numbers resumed) || fail "resuming changed the numbers"
+for file in $(cd straight/checkpoints/step-00000020 && find . -name '*.safetensors'); do
+  cmp "straight/checkpoints/step-00000020/$file" "resumed/checkpoints/step-00000020/$file" || fail "$file differs"
+done
+
+# Validation does not change training; the loss falls; held-out loss is reported.
+train validated --set validation.interval=5 >validated.log
+diff <(numbers straight) <(numbers validated) || fail "validation changed training"
+[ "$(grep -c 'validation/loss' validated/metrics.jsonl)" -eq 4 ] || fail "4 validation losses expected"
+grep '"loss"' straight/metrics.jsonl | grep -oE '"loss":[0-9.]+' | cut -d: -f2 |
+  awk 'NR == 1 { first = $1 } { last = $1 } END { exit !(last < 0.8 * first) }' || fail "the loss does not fall"
+
+# SIGTERM: finishes the step, saves, exits 0; and goes on where it stopped.
+train_in_background stopped --set training.steps=100000 --set training.schedule=constant >stopped.log 2>&1 &
+process=$!
+for _ in $(seq 1 600); do grep -q 'step  *5/' stopped.log && break; sleep 0.05; done
+kill -TERM $process
+wait $process || { status=$?; tail stopped.log; fail "exit $status after SIGTERM"; }
+last=$(ls stopped/checkpoints | tail -n 1)
+stopped_at=$((10#${last#step-}))
+train stopped --set training.steps=$((stopped_at + 2)) --set training.schedule=constant >stopped2.log
+grep -q "at step $stopped_at" stopped2.log || fail "resumed elsewhere than at step $stopped_at"
+
+# What is refused.
+refused 'data.sequence_length: 32 in the checkpoint, 16 now' train straight --set data.sequence_length=16
+refused 'checkpoint.resume is off' train straight --set checkpoint.resume=false
+refused 'longer than the model' train other --set data.sequence_length=128
+refused 'vocabulary of 257, the model only 100' env -C . bash -c \
+  "sed 's/257/100/' config.json >small.json; '$PITHTRAIN' pretrain run.toml --set model.config=small.json"
+refused 'attention_bias true is not supported' bash -c \
+  "sed 's/\"tie_word/\"attention_bias\": true, \"tie_word/' config.json >bias.json; '$PITHTRAIN' pretrain run.toml --set model.config=bias.json"
+refused 'model_type "llama" is not supported' bash -c \
+  "sed 's/qwen3_moe/llama/' config.json >llama.json; '$PITHTRAIN' pretrain run.toml --set model.config=llama.json"
+
+# A run that leaves the finite numbers stops, names the first tensor, and keeps its checkpoint.
+refused 'step [0-9]+: loss .* not finite; first NaN or Inf in (output|weight|gradient)' \
+  train exploded --set training.lr=1000 --set training.clip_norm=0 --set training.weight_decay=1 --set training.steps=60 --set training.schedule=constant
+
+# Weights alone from a checkpoint: step 0 of a new run starts at the trained loss.
+train continued --set model.init=straight/checkpoints/step-00000020 --set training.steps=1 --set training.warmup_steps=0 --set training.lr=1e-8 >/dev/null
+awk -v a="$(numbers straight | grep loss | tail -n 1 | cut -d: -f2)" -v b="$(numbers continued | grep loss | cut -d: -f2)" \
+  'BEGIN { exit !(b < a * 1.3 && b > a * 0.7) }' || fail "model.init was not used"
+
+# Dry run: everything resolved, nothing written.
+train dry --dry-run >dry.log
+grep -q '^# memory .*rank 0' dry.log && grep -q '^# schedule' dry.log && grep -q '^# parameters' dry.log || fail "dry run"
+[ ! -e dry ] || fail "the dry run wrote a folder"
+
+# Generation: greedy with and without cache; alone and in a batch; the same seed the same text; end of document.
+model=straight/checkpoints/step-00000020
+generate() { "$PITHTRAIN" generate $model --device cpu --quiet --max-tokens 40 "$@"; }
+generate --prompt '12' --temperature 0 >a.txt
+generate --prompt '12' --temperature 0 --no-cache >b.txt
+cmp a.txt b.txt || fail "the cache changes greedy text"
+generate --prompt '12' --prompt '3141' --prompt '9' --temperature 0 >batch.txt
+tail -n +2 batch.txt | head -c "$(($(wc -c <a.txt) - 1))" | cmp - <(head -c -1 a.txt) || fail "a batch changes greedy text"
+generate --prompt '12' --seed 5 >c.txt
+generate --prompt '12' --seed 5 >d.txt
+generate --prompt '12' --seed 6 >e.txt
+cmp c.txt d.txt || fail "the same seed gave another text"
+! cmp -s c.txt e.txt || fail "another seed gave the same text"
+refused 'no prompt' "$PITHTRAIN" generate $model
+refused 'would take [0-9]+ positions, the model has 96' "$PITHTRAIN" generate $model --prompt x --max-tokens 500
+
+# Trace: the loss of the same rows in FP32, gradients, routing; ids that do not fit are refused.
+echo '{"rows": [[[49, 10, 50, 10], [51]], [[52, 53, 10]]]}' >ids.json
+"$PITHTRAIN" trace $model --tokens ids.json --out trace.safetensors --grads --stages --routing >trace.log
+grep -q 'loss [0-9.]* over 5 trained tokens' trace.log || { cat trace.log; fail "trace"; }
+"$PITHTRAIN" inspect trace.safetensors >inspect.log
+for name in logits loss logprobs grad.lm_head.weight grad.model.layers.1.mlp.experts.3.up_proj.weight routing.topk_idx.0; do
+  grep -aq "\"$name\"" trace.safetensors || fail "the trace lacks $name"
+done
+echo '[[[1, 300]]]' >bad.json
+refused 'bad.json: row 0, document 0: 300 is not an id below the vocabulary of 257' \
+  "$PITHTRAIN" trace $model --tokens bad.json --out t.safetensors
+echo "PASS"
