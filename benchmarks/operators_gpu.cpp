@@ -2,6 +2,7 @@
 // name, shape, milliseconds (median) and the rate in GB/s that must move, or in TFLOP/s that must
 // be computed.
 #include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -16,11 +17,17 @@
 #include "core/device.h"
 #include "core/parameter.h"
 #include "core/random.h"
+#include "operators/adamw.h"
 #include "operators/attention.h"
+#include "operators/embedding.h"
 #include "operators/grouped_linear.h"
+#include "operators/linear.h"
 #include "operators/linear_cross_entropy.h"
 #include "operators/permute.h"
+#include "operators/rms_norm.h"
+#include "operators/rotary.h"
 #include "operators/router.h"
+#include "operators/swiglu.h"
 
 namespace pith {
 namespace {
@@ -204,6 +211,74 @@ void bench_cross_entropy() {
 #endif
 }
 
+void bench_embedding() {
+  Parameter weight("embedding", {kVocabulary, kHidden}, ParameterGroup::embedding, Init::normal);
+  fill_weight(weight, 0.02);
+  const Tensor tokens =
+      at::randint(kVocabulary, {kTokens}, at::TensorOptions(at::kLong).device(device));
+  const double rows = 2.0 * kTokens * kHidden;  // bytes of BF16 rows
+  report_both("embedding", "8192 of 151936 x 2048", {2 * rows}, {5 * rows}, {weight.value},
+              [&] { return embedding(tokens, weight); });
+}
+
+void bench_linear() {
+  auto run = [&](const char* name, const char* shape, int64_t out, bool fp32) {
+    Parameter weight(name, {out, kHidden}, ParameterGroup::matrix, Init::normal);
+    fill_weight(weight, 0.02);
+    const Tensor x = random("x", {kTokens, kHidden});
+    const double flop = 2.0 * kTokens * kHidden * static_cast<double>(out);
+    report_both(name, shape, {0, flop}, {0, 2 * flop}, {x, weight.value},
+                [&] { return fp32 ? linear_fp32(x, weight) : linear(x, weight); });
+  };
+  run("linear", "8192 x 2048 -> 5120", (kHeads + 2 * kKvHeads) * kHeadDim, false);
+  run("linear_fp32", "8192 x 2048 -> 128", kExperts, true);
+}
+
+void bench_norm_and_rotary() {
+  Parameter wide("norm", {kHidden}, ParameterGroup::norm, Init::ones);
+  Parameter narrow("head norm", {kHeadDim}, ParameterGroup::norm, Init::ones);
+  fill_weight(wide, 1.0);
+  fill_weight(narrow, 1.0);
+  const Tensor x = random("x", {kTokens, kHidden});
+  const double bytes = 2.0 * kTokens * kHidden;
+  report_both("rms_norm", "8192 x 2048", {2 * bytes}, {3 * bytes}, {x, wide.value},
+              [&] { return rms_norm(x, wide, 1e-6); });
+  // Queries lie in a fused projection of q, k and v; the time of their backward holds no slice's
+  // backward.
+  const int64_t qkv_heads = kHeads + 2 * kKvHeads;
+  const Tensor qkv = random("qkv", {kTokens, qkv_heads, kHeadDim}).detach();
+  const Tensor q = qkv.narrow(1, 0, kHeads).requires_grad_();
+  const double q_bytes = 2.0 * kTokens * kHeads * kHeadDim;
+  report_both("rms_norm of heads", "8192 x 32 of 40 x 128", {2 * q_bytes}, {3 * q_bytes},
+              {q, narrow.value}, [&] { return rms_norm(q, narrow, 1e-6); });
+  const RotaryTable table = make_rotary_table(4096, kHeadDim, 1e6, device);
+  const Tensor positions =
+      at::arange(kTokens, at::TensorOptions(device)).remainder(4096).to(at::kInt);
+  report_both("rotary", "8192 x 32 of 40 x 128", {2 * q_bytes}, {2 * q_bytes}, {q},
+              [&] { return rotary(q, positions, table); });
+}
+
+void bench_swiglu() {
+  const Tensor gate_up = random("gate_up", {kSlots, 2 * kExpertHidden});
+  const double bytes = 2.0 * kSlots * kExpertHidden;
+  report_both("swiglu", "65536 x 768", {3 * bytes}, {5 * bytes}, {gate_up},
+              [&] { return swiglu(gate_up); });
+}
+
+void bench_optimizer() {
+  const int64_t n = int64_t{1} << 28;
+  const auto make = [&](at::ScalarType dtype) { return random("flat", {n}, dtype, 1e-3).detach(); };
+  Tensor master = make(at::kFloat), exp_avg = make(at::kFloat), value = make(at::kBFloat16);
+  Tensor exp_avg_sq = exp_avg.square();
+  const Tensor grad = make(at::kFloat), scale = at::full({}, 0.5, grad.options());
+  const auto elements = static_cast<double>(n);
+  report("adamw_update", "268 M", {30 * elements}, [&] {
+    adamw_update(master, exp_avg, exp_avg_sq, grad, value, scale, {1e-4, 0.9, 0.95, 1e-8, 0.1, 10});
+  });
+  report("sum_of_squares", "268 M", {4 * elements}, [&] { sum_of_squares(grad); });
+  report("fill_normal", "268 M BF16", {2 * elements}, [&] { fill_normal(value, 1, "x", 1.0); });
+}
+
 }  // namespace
 }  // namespace pith
 
@@ -216,6 +291,11 @@ int main() {
     std::printf("bench_operators_gpu: nothing measured: %s\n", error.what());
     return 0;
   }
+  bench_embedding();
+  bench_linear();
+  bench_norm_and_rotary();
+  bench_swiglu();
+  bench_optimizer();
   bench_router();
   bench_permute();
   bench_grouped_linear();
