@@ -10,13 +10,14 @@ namespace pith {
 // The model_type of a config.json, or of the one in a folder.
 std::string read_model_type(const std::filesystem::path& path);
 
-// Calls use.operator()<Model>() with the family that the model_type of a config.json names. `path`: the file or its
-// folder.
+// Calls use.operator()<Model>() with the family that the model_type of a config.json names. `path`:
+// the file or its folder.
 template <class Use>
 auto with_family(const std::filesystem::path& path, Use&& use) {
   const std::string family = read_model_type(path);
   if (family == "qwen3_moe") return use.template operator()<Qwen3MoeModel>();
-  PITH_FAIL_HINT("supported: qwen3_moe", "{}: model_type \"{}\" is not supported", path.string(), family);
+  PITH_FAIL_HINT("supported: qwen3_moe", "{}: model_type \"{}\" is not supported", path.string(),
+                 family);
 }
 
 }  // namespace pith

@@ -51,8 +51,10 @@ std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
   return ids;
 }
 
-// The new tokens of every sequence as one micro-batch, each a document that begins at position `done`.
-MicroBatch pack(const std::vector<Sequence>& sequences, const std::vector<size_t>& done, at::Device device) {
+// The new tokens of every sequence as one micro-batch, each a document that begins at position
+// `done`.
+MicroBatch pack(const std::vector<Sequence>& sequences, const std::vector<size_t>& done,
+                at::Device device) {
   std::vector<Row> rows(sequences.size());
   for (size_t i = 0; i < sequences.size(); ++i) {
     const std::vector<int64_t>& ids = sequences[i].ids;
@@ -66,11 +68,12 @@ MicroBatch pack(const std::vector<Sequence>& sequences, const std::vector<size_t
   return make_microbatch(rows, true, 0, static_cast<int64_t>(rows.size()), device);
 }
 
-// Extends all sequences until each has ended; `on_token(i, id)` sees every new token, the end tokens too.
+// Extends all sequences until each has ended; `on_token(i, id)` sees every new token, the end
+// tokens too.
 template <class Model, class OnToken>
 void generate_tokens(Pipeline<Model>& pipeline, std::vector<Sequence>& sequences,
-                     const GenerateOptions& options, const std::set<int64_t>& ends, int64_t num_layers,
-                     at::Device device, const OnToken& on_token) {
+                     const GenerateOptions& options, const std::set<int64_t>& ends,
+                     int64_t num_layers, at::Device device, const OnToken& on_token) {
   std::vector<LayerCache> caches(options.no_cache ? 0 : static_cast<size_t>(num_layers));
   std::vector<size_t> done(sequences.size(), 0);
   for (int64_t n = 0; n < options.max_tokens; ++n) {
@@ -86,7 +89,8 @@ void generate_tokens(Pipeline<Model>& pipeline, std::vector<Sequence>& sequences
       // A draw depends on seed, prompt and position alone, not on how long the other prompts run.
       const uint64_t draw = (static_cast<uint64_t>(i) << 32) + static_cast<uint64_t>(n);
       const int64_t id = sample(row, options.sampling, draw);
-      sequence.ids.push_back(id);  // a finished sequence runs along unseen, so that rows stay aligned
+      sequence.ids.push_back(
+          id);  // a finished sequence runs along unseen, so that rows stay aligned
       if (sequence.end != 0) continue;
       if (!options.ignore_eos && ends.contains(id)) sequence.end = sequence.ids.size();
       on_token(i, id);
@@ -103,14 +107,15 @@ int generate(const GenerateOptions& options) {
   mesh.device = select_device(options.device);
   std::string dtype = options.dtype;
   if (dtype == "auto") dtype = mesh.device.is_cpu() ? "fp32" : "bf16";
-  PITH_CHECK(dtype == "fp32" || dtype == "bf16", "--dtype must be auto, fp32 or bf16, not {}", dtype);
+  PITH_CHECK(dtype == "fp32" || dtype == "bf16", "--dtype must be auto, fp32 or bf16, not {}",
+             dtype);
   PITH_CHECK(options.max_tokens >= 1, "--max-tokens must be at least 1");
 
   const auto config = Model::Config::parse_file(options.folder);
   Model model(config, whole_model(config.num_layers, config.num_experts));
-  std::vector<ShardGroup> groups = make_shard_groups(
-      model.parameter_units(), dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh.device,
-      ShardGroup::Use::inference);
+  std::vector<ShardGroup> groups =
+      make_shard_groups(model.parameter_units(), dtype == "fp32" ? at::kFloat : at::kBFloat16,
+                        mesh.device, ShardGroup::Use::inference);
   restore_weights(groups, options.folder, config.tie_embeddings);
   const Tokenizer tokenizer = Tokenizer::load(options.folder);
   PITH_CHECK(tokenizer.vocab_size() <= config.vocab_size, "the tokenizer has {} ids, the model {}",
@@ -124,7 +129,8 @@ int generate(const GenerateOptions& options) {
     prompts.emplace_back(std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>());
   }
   if (prompts.empty())
-    PITH_FAIL_HINT("pithtrain generate FOLDER --prompt \"...\"", "no prompt: give --prompt or --prompt-file");
+    PITH_FAIL_HINT("pithtrain generate FOLDER --prompt \"...\"",
+                   "no prompt: give --prompt or --prompt-file");
   int64_t longest = 0;
   for (const std::string& prompt : prompts) {
     Sequence& sequence = sequences.emplace_back();
@@ -135,9 +141,10 @@ int generate(const GenerateOptions& options) {
     longest = std::max(longest, static_cast<int64_t>(sequence.ids.size()));
   }
   const int64_t positions = longest + options.max_tokens;
-  PITH_CHECK(positions <= config.max_positions,
-             "prompt and answer would take {} positions, the model has {} (max_position_embeddings)", positions,
-             config.max_positions);
+  PITH_CHECK(
+      positions <= config.max_positions,
+      "prompt and answer would take {} positions, the model has {} (max_position_embeddings)",
+      positions, config.max_positions);
 
   Pipeline<Model> pipeline(model, mesh, positions, {});
   const auto start = std::chrono::steady_clock::now();
@@ -145,8 +152,8 @@ int generate(const GenerateOptions& options) {
   const bool stream = sequences.size() == 1;
   StreamingDecoder decoder(tokenizer);
   if (stream) fmt::print("{}", prompts[0]);
-  generate_tokens(pipeline, sequences, options, end_ids(options.folder, tokenizer), config.num_layers,
-                  mesh.device, [&](size_t, int64_t id) {
+  generate_tokens(pipeline, sequences, options, end_ids(options.folder, tokenizer),
+                  config.num_layers, mesh.device, [&](size_t, int64_t id) {
                     ++produced;
                     if (!stream) return;
                     fmt::print("{}", decoder.push(static_cast<int32_t>(id)));
@@ -174,26 +181,31 @@ int generate(const GenerateOptions& options) {
 
 void add_generate_command(CLI::App& app) {
   auto options = std::make_shared<GenerateOptions>();
-  CLI::App* command = app.add_subcommand("generate", "Continue prompts with a model folder or checkpoint");
+  CLI::App* command =
+      app.add_subcommand("generate", "Continue prompts with a model folder or checkpoint");
   command->add_option("folder", options->folder, "Hugging Face folder or checkpoint")->required();
   command->add_option("--prompt", options->prompts, "Text to continue; may be given several times")
       ->allow_extra_args(false);
   command->add_option("--prompt-file", options->prompt_files, "The same from a file")
       ->allow_extra_args(false);
-  command->add_option("--max-tokens", options->max_tokens, "Longest answer in tokens (default 200)");
+  command->add_option("--max-tokens", options->max_tokens,
+                      "Longest answer in tokens (default 200)");
   command->add_option("--temperature", options->sampling.temperature, "0 = greedy; default 1");
   command->add_option("--top-k", options->sampling.top_k, "Keep the k likeliest tokens; 0 = all");
   command->add_option("--top-p", options->sampling.top_p, "Keep the likeliest tokens of this mass");
-  command->add_option("--min-p", options->sampling.min_p, "Drop tokens below this share of the likeliest");
+  command->add_option("--min-p", options->sampling.min_p,
+                      "Drop tokens below this share of the likeliest");
   command->add_option("--seed", options->sampling.seed, "Seed of the draws (default 0)");
   command->add_flag("--ignore-eos", options->ignore_eos, "Do not stop at the end of the document");
-  command->add_flag("--no-cache", options->no_cache, "Recompute everything for each token (slow; a check)");
+  command->add_flag("--no-cache", options->no_cache,
+                    "Recompute everything for each token (slow; a check)");
   command->add_flag("--quiet", options->quiet, "No speed line on stderr");
   command->add_option("--dtype", options->dtype, "auto (fp32 on CPU, bf16 on GPU), fp32, bf16");
   command->add_option("--device", options->device, "auto (default), cpu, cuda");
   command->add_option("--threads", options->threads, "CPU threads; 0 = all");
-  command->footer("Example: pithtrain generate runs/demo/checkpoints/step-00000300 --prompt \"#include <\" "
-                  "--temperature 0.7");
+  command->footer(
+      "Example: pithtrain generate runs/demo/checkpoints/step-00000300 --prompt \"#include <\" "
+      "--temperature 0.7");
   command->callback([options] {
     with_family(options->folder, [&]<class Model>() { return generate<Model>(*options); });
   });

@@ -41,25 +41,32 @@ std::string with_unit(double value) {
 }
 
 // Bytes of one process that holds everything, in GiB by cause. Activations: one micro-batch.
-void print_plan(const RunConfig& config, const ModelSize& size, at::ScalarType dtype, at::Device device) {
+void print_plan(const RunConfig& config, const ModelSize& size, at::ScalarType dtype,
+                at::Device device) {
   constexpr double kGib = 1 << 30;
   const auto parameters = static_cast<double>(size.parameters);
   const auto width = static_cast<double>(c10::elementSize(dtype));
-  const int64_t micro_batches = div_exact(config.training.global_batch, config.training.micro_batch);
-  const auto tokens = static_cast<double>(config.training.micro_batch * config.data.sequence_length);
+  const int64_t micro_batches =
+      div_exact(config.training.global_batch, config.training.micro_batch);
+  const auto tokens =
+      static_cast<double>(config.training.micro_batch * config.data.sequence_length);
   const double weights = parameters * width / kGib, gradients = parameters * 4 / kGib;
   const double optimizer = parameters * 12 / kGib;
-  const double activations = tokens * static_cast<double>(size.activations_per_token) * width / kGib;
-  fmt::print("\n# parameters  {} total, {} active per token; {} FLOP per token (forward and backward)\n",
-             with_unit(parameters), with_unit(static_cast<double>(size.active_parameters)),
-             with_unit(size.flops_per_token));
+  const double activations =
+      tokens * static_cast<double>(size.activations_per_token) * width / kGib;
+  fmt::print(
+      "\n# parameters  {} total, {} active per token; {} FLOP per token (forward and backward)\n",
+      with_unit(parameters), with_unit(static_cast<double>(size.active_parameters)),
+      with_unit(size.flops_per_token));
   fmt::print("# device      {}\n", describe_device(device));
   fmt::print(
-      "# memory      rank 0: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and moments {:.2f} "
+      "# memory      rank 0: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and moments "
+      "{:.2f} "
       "+ activations {:.2f}\n",
       weights + gradients + optimizer + activations, weights, gradients, optimizer, activations);
-  fmt::print("# step        {} sequences x {} tokens = {} micro-batches of {}\n", config.training.global_batch,
-             config.data.sequence_length, micro_batches, config.training.micro_batch);
+  fmt::print("# step        {} sequences x {} tokens = {} micro-batches of {}\n",
+             config.training.global_batch, config.data.sequence_length, micro_batches,
+             config.training.micro_batch);
   const std::vector<Action> schedule = make_schedule(std::min<int64_t>(micro_batches, 8));
   fmt::print("# schedule    rank 0: {}{}\n", to_string(schedule), micro_batches > 8 ? " ..." : "");
 }
@@ -91,7 +98,8 @@ class Run {
                                   ShardGroup::Use::training)),
         pipeline_(model_, mesh_, config.data.sequence_length,
                   {config.training.balance_loss, config.training.force_balance}),
-        rows_(corpus_, config.data.sequence_length, config.data.seed, config.data.document_mask, true) {
+        rows_(corpus_, config.data.sequence_length, config.data.seed, config.data.document_mask,
+              true) {
     check_vocabulary(corpus_);
     if (!config.data.validation.empty() && config.validation.interval > 0) {
       const Corpus validation(config.data.validation);
@@ -113,7 +121,8 @@ class Run {
     log.event("start", fmt::format("{}; {}; weights ready {:.1f} s after launch", origin,
                                    describe_device(mesh_.device), seconds_since(launched)));
     if (config_.training.force_balance)
-      log.event("warning", "training.force_balance replaces the router's choice: for measurements only");
+      log.event("warning",
+                "training.force_balance replaces the router's choice: for measurements only");
     std::vector<MicroBatch> batch;
     while (state_.step < config_.training.steps && !stop_requested()) {
       const auto start = Clock::now();
@@ -129,7 +138,8 @@ class Run {
     }
     if (config_.checkpoint.save && state_.step > saved_step_) save(log);  // the end, or a signal
     writer_.finish();
-    if (stop_requested()) log.event("stop", fmt::format("stopped by a signal after step {}", state_.step));
+    if (stop_requested())
+      log.event("stop", fmt::format("stopped by a signal after step {}", state_.step));
     return 0;
   }
 
@@ -141,7 +151,8 @@ class Run {
   }
 
   double model_flops(int64_t tokens) const {
-    return model_.config().size(config_.data.sequence_length).flops_per_token * static_cast<double>(tokens);
+    return model_.config().size(config_.data.sequence_length).flops_per_token *
+           static_cast<double>(tokens);
   }
 
   void check_vocabulary(const Corpus& corpus) const {
@@ -180,7 +191,8 @@ class Run {
       return "weights of " + config_.model.init;
     }
     for (ShardGroup& group : groups_) {
-      group.initialize(config_.training.seed, config_.training.init_std, model_.config().num_layers);
+      group.initialize(config_.training.seed, config_.training.init_std,
+                       model_.config().num_layers);
     }
     return fmt::format("random weights, seed {}", config_.training.seed);
   }
@@ -212,10 +224,12 @@ class Run {
     metrics.loss = result.loss_sum.item<double>() /
                    static_cast<double>(std::max<int64_t>(metrics.trained_tokens, 1));
     if (result.balance_sum.defined()) {
-      metrics.balance_loss = result.balance_sum.item<double>() /
-                             static_cast<double>(config_.training.global_batch * result.num_moe_layers);
+      metrics.balance_loss =
+          result.balance_sum.item<double>() /
+          static_cast<double>(config_.training.global_batch * result.num_moe_layers);
     }
-    if (config_.log.check_finite && !(std::isfinite(metrics.loss) && std::isfinite(metrics.grad_norm)))
+    if (config_.log.check_finite &&
+        !(std::isfinite(metrics.loss) && std::isfinite(metrics.grad_norm)))
       fail_non_finite(current, metrics);
     metrics.lr = learning_rate(config_.training, metrics.step);
     optimizer_step(groups_, config_.training, metrics.lr, metrics.step, norm);
@@ -231,8 +245,10 @@ class Run {
     return metrics;
   }
 
-  // Runs the forward pass again, looking at every stage, to name the first tensor that is not finite.
-  [[noreturn]] void fail_non_finite(const std::vector<MicroBatch>& batch, const StepMetrics& metrics) {
+  // Runs the forward pass again, looking at every stage, to name the first tensor that is not
+  // finite.
+  [[noreturn]] void fail_non_finite(const std::vector<MicroBatch>& batch,
+                                    const StepMetrics& metrics) {
     std::string first = first_non_finite(groups_);
     if (!first.starts_with("weight")) {
       std::string stage;
@@ -242,11 +258,14 @@ class Run {
       pipeline_.forward_only(batch, NextTokenLoss());
       if (!stage.empty()) first = stage;
     }
-    PITH_FAIL_HINT("the weights and the last checkpoint are untouched by this step; lower the learning rate or "
-                   "look at the data of this step",
-                   "step {}: loss {} and gradient norm {} are not finite; first NaN or Inf in {} (rows {} to {})",
-                   metrics.step, metrics.loss, metrics.grad_norm, first.empty() ? "the loss" : first,
-                   state_.rows_read, state_.rows_read + config_.training.global_batch - 1);
+    PITH_FAIL_HINT(
+        "the weights and the last checkpoint are untouched by this step; lower the learning rate "
+        "or "
+        "look at the data of this step",
+        "step {}: loss {} and gradient norm {} are not finite; first NaN or Inf in {} (rows {} to "
+        "{})",
+        metrics.step, metrics.loss, metrics.grad_norm, first.empty() ? "the loss" : first,
+        state_.rows_read, state_.rows_read + config_.training.global_batch - 1);
   }
 
   double validation_loss() {
@@ -279,8 +298,9 @@ class Run {
     }
     writer_.start(folder_ / "checkpoints", std::move(content), config_.checkpoint.keep_last);
     saved_step_ = state_.step;
-    log.event("save", fmt::format("checkpoint of step {} on its way to {} (copied in {:.2f} s)", state_.step,
-                                  (folder_ / "checkpoints").string(), seconds_since(start)));
+    log.event("save",
+              fmt::format("checkpoint of step {} on its way to {} (copied in {:.2f} s)",
+                          state_.step, (folder_ / "checkpoints").string(), seconds_since(start)));
   }
 
   const RunConfig& config_;
@@ -303,7 +323,8 @@ int pretrain(const RunConfig& config, bool dry_run, Clock::time_point launched) 
   Mesh mesh;
   mesh.device = select_device(config.run.device);
   if (config.training.deterministic) {
-    // cuBLAS sums in one order only with a fixed workspace; LibTorch then refuses what is not deterministic.
+    // cuBLAS sums in one order only with a fixed workspace; LibTorch then refuses what is not
+    // deterministic.
     setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
     at::globalContext().setDeterministicAlgorithms(true, false);
     at::globalContext().setDeterministicFillUninitializedMemory(false);
@@ -315,7 +336,8 @@ int pretrain(const RunConfig& config, bool dry_run, Clock::time_point launched) 
              config.data.sequence_length, model_config.max_positions);
   if (dry_run) {
     fmt::print("{}", to_toml(config));
-    print_plan(config, model_config.size(config.data.sequence_length), compute_dtype(config), mesh.device);
+    print_plan(config, model_config.size(config.data.sequence_length), compute_dtype(config),
+               mesh.device);
     return 0;
   }
   install_signal_handlers();
@@ -332,20 +354,23 @@ void add_pretrain_command(CLI::App& app) {
   };
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand(
-      "pretrain", "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder");
-  command->add_option("config", options->file, "Run configuration (TOML); see examples/")->required();
+      "pretrain",
+      "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder");
+  command->add_option("config", options->file, "Run configuration (TOML); see examples/")
+      ->required();
   command->add_option("--set", options->overrides, "Override one key, e.g. --set training.lr=1e-4")
       ->allow_extra_args(false);
-  command->add_flag("--dry-run", options->dry_run,
-                    "Print the resolved configuration, parameter counts, memory and schedule, then exit");
-  command->footer("Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
-                  describe_config_keys());
+  command->add_flag(
+      "--dry-run", options->dry_run,
+      "Print the resolved configuration, parameter counts, memory and schedule, then exit");
+  command->footer(
+      "Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
+      describe_config_keys());
   command->callback([options] {
     const auto launched = Clock::now();
     const RunConfig config = load_run_config(options->file, options->overrides);
-    with_family(config.model.config, [&]<class Model>() {
-      return pretrain<Model>(config, options->dry_run, launched);
-    });
+    with_family(config.model.config,
+                [&]<class Model>() { return pretrain<Model>(config, options->dry_run, launched); });
   });
 }
 

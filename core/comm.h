@@ -14,7 +14,8 @@ class Comm {
 
   // Sums `tensor` over the group in place.
   void all_reduce(Tensor& tensor) const { (void)tensor; }
-  // Rows of `input`, split_sizes[i] of them for member i, travel to their members; returns the received rows.
+  // Rows of `input`, split_sizes[i] of them for member i, travel to their members; returns the
+  // received rows.
   Tensor all_to_all(const Tensor& input, const std::vector<int64_t>& split_sizes) const {
     PITH_CHECK(split_sizes.size() == 1 && split_sizes[0] == input.size(0),
                "all_to_all in a group of one: splits must be [{}]", input.size(0));

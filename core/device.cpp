@@ -1,6 +1,6 @@
 #include "core/device.h"
 
-#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <ATen/Context.h>
 
 #include <fstream>
 
@@ -42,13 +42,19 @@ double process_memory(const std::string& field) {
 
 at::Device select_device(const std::string& wanted) {
   if (wanted == "cpu") return at::kCPU;
-  PITH_CHECK(wanted == "auto" || wanted == "cuda", "unknown device '{}': auto, cpu or cuda", wanted);
+  PITH_CHECK(wanted == "auto" || wanted == "cuda", "unknown device '{}': auto, cpu or cuda",
+             wanted);
   static const std::string problem = load_cuda();
-  if (problem.empty()) return at::Device(at::kCUDA, 0);
+  if (problem.empty()) {
+    // Sums of a split product are added in FP32 and rounded once, not in BF16 (LibTorch's default).
+    at::globalContext().setAllowBF16ReductionCuBLAS(false);
+    return at::Device(at::kCUDA, 0);
+  }
   if (wanted == "cuda") {
-    PITH_FAIL_HINT("use --set run.device=cpu, or check the driver and that LibTorch's CUDA libraries are "
-                   "on LD_LIBRARY_PATH (./pith setup --cuda)",
-                   "device 'cuda' was asked for but cannot be used: {}", problem);
+    PITH_FAIL_HINT(
+        "use --set run.device=cpu, or check the driver and that LibTorch's CUDA libraries are "
+        "on LD_LIBRARY_PATH (./pith setup --cuda)",
+        "device 'cuda' was asked for but cannot be used: {}", problem);
   }
   return at::kCPU;
 }

@@ -10,8 +10,9 @@
 namespace pith {
 
 // what() is the whole text for a person: message, statement, file:line, rank, hint.
-// Errors of the user's input (file, config, shape of a checkpoint) and of the program share this type;
-// apps/main.cpp prints what() and exits with 1. LibTorch's c10::Error is translated there as well.
+// Errors of the user's input (file, config, shape of a checkpoint) and of the program share this
+// type; apps/main.cpp prints what() and exits with 1. LibTorch's c10::Error is translated there as
+// well.
 class Error : public std::runtime_error {
  public:
   Error(const char* file, int line, std::string_view statement, std::string message);
@@ -34,9 +35,10 @@ void set_error_context(std::string context);
 // PITH_FAIL_HINT("what to do next", "message {}", ...): the same with advice.
 #define PITH_FAIL_HINT(advice, ...) \
   throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__)).hint(advice)
-// PITH_CHECK(a == b, "rows {} differ from {}", a, b): throws pith::Error unless the condition holds.
-#define PITH_CHECK(condition, ...)                                                            \
-  do {                                                                                        \
-    if (!(condition)) [[unlikely]]                                                            \
-      throw ::pith::Error(__FILE__, __LINE__, #condition, ::fmt::format(__VA_ARGS__));        \
+// PITH_CHECK(a == b, "rows {} differ from {}", a, b): throws pith::Error unless the condition
+// holds.
+#define PITH_CHECK(condition, ...)                                                     \
+  do {                                                                                 \
+    if (!(condition)) [[unlikely]]                                                     \
+      throw ::pith::Error(__FILE__, __LINE__, #condition, ::fmt::format(__VA_ARGS__)); \
   } while (false)

@@ -1,4 +1,5 @@
-// The one authority on parallel dimensions: world = PP x DP x CP, experts folded into the DP x CP plane.
+// The one authority on parallel dimensions: world = PP x DP x CP, experts folded into the DP x CP
+// plane.
 #pragma once
 #include "core/comm.h"
 

@@ -10,11 +10,13 @@ namespace pith {
 
 enum class Init { normal, output_normal, ones, zeros };  // output_normal: std / sqrt(2 layers)
 
-// Decides weight decay (engine/optimizer.h): by default matrices and embeddings decay, the others do not.
+// Decides weight decay (engine/optimizer.h): by default matrices and embeddings decay, the others
+// do not.
 enum class ParameterGroup { matrix, expert, embedding, router, norm, bias };
 
-// One tensor of the Hugging Face folder, a contiguous range of elements of the parameter that holds it.
-// A fused parameter (q, k, v; the experts' gate and up) is the concatenation of several of these.
+// One tensor of the Hugging Face folder, a contiguous range of elements of the parameter that holds
+// it. A fused parameter (q, k, v; the experts' gate and up) is the concatenation of several of
+// these.
 struct HfTensor {
   std::string name;            // "model.layers.0.self_attn.q_proj.weight"
   std::vector<int64_t> shape;  // as in the Hugging Face checkpoint
@@ -22,17 +24,17 @@ struct HfTensor {
   int64_t numel() const;
 };
 
-// Non-copyable: operators and shard groups keep its address. `value` and `grad` are views into the flat
-// buffers of the ShardGroup that owns the parameter (engine/sharding.h), which binds them.
+// Non-copyable: operators and shard groups keep its address. `value` and `grad` are views into the
+// flat buffers of the ShardGroup that owns the parameter (engine/sharding.h), which binds them.
 struct Parameter {
-  std::string name;              // unique in the model; the Hugging Face name where there is only one
+  std::string name;  // unique in the model; the Hugging Face name where there is only one
   std::vector<int64_t> shape;
-  std::vector<HfTensor> tensors; // in order, gap-free, covering all elements
+  std::vector<HfTensor> tensors;  // in order, gap-free, covering all elements
   ParameterGroup group = ParameterGroup::matrix;
   Init init = Init::normal;
 
-  Tensor value;          // compute dtype, an autograd leaf whose .grad() is never allocated
-  Tensor grad;           // FP32 (FP64 where value is FP64), same shape; operators' backward adds into it
+  Tensor value;  // compute dtype, an autograd leaf whose .grad() is never allocated
+  Tensor grad;   // FP32 (FP64 where value is FP64), same shape; operators' backward adds into it
   uint64_t version = 0;  // counts updates of value, for cached copies derived from it
 
   Parameter() = default;
@@ -47,7 +49,8 @@ struct Parameter {
   Parameter& operator=(Parameter&&) = default;
 
   int64_t numel() const;
-  // The part of flat (numel) that belongs to one Hugging Face tensor, in that tensor's shape; a view.
+  // The part of flat (numel) that belongs to one Hugging Face tensor, in that tensor's shape; a
+  // view.
   static Tensor view_of(const Tensor& flat_or_shaped, const HfTensor& part);
   // Gives the parameter buffers of its own, outside any shard group: for tests of operators.
   void allocate(at::ScalarType dtype, at::Device device);

@@ -1,4 +1,5 @@
-// Tensor helpers shared by every room: the Tensor name, shape and dtype checks, exact integer arithmetic.
+// Tensor helpers shared by every room: the Tensor name, shape and dtype checks, exact integer
+// arithmetic.
 #pragma once
 #include <ATen/core/Tensor.h>
 

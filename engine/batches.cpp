@@ -23,8 +23,9 @@ uint64_t below(uint64_t bound, const Philox4& random) {
   return static_cast<uint64_t>(static_cast<uint128>(wide) * bound >> 64);
 }
 
-// A permutation of [0, size) without a table: four Feistel rounds over the next even number of bits, repeated
-// while the value falls outside (cycle walking; Black and Rogaway 2002). At most four times on average.
+// A permutation of [0, size) without a table: four Feistel rounds over the next even number of
+// bits, repeated while the value falls outside (cycle walking; Black and Rogaway 2002). At most
+// four times on average.
 int64_t permuted(uint64_t key, int64_t index, int64_t size) {
   int half = 1;
   while ((int64_t{1} << (2 * half)) < size) ++half;

@@ -25,8 +25,11 @@ struct Row {
 // epoch), joined and cut every sequence_length tokens; the token after a row's last is its last
 // label. Every token of every document is an input exactly once an epoch. Row i is a function of
 // (corpus, seed, sequence_length, i) alone, so the batch does not depend on ranks or micro-batches
-// and the cursor is the number of rows consumed. With document_mask labels never cross a document
-// border (-100 there).
+// and the cursor is the number of rows consumed. With shuffle, the rows inside an epoch change
+// places as well, so that a long document does not fill a batch. With document_mask labels never
+// cross a document border (-100 there), and a document that goes on in another row is a new span of
+// attention there, from position 0; without it a row is one document. A corpus shorter than a row
+// repeats in it.
 class RowStream {
  public:
   RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask,

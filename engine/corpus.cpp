@@ -266,7 +266,8 @@ std::vector<std::string> verify_corpus(const std::string& prefix) {
         const auto count = std::min<int64_t>(size - at, static_cast<int64_t>(ids.size()));
         const auto part = std::span(ids).first(static_cast<size_t>(count));
         files.load_ids(first + at, part);
-        if ((bad = files.first_invalid(part)) < 0) continue;
+        bad = files.first_invalid(part);
+        if (bad < 0) continue;
         problems.push_back(
             fmt::format("{}.bin: document {}, token {}: id {} is outside the "
                         "vocabulary",

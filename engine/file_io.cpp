@@ -46,7 +46,7 @@ std::string seal_of(std::string_view body) {
 
 MappedFile map_file(const std::filesystem::path& path) {
   Descriptor file(path, O_RDONLY);
-  struct stat info {};
+  struct stat info{};
   PITH_CHECK(::fstat(file.value, &info) == 0, "cannot stat {}: {}", path.string(), reason());
   PITH_CHECK(S_ISREG(info.st_mode), "{} is not a file", path.string());
   const auto size = static_cast<uint64_t>(info.st_size);

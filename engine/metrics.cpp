@@ -85,7 +85,7 @@ void cut_after(const fs::path& path, int64_t resumed_step) {
 }
 
 std::string duration_text(double seconds) {
-  const auto s = static_cast<int64_t>(std::min(seconds, 1e9) + 0.5);
+  const auto s = std::lround(std::min(seconds, 1e9));
   if (s < 60) return fmt::format("{}s", s);
   if (s < 3600) return fmt::format("{}m{:02}s", s / 60, s % 60);
   if (s < 86400) return fmt::format("{}h{:02}m", s / 3600, s / 60 % 60);

@@ -10,7 +10,8 @@ ObjectiveResult NextTokenLoss::operator()(const Tensor& hidden, Parameter& head,
                                           const MicroBatch& batch) const {
   // A batch without a trained token has loss 0 and no gradient, not 0 / 0.
   const auto count = static_cast<double>(batch.global_trained_tokens);
-  const CrossEntropy result = linear_cross_entropy(hidden, head, batch.labels, count > 0 ? 1 / count : 0);
+  const CrossEntropy result =
+      linear_cross_entropy(hidden, head, batch.labels, count > 0 ? 1 / count : 0);
   return {result.loss, result.loss_sum, result.logprobs};
 }
 
@@ -20,7 +21,8 @@ ObjectiveResult LastTokenLogits::operator()(const Tensor& hidden, Parameter& hea
   return {{}, {}, head_logits(hidden.index_select(0, last), head)};
 }
 
-ObjectiveResult AllLogits::operator()(const Tensor& hidden, Parameter& head, const MicroBatch&) const {
+ObjectiveResult AllLogits::operator()(const Tensor& hidden, Parameter& head,
+                                      const MicroBatch&) const {
   return {{}, {}, head_logits(hidden, head)};
 }
 

@@ -1,4 +1,5 @@
-// Objectives: what the last stage computes from the hidden states. Each is a template parameter of the pipeline.
+// Objectives: what the last stage computes from the hidden states. Each is a template parameter of
+// the pipeline.
 #pragma once
 #include "core/microbatch.h"
 #include "core/parameter.h"
@@ -6,7 +7,8 @@
 namespace pith {
 
 struct ObjectiveResult {
-  Tensor loss;       // root of the backward pass (gradient 1), scaled by 1 / global trained tokens; or undefined
+  Tensor loss;  // root of the backward pass (gradient 1), scaled by 1 / global trained tokens; or
+                // undefined
   Tensor loss_sum;   // scalar float32: sum of the token losses of this micro-batch, no gradient
   Tensor per_token;  // what the objective reports for each token (or row), no gradient
 };

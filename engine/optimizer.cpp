@@ -35,8 +35,8 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
       Tensor exp_avg_sq = group.exp_avg_sq.narrow(0, segment.begin, count);
       Tensor value = group.values.narrow(0, segment.begin, count);
       const double decay = segment.decays ? training.weight_decay : training.weight_decay_other;
-      adamw_update(master, exp_avg, exp_avg_sq, group.grads.narrow(0, segment.begin, count), value, scale,
-                   {lr, training.beta1, training.beta2, training.epsilon, decay, step});
+      adamw_update(master, exp_avg, exp_avg_sq, group.grads.narrow(0, segment.begin, count), value,
+                   scale, {lr, training.beta1, training.beta2, training.epsilon, decay, step});
     }
     for (Parameter* parameter : group.parameters()) ++parameter->version;
   }

@@ -18,8 +18,8 @@ Tensor leaf(const Tensor& tensor) {
   return detached;
 }
 
-// Backward through one stage: gradients flow from `roots` to the stage's leaves. An undefined gradient counts
-// as 1 (scalar roots); a root nobody needed has no gradient and is left out.
+// Backward through one stage: gradients flow from `roots` to the stage's leaves. An undefined
+// gradient counts as 1 (scalar roots); a root nobody needed has no gradient and is left out.
 void backward_stage(std::vector<Tensor> roots, std::vector<Tensor> gradients) {
   torch::autograd::backward(roots, gradients);
 }
@@ -81,7 +81,8 @@ void Pipeline<Model>::report(int64_t layer, const char* stage, const Tensor& ten
 }
 
 template <DecoderModel Model>
-Tensor Pipeline<Model>::forward_layer(const LayerContext& context, const Tensor& hidden, LayerRun& run) {
+Tensor Pipeline<Model>::forward_layer(const LayerContext& context, const Tensor& hidden,
+                                      LayerRun& run) {
   auto& layer = model_.layer(context.layer);
   run.hidden = leaf(hidden);
   run.attended = layer.attend(context, run.hidden);
@@ -188,7 +189,8 @@ void Pipeline<Model>::backward(Run& run) {
 
 template <DecoderModel Model>
 template <class Objective>
-BatchResult Pipeline<Model>::forward_backward(std::span<const MicroBatch> batches, const Objective& objective,
+BatchResult Pipeline<Model>::forward_backward(std::span<const MicroBatch> batches,
+                                              const Objective& objective,
                                               std::span<RoutingTape> tapes) {
   BatchResult result;
   std::vector<Run> runs(batches.size());
@@ -208,8 +210,9 @@ BatchResult Pipeline<Model>::forward_backward(std::span<const MicroBatch> batche
 
 template <DecoderModel Model>
 template <class Objective>
-BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch> batches, const Objective& objective,
-                                          std::span<LayerCache> caches, std::span<RoutingTape> tapes) {
+BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch> batches,
+                                          const Objective& objective, std::span<LayerCache> caches,
+                                          std::span<RoutingTape> tapes) {
   const c10::AutoGradMode no_grad(false);
   BatchResult result;
   for (size_t i = 0; i < batches.size(); ++i) {
@@ -223,17 +226,20 @@ BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch> batches, c
 }
 
 template class Pipeline<Qwen3MoeModel>;
-#define PITH_INSTANTIATE(Model, Objective)                                                             \
-  template BatchResult Pipeline<Model>::forward_backward(std::span<const MicroBatch>, const Objective&,  \
-                                                         std::span<RoutingTape>);                       \
-  template BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch>, const Objective&,      \
-                                                     std::span<LayerCache>, std::span<RoutingTape>)
+#define PITH_INSTANTIATE(Model, Objective)                                                    \
+  template BatchResult Pipeline<Model>::forward_backward(                                     \
+      std::span<const MicroBatch>, const Objective&, std::span<RoutingTape>);                 \
+  template BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch>,             \
+                                                     const Objective&, std::span<LayerCache>, \
+                                                     std::span<RoutingTape>)
 PITH_INSTANTIATE(Qwen3MoeModel, NextTokenLoss);
 #undef PITH_INSTANTIATE
 template BatchResult Pipeline<Qwen3MoeModel>::forward_only(std::span<const MicroBatch>,
-                                                           const LastTokenLogits&, std::span<LayerCache>,
+                                                           const LastTokenLogits&,
+                                                           std::span<LayerCache>,
                                                            std::span<RoutingTape>);
-template BatchResult Pipeline<Qwen3MoeModel>::forward_only(std::span<const MicroBatch>, const AllLogits&,
-                                                           std::span<LayerCache>, std::span<RoutingTape>);
+template BatchResult Pipeline<Qwen3MoeModel>::forward_only(std::span<const MicroBatch>,
+                                                           const AllLogits&, std::span<LayerCache>,
+                                                           std::span<RoutingTape>);
 
 }  // namespace pith

@@ -12,13 +12,14 @@ namespace pith {
 
 // Sums over the micro-batches of one call, left on the device: nobody waits.
 struct BatchResult {
-  Tensor loss_sum;                // scalar float32: sum of token losses
-  Tensor balance_sum;             // scalar float32: balance loss summed over rows and MoE layers, or undefined
+  Tensor loss_sum;     // scalar float32: sum of token losses
+  Tensor balance_sum;  // scalar float32: balance loss summed over rows and MoE layers, or undefined
   int64_t num_moe_layers = 0;
   std::vector<Tensor> per_token;  // the objective's report, one tensor a micro-batch
 };
 
-// Sees stage outputs by name ("model.layers.3.attend.rows") where a caller asks: traces, the search for a NaN.
+// Sees stage outputs by name ("model.layers.3.attend.rows") where a caller asks: traces, the search
+// for a NaN.
 using StageObserver = std::function<void(const std::string& name, const Tensor& tensor)>;
 
 // One action of the schedule: forward or backward of a micro-batch.
@@ -32,16 +33,16 @@ std::string to_string(const std::vector<Action>& schedule);
 
 // Everything one layer of one micro-batch keeps from its forward to its backward pass.
 struct LayerRun {
-  Tensor hidden;           // (T, H) leaf
-  Attended attended;       // outputs of stage 1, inside its graph
-  Attended joined;         // the same values as leaves of the later stages
-  Tensor shared_rows;      // (T, H) leaf of shared()
-  Tensor rows, weight;     // leaves of stage 3, after dispatch
+  Tensor hidden;        // (T, H) leaf
+  Attended attended;    // outputs of stage 1, inside its graph
+  Attended joined;      // the same values as leaves of the later stages
+  Tensor shared_rows;   // (T, H) leaf of shared()
+  Tensor rows, weight;  // leaves of stage 3, after dispatch
   ExpertPlan plan;
-  Tensor expert_out;       // output of stage 3
+  Tensor expert_out;             // output of stage 3
   Tensor returned, shared_leaf;  // leaves of stage 5
-  Tensor shared;           // output of shared()
-  Tensor output;           // (T, H)
+  Tensor shared;                 // output of shared()
+  Tensor output;                 // (T, H)
 };
 
 template <DecoderModel Model>

@@ -240,7 +240,7 @@ WrittenFile write_safetensors(const std::filesystem::path& path,
                           fmt::join(tensor.sizes(), ","), offset, offset + bytes);
     offset += bytes;
   }
-  header += "}";
+  header += '}';
   header.resize((header.size() + 7) / 8 * 8, ' ');  // the data section starts aligned
   PITH_CHECK(header.size() <= kLargestHeader, "{}: {} tensors are too many for one file",
              path.string(), tensors.size());

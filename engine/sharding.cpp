@@ -64,10 +64,18 @@ void ShardGroup::initialize(uint64_t seed, double init_std, int64_t num_layers) 
     for (const HfTensor& tensor : parameter.tensors) {
       Tensor target = targets[i].narrow(0, tensor.offset, tensor.numel());
       switch (parameter.init) {
-        case Init::normal: fill_normal(target, seed, tensor.name, init_std); break;
-        case Init::output_normal: fill_normal(target, seed, tensor.name, output_std); break;
-        case Init::ones: target.fill_(1); break;
-        case Init::zeros: target.zero_(); break;
+        case Init::normal:
+          fill_normal(target, seed, tensor.name, init_std);
+          break;
+        case Init::output_normal:
+          fill_normal(target, seed, tensor.name, output_std);
+          break;
+        case Init::ones:
+          target.fill_(1);
+          break;
+        case Init::zeros:
+          target.zero_();
+          break;
       }
     }
   }

@@ -9,9 +9,10 @@
 
 namespace pith {
 
-// Owns the weights in the compute dtype, FP32 gradients, FP32 master weights and moments of its parameters, each
-// one flat buffer; Parameter::value and Parameter::grad are views into them. A group of one process holds
-// everything. Parameters start at multiples of 64 elements; the padding stays zero.
+// Owns the weights in the compute dtype, FP32 gradients, FP32 master weights and moments of its
+// parameters, each one flat buffer; Parameter::value and Parameter::grad are views into them. A
+// group of one process holds everything. Parameters start at multiples of 64 elements; the padding
+// stays zero.
 class ShardGroup {
  public:
   // A range of the flat buffers whose parameters share their weight decay.
@@ -25,10 +26,11 @@ class ShardGroup {
 
   // Random weights, tensor by tensor under their Hugging Face names: the same for any layout.
   void initialize(uint64_t seed, double init_std, int64_t num_layers);
-  // Where imported weights go: masters in training, else the weights. One flat tensor for each parameter; call
-  // publish() afterwards.
+  // Where imported weights go: masters in training, else the weights. One flat tensor for each
+  // parameter; call publish() afterwards.
   std::vector<Tensor> import_targets();
-  // Rounds the masters into the weights (after import or initialisation; the optimizer does it itself).
+  // Rounds the masters into the weights (after import or initialisation; the optimizer does it
+  // itself).
   void publish();
 
   const std::vector<Parameter*>& parameters() const { return parameters_; }

@@ -37,7 +37,7 @@ void handle_stop(int) {
 
 void install_signal_handlers() {
   first_signal_ns = 0;
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = handle_stop;
   action.sa_flags = SA_RESTART;  // a read or write in progress goes on
   sigemptyset(&action.sa_mask);

@@ -49,16 +49,18 @@ TrainingState TrainingState::from_json(const std::string& text, const std::strin
 void TrainingState::check_same_data(const TrainingState& other, const std::string& source) const {
   std::string differences;
   const auto compare = [&](const char* name, const auto& saved, const auto& now) {
-    if (saved != now) differences += fmt::format("\n  {}: {} in the checkpoint, {} now", name, saved, now);
+    if (saved != now)
+      differences += fmt::format("\n  {}: {} in the checkpoint, {} now", name, saved, now);
   };
   compare("corpus (data.train)", corpus_fingerprint, other.corpus_fingerprint);
   compare("data.sequence_length", sequence_length, other.sequence_length);
   compare("data.seed", data_seed, other.data_seed);
   compare("data.document_mask", document_mask, other.document_mask);
   if (!differences.empty()) {
-    PITH_FAIL_HINT("restore these settings; or start a new run folder with model.init = this checkpoint",
-                   "{} cannot be resumed: its position in the data would mean other rows:{}", source,
-                   differences);
+    PITH_FAIL_HINT(
+        "restore these settings; or start a new run folder with model.init = this checkpoint",
+        "{} cannot be resumed: its position in the data would mean other rows:{}", source,
+        differences);
   }
 }
 
@@ -70,7 +72,8 @@ void collect_state(std::span<ShardGroup> groups, CheckpointContent& content) {
                                                      {"exp_avg_sq", host_copy(group.exp_avg_sq)}};
     for (size_t i = 0; i < group.parameters().size(); ++i) {
       for (const HfTensor& tensor : group.parameters()[i]->tensors) {
-        content.weights.emplace_back(tensor.name, Parameter::view_of(group.slice(values, i), tensor));
+        content.weights.emplace_back(tensor.name,
+                                     Parameter::view_of(group.slice(values, i), tensor));
         for (const auto& [kind, buffer] : states) {
           content.optimizer.push_back(
               {kind, tensor.name, 0, tensor.numel(),
@@ -89,7 +92,8 @@ void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& ch
     for (size_t i = 0; i < group.parameters().size(); ++i) {
       for (const HfTensor& tensor : group.parameters()[i]->tensors) {
         for (const auto& [kind, buffer] : states) {
-          reader.read(kind, tensor, group.slice(buffer, i).narrow(0, tensor.offset, tensor.numel()));
+          reader.read(kind, tensor,
+                      group.slice(buffer, i).narrow(0, tensor.offset, tensor.numel()));
         }
       }
     }
@@ -97,7 +101,8 @@ void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& ch
   }
 }
 
-void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder, bool tied_head) {
+void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder,
+                     bool tied_head) {
   std::vector<Parameter*> parameters;
   std::vector<Tensor> targets;
   for (ShardGroup& group : groups) {
@@ -118,7 +123,8 @@ std::string first_non_finite(std::span<ShardGroup> groups) {
   }
   for (const ShardGroup& group : groups) {
     for (const Parameter* parameter : group.parameters())
-      if (parameter->grad.defined() && !all_finite(parameter->grad)) return "gradient of " + parameter->name;
+      if (parameter->grad.defined() && !all_finite(parameter->grad))
+        return "gradient of " + parameter->name;
   }
   return "";
 }

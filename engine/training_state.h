@@ -1,4 +1,5 @@
-// What a training run is at a moment: counters, weights and optimizer state, on their way to and from a checkpoint.
+// What a training run is at a moment: counters, weights and optimizer state, on their way to and
+// from a checkpoint.
 #pragma once
 #include <filesystem>
 #include <span>
@@ -11,8 +12,8 @@ namespace pith {
 
 // The small part, kept as training_state.json.
 struct TrainingState {
-  int64_t step = 0;         // updates done
-  int64_t rows_read = 0;    // the data cursor: rows of the RowStream consumed
+  int64_t step = 0;       // updates done
+  int64_t rows_read = 0;  // the data cursor: rows of the RowStream consumed
   int64_t tokens_seen = 0;
   // What the cursor counts in; a difference on resume is refused by name.
   std::string corpus_fingerprint;
@@ -32,10 +33,13 @@ void collect_state(std::span<ShardGroup> groups, CheckpointContent& content);
 // Masters, moments and (through publish) weights from a checkpoint's optimizer shards.
 void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& checkpoint);
 
-// Weights only, from any Hugging Face folder; moments start at zero. `tied_head`: a stored lm_head.weight is allowed.
-void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder, bool tied_head);
+// Weights only, from any Hugging Face folder; moments start at zero. `tied_head`: a stored
+// lm_head.weight is allowed.
+void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder,
+                     bool tied_head);
 
-// Name of the first parameter (in the order of the forward pass) that holds a NaN or Inf in the weights
+// Name of the first parameter (in the order of the forward pass) that holds a NaN or Inf in the
+// weights
 // ("weight NAME") or in the gradient ("gradient of NAME"), or "".
 std::string first_non_finite(std::span<ShardGroup> groups);
 

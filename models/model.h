@@ -1,6 +1,7 @@
 // The contract between a model family and the engine, checked by the compiler.
 //
-// A decoder layer is cut at the expert-parallel boundaries. The engine calls, for each layer and micro-batch,
+// A decoder layer is cut at the expert-parallel boundaries. The engine calls, for each layer and
+// micro-batch,
 //   1 attend     norm, attention, norm, router                       (model)
 //   2 dispatch   rows and routing weights travel to their experts    (engine)
 //     shared     what needs no dispatch: shared experts, dense MLP   (model, meanwhile)
@@ -30,8 +31,8 @@ struct LayerCache {
 
 // The routes of one micro-batch, one entry per layer (undefined in dense layers).
 struct RoutingTape {
-  bool replay = false;                       // take topk_idx from here instead of choosing
-  std::vector<Tensor> topk_idx, topk_weight; // (T, K) int64, float32
+  bool replay = false;                        // take topk_idx from here instead of choosing
+  std::vector<Tensor> topk_idx, topk_weight;  // (T, K) int64, float32
 };
 
 // How the router is trained, from the run configuration.
@@ -45,15 +46,15 @@ struct LayerContext {
   const Mesh& mesh;
   const RotaryTable& rotary;
   const RouterTraining& router;
-  int64_t layer;          // index in the whole model
-  LayerCache* cache;      // of this layer while generating, else null
-  RoutingTape* tape;      // records or replays routes, or null
+  int64_t layer;      // index in the whole model
+  LayerCache* cache;  // of this layer while generating, else null
+  RoutingTape* tape;  // records or replays routes, or null
 };
 
 // Documents as attention() takes them, queries and keys alike.
 inline AttentionSpan span_of(const MicroBatch& batch) {
-  return {batch.cu_seqlens, batch.cu_seqlens, batch.cu_seqlens_host, batch.cu_seqlens_host,
-          batch.max_seqlen, batch.max_seqlen};
+  return {batch.cu_seqlens,      batch.cu_seqlens, batch.cu_seqlens_host,
+          batch.cu_seqlens_host, batch.max_seqlen, batch.max_seqlen};
 }
 
 // Result of stage 1.
@@ -62,15 +63,16 @@ struct Attended {
   Tensor residual;     // (T, H)
   Tensor topk_idx;     // (T, K) int64; undefined in a dense layer
   Tensor topk_weight;  // (T, K) float32; undefined in a dense layer
-  Tensor aux;          // scalar float32, an extra root of the backward pass with gradient 1, or undefined
-  Tensor balance;      // scalar float32, no gradient: balance loss summed over rows, for the log, or undefined
+  Tensor aux;  // scalar float32, an extra root of the backward pass with gradient 1, or undefined
+  Tensor balance;  // scalar float32, no gradient: balance loss summed over rows, for the log, or
+                   // undefined
 };
 
 // Which part of a model this process holds.
 struct ModelPart {
-  std::vector<int64_t> layers;        // indices in the whole model, ascending
+  std::vector<int64_t> layers;  // indices in the whole model, ascending
   bool embedding = true, head = true;
-  int64_t expert_begin, expert_end;   // of every MoE layer
+  int64_t expert_begin, expert_end;  // of every MoE layer
 };
 
 template <class Layer>
@@ -90,40 +92,48 @@ concept DecoderLayer = requires(Layer& layer, const LayerContext& context, const
 struct ModelSize {
   int64_t parameters = 0;         // every weight, tied ones once
   int64_t active_parameters = 0;  // weights one token passes through
-  // Floating-point operations of one token's forward and backward pass: 6 per weight of the matrices it passes
-  // through (embedding lookup excluded) plus attention with the causal half counted.
+  // Floating-point operations of one token's forward and backward pass: 6 per weight of the
+  // matrices it passes through (embedding lookup excluded) plus attention with the causal half
+  // counted.
   double flops_per_token = 0;
-  // Elements in the compute dtype that one token keeps between its forward and its backward pass, all layers.
+  // Elements in the compute dtype that one token keeps between its forward and its backward pass,
+  // all layers.
   int64_t activations_per_token = 0;
 };
 
 template <class Model>
-concept DecoderModel = requires(Model& model, const Model& constant, const Tensor& tensor, int64_t i,
-                                const typename Model::Config& config, const ModelPart& part,
-                                at::Device device) {
-  requires DecoderLayer<typename Model::Layer>;
-  requires std::constructible_from<Model, typename Model::Config, ModelPart>;
-  { constant.config() } -> std::same_as<const typename Model::Config&>;
-  // tokens (T) -> hidden (T, H)
-  { model.embed(tensor) } -> std::same_as<Tensor>;
-  { model.layer(i) } -> std::same_as<typename Model::Layer&>;  // i: index in the whole model
-  // hidden (T, H) -> (T, H): the last norm; the head itself is a weight that objectives multiply with
-  { model.final_norm(tensor) } -> std::same_as<Tensor>;
-  { model.head_weight() } -> std::same_as<Parameter&>;  // (V, H)
-  { constant.rotary(i, device) } -> std::same_as<RotaryTable>;  // i: number of positions
-  // One list per unit of sharding (embedding, each layer, head), in the order of the forward pass.
-  { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
-  { Model::Config::parse_file(std::filesystem::path()) } -> std::same_as<typename Model::Config>;
-  { config.to_json(at::kBFloat16) } -> std::same_as<std::string>;  // config.json of a checkpoint
-  { config.generation_json() } -> std::same_as<std::string>;       // its generation_config.json
-  { config.num_layers } -> std::convertible_to<int64_t>;
-  { config.num_experts } -> std::convertible_to<int64_t>;
-  { config.hidden_size } -> std::convertible_to<int64_t>;
-  { config.vocab_size } -> std::convertible_to<int64_t>;
-  { config.max_positions } -> std::convertible_to<int64_t>;
-  { config.tie_embeddings } -> std::convertible_to<bool>;
-  { config.size(i) } -> std::same_as<ModelSize>;  // i: sequence length
-};
+concept DecoderModel =
+    requires(Model& model, const Model& constant, const Tensor& tensor, int64_t i,
+             const typename Model::Config& config, const ModelPart& part, at::Device device) {
+      requires DecoderLayer<typename Model::Layer>;
+      requires std::constructible_from<Model, typename Model::Config, ModelPart>;
+      { constant.config() } -> std::same_as<const typename Model::Config&>;
+      // tokens (T) -> hidden (T, H)
+      { model.embed(tensor) } -> std::same_as<Tensor>;
+      { model.layer(i) } -> std::same_as<typename Model::Layer&>;  // i: index in the whole model
+      // hidden (T, H) -> (T, H): the last norm; the head itself is a weight that objectives
+      // multiply with
+      { model.final_norm(tensor) } -> std::same_as<Tensor>;
+      { model.head_weight() } -> std::same_as<Parameter&>;          // (V, H)
+      { constant.rotary(i, device) } -> std::same_as<RotaryTable>;  // i: number of positions
+      // One list per unit of sharding (embedding, each layer, head), in the order of the forward
+      // pass.
+      { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
+      {
+        Model::Config::parse_file(std::filesystem::path())
+      } -> std::same_as<typename Model::Config>;
+      {
+        config.to_json(at::kBFloat16)
+      } -> std::same_as<std::string>;                             // config.json of a checkpoint
+      { config.generation_json() } -> std::same_as<std::string>;  // its generation_config.json
+      { config.num_layers } -> std::convertible_to<int64_t>;
+      { config.num_experts } -> std::convertible_to<int64_t>;
+      { config.hidden_size } -> std::convertible_to<int64_t>;
+      { config.vocab_size } -> std::convertible_to<int64_t>;
+      { config.max_positions } -> std::convertible_to<int64_t>;
+      { config.tie_embeddings } -> std::convertible_to<bool>;
+      { config.size(i) } -> std::same_as<ModelSize>;  // i: sequence length
+    };
 
 // The part of one process that holds everything.
 inline ModelPart whole_model(int64_t num_layers, int64_t num_experts) {

@@ -31,7 +31,8 @@ class Fields {
     if (!has(key)) return problem(key, "is missing"), smallest;
     if (!object_[key].is_number_integer() || object_[key].is_number_float())
       return problem(key, "must be an integer"), smallest;
-    const bool huge = object_[key].is_number_unsigned() && object_[key].get<uint64_t>() > (1u << 30);
+    const bool huge =
+        object_[key].is_number_unsigned() && object_[key].get<uint64_t>() > (1u << 30);
     const auto value = huge ? -1 : object_[key].get<int64_t>();
     if (value < smallest || value > (1 << 30)) {
       problem(key, fmt::format("must lie in [{}, 2^30]", smallest));
@@ -66,7 +67,8 @@ class Fields {
   std::string problems_;
 };
 
-// rope_theta at the top level, or inside rope_parameters; only plain rotary frequencies exist in this family.
+// rope_theta at the top level, or inside rope_parameters; only plain rotary frequencies exist in
+// this family.
 double read_rope_theta(Fields& fields) {
   double theta = fields.number("rope_theta", 10000.0);
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
@@ -78,7 +80,8 @@ double read_rope_theta(Fields& fields) {
     }
     for (const char* kind : {"rope_type", "type"}) {
       if (rope.contains(kind) && rope[kind] != "default")
-        fields.problem(key, fmt::format("asks for '{}': only 'default' is supported", rope[kind].dump()));
+        fields.problem(
+            key, fmt::format("asks for '{}': only 'default' is supported", rope[kind].dump()));
     }
     if (rope.contains("rope_theta")) {
       if (rope["rope_theta"].is_number() && rope["rope_theta"].get<double>() > 0)
@@ -96,7 +99,8 @@ std::vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   for (size_t i = 0; i < sparse.size(); ++i) sparse[i] = (static_cast<int64_t>(i) + 1) % step == 0;
   if (!fields.has("mlp_only_layers")) return sparse;
   const json& dense = fields["mlp_only_layers"];
-  if (!dense.is_array()) return fields.problem("mlp_only_layers", "must be a list of integers"), sparse;
+  if (!dense.is_array())
+    return fields.problem("mlp_only_layers", "must be a list of integers"), sparse;
   for (const json& layer : dense) {
     const bool valid = layer.is_number_integer() && layer >= 0;
     if (!valid) fields.problem("mlp_only_layers", fmt::format("holds {}", layer.dump()));
@@ -129,7 +133,8 @@ Parameter fused_qkv(const Qwen3MoeConfig& c, const std::string& prefix) {
 }
 
 // (E, 2 I, H): for each expert its gate rows, then its up rows; one Hugging Face tensor each.
-Parameter expert_gate_up(const Qwen3MoeConfig& c, const std::string& prefix, int64_t begin, int64_t end) {
+Parameter expert_gate_up(const Qwen3MoeConfig& c, const std::string& prefix, int64_t begin,
+                         int64_t end) {
   const int64_t width = c.moe_intermediate_size, numel = width * c.hidden_size;
   std::vector<HfTensor> tensors;
   for (int64_t e = begin; e < end; ++e) {
@@ -143,7 +148,8 @@ Parameter expert_gate_up(const Qwen3MoeConfig& c, const std::string& prefix, int
 }
 
 // (E, H, I)
-Parameter expert_down(const Qwen3MoeConfig& c, const std::string& prefix, int64_t begin, int64_t end) {
+Parameter expert_down(const Qwen3MoeConfig& c, const std::string& prefix, int64_t begin,
+                      int64_t end) {
   const int64_t numel = c.moe_intermediate_size * c.hidden_size;
   std::vector<HfTensor> tensors;
   for (int64_t e = begin; e < end; ++e) {
@@ -151,8 +157,9 @@ Parameter expert_down(const Qwen3MoeConfig& c, const std::string& prefix, int64_
                        {c.hidden_size, c.moe_intermediate_size},
                        numel * (e - begin)});
   }
-  return Parameter(prefix + "experts.down_proj", {end - begin, c.hidden_size, c.moe_intermediate_size},
-                   std::move(tensors), ParameterGroup::expert, Init::output_normal);
+  return Parameter(prefix + "experts.down_proj",
+                   {end - begin, c.hidden_size, c.moe_intermediate_size}, std::move(tensors),
+                   ParameterGroup::expert, Init::output_normal);
 }
 
 }  // namespace
@@ -167,15 +174,19 @@ Qwen3MoeConfig Qwen3MoeConfig::parse(const json& object, const std::string& sour
   c.hidden_size = fields.count("hidden_size");
   c.num_layers = fields.count("num_hidden_layers");
   c.num_heads = fields.count("num_attention_heads");
-  c.num_kv_heads = fields.has("num_key_value_heads") ? fields.count("num_key_value_heads") : c.num_heads;
+  c.num_kv_heads =
+      fields.has("num_key_value_heads") ? fields.count("num_key_value_heads") : c.num_heads;
   c.head_dim = fields.has("head_dim") ? fields.count("head_dim") : c.hidden_size / c.num_heads;
-  c.max_positions = fields.has("max_position_embeddings") ? fields.count("max_position_embeddings") : 32768;
-  c.num_experts = fields.count(fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
+  c.max_positions =
+      fields.has("max_position_embeddings") ? fields.count("max_position_embeddings") : 32768;
+  c.num_experts =
+      fields.count(fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
   c.experts_per_token = fields.count("num_experts_per_tok");
   c.moe_intermediate_size = fields.count("moe_intermediate_size");
   c.sparse = read_sparse_layers(fields, c.num_layers);
   const bool dense = std::find(c.sparse.begin(), c.sparse.end(), false) != c.sparse.end();
-  c.intermediate_size = dense || fields.has("intermediate_size") ? fields.count("intermediate_size") : 1;
+  c.intermediate_size =
+      dense || fields.has("intermediate_size") ? fields.count("intermediate_size") : 1;
   c.norm_topk_prob = fields.flag("norm_topk_prob", false);
   c.tie_embeddings = fields.flag("tie_word_embeddings", false);
   c.rms_norm_eps = fields.number("rms_norm_eps", 1e-6);
@@ -185,8 +196,10 @@ Qwen3MoeConfig Qwen3MoeConfig::parse(const json& object, const std::string& sour
   if (c.head_dim % 2 != 0) fields.problem("head_dim", "must be even (rotary embedding)");
   if (c.experts_per_token > c.num_experts)
     fields.problem("num_experts_per_tok", "must not be larger than the number of experts");
-  if (fields.flag("attention_bias", false)) fields.problem("attention_bias", "true is not supported");
-  if (fields.flag("use_sliding_window", false)) fields.problem("use_sliding_window", "true is not supported");
+  if (fields.flag("attention_bias", false))
+    fields.problem("attention_bias", "true is not supported");
+  if (fields.flag("use_sliding_window", false))
+    fields.problem("use_sliding_window", "true is not supported");
   if (fields.has("hidden_act") && fields["hidden_act"] != "silu")
     fields.problem("hidden_act", "must be \"silu\"");
   if (fields.has("attention_dropout") && fields["attention_dropout"] != 0)
@@ -207,8 +220,8 @@ Qwen3MoeConfig Qwen3MoeConfig::parse_file(const std::filesystem::path& path) {
 }
 
 void Qwen3MoeConfig::cut_layers(int64_t layers) {
-  PITH_CHECK(layers >= 1 && layers <= num_layers, "cannot cut a model of {} layers to {}", num_layers,
-             layers);
+  PITH_CHECK(layers >= 1 && layers <= num_layers, "cannot cut a model of {} layers to {}",
+             num_layers, layers);
   num_layers = layers;
   sparse.resize(static_cast<size_t>(layers));
 }
@@ -251,14 +264,14 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
     total.parameters += attention + norms + router + held;
     total.active_parameters += attention + norms + router + passed;
     matrices += attention + router + passed;
-    // hidden, norm output, residual, rows, experts' sum, output; q and k before and after norm, v, attention output;
-    // each slot's row, gate and up, activation, result.
+    // hidden, norm output, residual, rows, experts' sum, output; q and k before and after norm, v,
+    // attention output; each slot's row, gate and up, activation, result.
     const int64_t slots = is_sparse ? experts_per_token : 1;
     const int64_t width = is_sparse ? moe_intermediate_size : intermediate_size;
     total.activations_per_token += 6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width);
   }
-  // Scores and their product with the values: 2 x 2 x (length / 2) x heads x head_dim forward, three times that
-  // with the backward pass.
+  // Scores and their product with the values: 2 x 2 x (length / 2) x heads x head_dim forward,
+  // three times that with the backward pass.
   const double attention_flops = 6.0 * static_cast<double>(sequence_length * q * num_layers);
   total.flops_per_token = 6.0 * static_cast<double>(matrices) + attention_flops;
   return total;
@@ -267,7 +280,8 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
 Qwen3MoeLayer::Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t index, int64_t expert_begin,
                              int64_t expert_end)
     : config_(config), sparse_(config.sparse.at(static_cast<size_t>(index))) {
-  const std::string prefix = layer_prefix(index), attention = prefix + "self_attn.", mlp = prefix + "mlp.";
+  const std::string prefix = layer_prefix(index), attention = prefix + "self_attn.",
+                    mlp = prefix + "mlp.";
   const int64_t h = config.hidden_size, q = config.num_heads * config.head_dim;
   input_norm_ = norm(prefix + "input_layernorm.weight", h);
   qkv_ = fused_qkv(config, attention);
@@ -276,13 +290,14 @@ Qwen3MoeLayer::Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t index, int64_
   o_ = Parameter(attention + "o_proj.weight", {h, q}, ParameterGroup::matrix, Init::output_normal);
   post_norm_ = norm(prefix + "post_attention_layernorm.weight", h);
   if (sparse_) {
-    router_ = Parameter(mlp + "gate.weight", {config.num_experts, h}, ParameterGroup::router, Init::normal);
+    router_ = Parameter(mlp + "gate.weight", {config.num_experts, h}, ParameterGroup::router,
+                        Init::normal);
     experts_gate_up_ = expert_gate_up(config, mlp, expert_begin, expert_end);
     experts_down_ = expert_down(config, mlp, expert_begin, expert_end);
   } else {
     gate_up_ = fused_gate_up(mlp, config.intermediate_size, h);
-    down_ = Parameter(mlp + "down_proj.weight", {h, config.intermediate_size}, ParameterGroup::matrix,
-                      Init::output_normal);
+    down_ = Parameter(mlp + "down_proj.weight", {h, config.intermediate_size},
+                      ParameterGroup::matrix, Init::output_normal);
   }
 }
 
@@ -298,7 +313,8 @@ std::vector<Parameter*> Qwen3MoeLayer::parameters() {
 Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden) {
   const int64_t tokens = hidden.size(0), d = config_.head_dim;
   const int64_t q_size = config_.num_heads * d, kv_size = config_.num_kv_heads * d;
-  const Tensor qkv = linear(rms_norm(hidden, input_norm_, config_.rms_norm_eps), qkv_);  // (T, (Hq+2Hkv)D)
+  const Tensor qkv =
+      linear(rms_norm(hidden, input_norm_, config_.rms_norm_eps), qkv_);  // (T, (Hq+2Hkv)D)
   const std::vector<Tensor> parts = at::split_with_sizes(qkv, {q_size, kv_size, kv_size}, 1);
   Tensor q = parts[0].view({tokens, config_.num_heads, d});     // (T, Hq, D)
   Tensor k = parts[1].view({tokens, config_.num_kv_heads, d});  // (T, Hkv, D)
@@ -312,7 +328,8 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
     v = all.v;
     span = all.span;
   }
-  const Tensor mixed = attention(q, k, v, span, 1.0 / std::sqrt(static_cast<double>(d)));  // (T, Hq, D)
+  const Tensor mixed =
+      attention(q, k, v, span, 1.0 / std::sqrt(static_cast<double>(d)));  // (T, Hq, D)
 
   Attended out;
   out.residual = hidden + linear(mixed.reshape({tokens, q_size}), o_);
@@ -324,9 +341,10 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   if (context.tape != nullptr && context.tape->replay)
     forced = context.tape->topk_idx.at(layer);
   else if (context.router.force_balance)
-    forced = balanced_routes(tokens, config_.experts_per_token, config_.num_experts, hidden.device());
-  const Routing routing =
-      route(linear_fp32(out.rows, router_), config_.experts_per_token, config_.norm_topk_prob, forced);
+    forced =
+        balanced_routes(tokens, config_.experts_per_token, config_.num_experts, hidden.device());
+  const Routing routing = route(linear_fp32(out.rows, router_), config_.experts_per_token,
+                                config_.norm_topk_prob, forced);
   out.topk_idx = routing.topk_idx;
   out.topk_weight = routing.topk_weight;
   if (context.tape != nullptr && !context.tape->replay) {
@@ -357,8 +375,8 @@ Tensor Qwen3MoeLayer::experts(const LayerContext&, const Tensor& rows, const Ten
   return unpermute(out, row_weight, plan);
 }
 
-Tensor Qwen3MoeLayer::aggregate(const LayerContext&, const Tensor& returned, const Attended& attended,
-                                const Tensor& shared) {
+Tensor Qwen3MoeLayer::aggregate(const LayerContext&, const Tensor& returned,
+                                const Attended& attended, const Tensor& shared) {
   Tensor hidden = attended.residual;
   if (returned.defined()) hidden = hidden + returned;
   if (shared.defined()) hidden = hidden + shared;
@@ -369,7 +387,8 @@ Qwen3MoeModel::Qwen3MoeModel(Config config, const ModelPart& part)
     : config_(std::move(config)), part_(part) {
   const int64_t h = config_.hidden_size, v = config_.vocab_size;
   if (part.embedding || (part.head && config_.tie_embeddings))
-    embedding_ = Parameter("model.embed_tokens.weight", {v, h}, ParameterGroup::embedding, Init::normal);
+    embedding_ =
+        Parameter("model.embed_tokens.weight", {v, h}, ParameterGroup::embedding, Init::normal);
   for (const int64_t index : part.layers)
     layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
   if (part.head) {

@@ -1,5 +1,6 @@
-// Qwen3-MoE (Qwen3 technical report, arXiv 2505.09388): grouped-query attention with per-head RMSNorm on
-// queries and keys, rotary embedding, softmax top-k routing, SwiGLU experts; some layers may be dense.
+// Qwen3-MoE (Qwen3 technical report, arXiv 2505.09388): grouped-query attention with per-head
+// RMSNorm on queries and keys, rotary embedding, softmax top-k routing, SwiGLU experts; some layers
+// may be dense.
 #pragma once
 #include <deque>
 #include <nlohmann/json_fwd.hpp>
@@ -14,10 +15,11 @@ struct Qwen3MoeConfig {
   std::vector<bool> sparse;  // per layer: experts or a dense MLP
   bool norm_topk_prob, tie_embeddings;
   double rms_norm_eps, rope_theta;
-  std::string source_json;   // the config.json it was read from, kept so that nothing is lost on export
+  std::string
+      source_json;  // the config.json it was read from, kept so that nothing is lost on export
 
-  // Reads a Hugging Face config.json in either style (num_experts or num_local_experts; rope_theta or
-  // rope_parameters). Every missing, ill-typed or unsupported field is listed in one Error.
+  // Reads a Hugging Face config.json in either style (num_experts or num_local_experts; rope_theta
+  // or rope_parameters). Every missing, ill-typed or unsupported field is listed in one Error.
   static Qwen3MoeConfig parse(const nlohmann::json& json, const std::string& source);
   static Qwen3MoeConfig parse_file(const std::filesystem::path& path);
   // Keeps the first `layers` layers.
@@ -29,7 +31,8 @@ struct Qwen3MoeConfig {
 
 class Qwen3MoeLayer {
  public:
-  Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end);
+  Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t index, int64_t expert_begin,
+                int64_t expert_end);
 
   Attended attend(const LayerContext& context, const Tensor& hidden);
   Tensor shared(const LayerContext& context, const Attended& attended);

@@ -142,7 +142,7 @@ std::array<Tensor, 3> products_backward(const Tensor& dout, const Tensor& q, con
 // (count * n, heads, D) -> (count, heads * repeat, n, D); each head repeated where there are fewer
 // keys' heads.
 Tensor batch_heads(const Tensor& x, int64_t count, int64_t repeat = 1) {
-  const Tensor view = x.view({count, -1, x.size(1), x.size(2)}).transpose(1, 2);
+  Tensor view = x.view({count, -1, x.size(1), x.size(2)}).transpose(1, 2);
   if (repeat == 1) return view;
   return view.unsqueeze(2)
       .expand({-1, -1, repeat, -1, -1})

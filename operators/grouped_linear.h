@@ -6,9 +6,9 @@
 namespace pith {
 
 // x (S, in) sorted by expert as in plan, weight (E, out, in) -> (S, out) in x's dtype:
-// y[s] = weight[e] x[s] for the slots s of expert e. Experts may be empty. Backward adds each expert's
-// dy^T x into weight.grad in FP32 without an intermediate in the compute dtype; an expert without slots
-// leaves its gradient untouched.
+// y[s] = weight[e] x[s] for the slots s of expert e. Experts may be empty. Backward adds each
+// expert's dy^T x into weight.grad in FP32 without an intermediate in the compute dtype; an expert
+// without slots leaves its gradient untouched.
 Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan);
 
 }  // namespace pith

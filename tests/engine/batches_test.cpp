@@ -57,7 +57,8 @@ TEST(RowStream, EveryTokenIsAnInputExactlyOnceAnEpoch) {
         const auto begin = tokens.begin() + static_cast<int64_t>(e * epoch);
         orders.emplace_back(begin, begin + corpus.num_tokens());
         EXPECT_EQ(std::set<int64_t>(orders[e].begin(), orders[e].end()).size(), epoch);
-        // Documents stay whole, but for the borders of rows, since those change places: ids count up.
+        // Documents stay whole, but for the borders of rows, since those change places: ids count
+        // up.
         for (size_t i = 1; i < epoch; ++i) {
           const bool row_border = shuffle && (e * epoch + i) % static_cast<size_t>(length) == 0;
           EXPECT_TRUE(row_border || orders[e][i] % 1000 == 0 ||

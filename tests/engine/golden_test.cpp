@@ -11,7 +11,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-fs::path golden(const std::string& name) { return fs::path(PITH_SOURCE_DIR) / "tests/golden" / name; }
+fs::path golden(const std::string& name) {
+  return fs::path(PITH_SOURCE_DIR) / "tests/golden" / name;
+}
 
 struct Case {
   fs::path folder;
@@ -21,7 +23,8 @@ struct Case {
   Case(const std::string& name, at::ScalarType dtype)
       : folder(golden(name)), tiny(Qwen3MoeConfig::parse_file(folder), dtype, at::kCPU, 0.02) {
     restore_weights(tiny.groups, folder, tiny.model.config().tie_embeddings);
-    const std::vector<Row> rows = read_token_rows(folder / "ids.json", tiny.model.config().vocab_size);
+    const std::vector<Row> rows =
+        read_token_rows(folder / "ids.json", tiny.model.config().vocab_size);
     batch = cut(rows, static_cast<int64_t>(rows.size()));
   }
 
@@ -49,7 +52,8 @@ struct Case {
       }
       EXPECT_LT(relative_error(mine, reference), limit(name)) << name;
     }
-    for (const Parameter* parameter : all_parameters(tiny.groups)) held += parameter->tensors.size();
+    for (const Parameter* parameter : all_parameters(tiny.groups))
+      held += parameter->tensors.size();
     EXPECT_EQ(compared, held);
   }
 };
@@ -98,14 +102,17 @@ TEST_P(Golden, BalanceLossGradients) {
 
 // Group of a gradient, for errors that are compared as a whole.
 std::string group_of(const std::string& name) {
-  for (const char* part : {"norm.weight", "experts", "mlp.gate.weight", "mlp", "self_attn", "embed_tokens", "lm_head"})
+  for (const char* part :
+       {"norm.weight", "experts", "mlp.gate.weight", "mlp", "self_attn", "embed_tokens", "lm_head"})
     if (name.find(part) != std::string::npos) return part;
   return name;
 }
 
-// On the routes of FP32, our BF16 may be as far from FP32 as transformers' own BF16 is (tolerance.json). The error of
-// one small tensor is luck, so the root mean square over a group of tensors is compared (0.35 to 1.2 of
-// transformers' in all groups but one, whose single k_norm of 8 elements makes it 1.7: the limit is 2); each gradient points the same way (cosine > 0.99), each group has the same norm (2 %).
+// On the routes of FP32, our BF16 may be as far from FP32 as transformers' own BF16 is
+// (tolerance.json). The error of one small tensor is luck, so the root mean square over a group of
+// tensors is compared (0.35 to 1.2 of transformers' in all groups but one, whose single k_norm of 8
+// elements makes it 1.7: the limit is 2); each gradient points the same way (cosine > 0.99), each
+// group has the same norm (2 %).
 TEST_P(Golden, Bf16WithinTransformersOwnError) {
   Case test(GetParam(), at::kBFloat16);
   const SafetensorsFile expected(test.folder / "expected_fp32.safetensors");
@@ -120,7 +127,9 @@ TEST_P(Golden, Bf16WithinTransformersOwnError) {
   auto pipeline = test.tiny.pipeline();
   zero_grads(test.tiny.groups);
   const BatchResult result = pipeline.forward_backward(test.batch, NextTokenLoss(), tapes);
-  const auto bound = [&](const std::string& name) { return 1.5 * tolerance.at(name).get<double>(); };
+  const auto bound = [&](const std::string& name) {
+    return 1.5 * tolerance.at(name).get<double>();
+  };
   EXPECT_LT(relative_error(result.per_token[0], expected.tensor("logprobs")), bound("logprobs"));
   EXPECT_LT(relative_error(pipeline.forward_only(test.batch, AllLogits(), {}, tapes).per_token[0],
                            expected.tensor("logits")),
@@ -144,7 +153,8 @@ TEST_P(Golden, Bf16WithinTransformersOwnError) {
     Squares& group = groups[group_of(name)];
     group.ours += ours * ours;
     group.theirs += theirs * theirs;
-    EXPECT_GT((mine * reference).sum().item<double>() / norm / mine.norm().item<double>(), 0.99) << name;
+    EXPECT_GT((mine * reference).sum().item<double>() / norm / mine.norm().item<double>(), 0.99)
+        << name;
     group.mine += mine.square().sum().item<double>();
     group.reference += norm * norm;
   }
@@ -155,7 +165,8 @@ TEST_P(Golden, Bf16WithinTransformersOwnError) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Qwen3Moe, Golden,
-                         testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d"),
+                         testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c",
+                                         "qwen3_moe_d"),
                          [](const auto& test) { return std::string(test.param); });
 
 }  // namespace

@@ -108,10 +108,14 @@ TEST_F(Metrics, ResumeCutsLaterStepsAndHalfLines) {
     log.event("stop", "killed");
   }
   const std::string whole = read(file());
-  { MetricsLog log(folder_, 8, false); }
+  {
+    MetricsLog log(folder_, 8, false);
+  }
   EXPECT_EQ(read(file()), whole);
   std::ofstream(file(), std::ios::app) << R"({"step": 9, "loss": 4.)";
-  { MetricsLog log(folder_, 8, false); }
+  {
+    MetricsLog log(folder_, 8, false);
+  }
   EXPECT_EQ(read(file()), whole);  // the half line is gone
   {
     MetricsLog log(folder_, 5, false);
@@ -127,7 +131,9 @@ TEST_F(Metrics, ResumeCutsLaterStepsAndHalfLines) {
     log.write(step(7));
   }
   EXPECT_EQ(steps(), (std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7}));
-  { MetricsLog log(folder_, 0, false); }
+  {
+    MetricsLog log(folder_, 0, false);
+  }
   EXPECT_EQ(read(file()), "");
 }
 
@@ -135,7 +141,9 @@ TEST_F(Metrics, DamagedLinesInTheMiddleDoNotStopAResume) {
   fs::create_directories(folder_);
   std::ofstream(file(), std::ios::binary) << "{\"step\": 1}\n\n[1]\nnonsense\n{\"step\": 2}\n"
                                           << "{\"step\": 3}\n";
-  { MetricsLog log(folder_, 2, false); }
+  {
+    MetricsLog log(folder_, 2, false);
+  }
   EXPECT_EQ(read(file()), "{\"step\": 1}\n\n[1]\nnonsense\n{\"step\": 2}\n");
 }
 

@@ -1,4 +1,5 @@
-// Layout invariance, isolation of documents, ties, empty experts, decoding: the numbers of one process.
+// Layout invariance, isolation of documents, ties, empty experts, decoding: the numbers of one
+// process.
 #include "engine/pipeline.h"
 
 #include <gtest/gtest.h>
@@ -45,7 +46,8 @@ TEST(Pipeline, MicroBatchAndAccumulationDoNotChangeNumbers) {
     const Outcome parts = run(tiny, cut(rows, micro_batch), 0.1);
     ASSERT_EQ(parts.topk_idx.size(), whole.topk_idx.size());
     for (size_t i = 0; i < parts.topk_idx.size(); ++i)
-      ASSERT_TRUE(at::equal(parts.topk_idx[i], whole.topk_idx[i])) << "routes, micro-batch " << micro_batch;
+      ASSERT_TRUE(at::equal(parts.topk_idx[i], whole.topk_idx[i]))
+          << "routes, micro-batch " << micro_batch;
     EXPECT_NEAR(parts.loss, whole.loss, 1e-6 * whole.loss);
     EXPECT_NEAR(parts.balance, whole.balance, 1e-6 * whole.balance);
     EXPECT_NEAR(parts.norm, whole.norm, 1e-6 * whole.norm);
@@ -54,7 +56,8 @@ TEST(Pipeline, MicroBatchAndAccumulationDoNotChangeNumbers) {
   }
 }
 
-// Unequal counts of trained tokens in the micro-batches: the mean is over tokens, not over micro-batches.
+// Unequal counts of trained tokens in the micro-batches: the mean is over tokens, not over
+// micro-batches.
 TEST(Pipeline, LossIsDividedOnceByAllTrainedTokens) {
   TinyModel tiny;
   std::vector<Row> rows = ragged_rows(2, 32, 61);
@@ -95,8 +98,8 @@ TEST(Pipeline, DocumentsOfARowDoNotSeeEachOther) {
   }
 }
 
-// Router weights of zero: all scores are equal, every token takes the experts with the lowest ids, each time; the
-// others' gradients are exactly zero.
+// Router weights of zero: all scores are equal, every token takes the experts with the lowest ids,
+// each time; the others' gradients are exactly zero.
 TEST(Pipeline, TiesGoToTheLowestExpertsAndUnusedExpertsHaveNoGradient) {
   TinyModel tiny;
   for (Parameter* parameter : all_parameters(tiny.groups))
@@ -148,7 +151,8 @@ TEST(Pipeline, DecodingThroughTheCacheEqualsTheFullForward) {
   for (const auto& [a, b] : {std::pair<size_t, size_t>{5, 3}, {6, 4}, {7, 5}, {9, 6}, {12, 7}}) {
     const std::vector<Row> fresh{part(rows[0], done_a, a), part(rows[1], done_b, b)};
     const std::vector<Row> all{part(rows[0], 0, a), part(rows[1], 0, b)};
-    const Tensor cached = pipeline.forward_only(cut(fresh, 2), LastTokenLogits(), caches).per_token[0];
+    const Tensor cached =
+        pipeline.forward_only(cut(fresh, 2), LastTokenLogits(), caches).per_token[0];
     const Tensor full = pipeline.forward_only(cut(all, 2), LastTokenLogits()).per_token[0];
     EXPECT_LT(relative_error(cached, full), 1e-5) << "after " << a << " and " << b << " tokens";
     EXPECT_TRUE(at::equal(cached.argmax(1), full.argmax(1)));

@@ -12,15 +12,24 @@
 namespace pith {
 
 inline nlohmann::json tiny_config() {
-  return {{"model_type", "qwen3_moe"},      {"vocab_size", 61},
-          {"hidden_size", 32},              {"num_hidden_layers", 3},
-          {"num_attention_heads", 4},       {"num_key_value_heads", 2},
-          {"head_dim", 8},                  {"num_experts", 6},
-          {"num_experts_per_tok", 2},       {"moe_intermediate_size", 24},
-          {"intermediate_size", 40},        {"mlp_only_layers", {1}},
-          {"norm_topk_prob", true},         {"tie_word_embeddings", false},
-          {"rms_norm_eps", 1e-6},           {"rope_theta", 10000.0},
-          {"max_position_embeddings", 512}, {"eos_token_id", 60}};
+  return {{"model_type", "qwen3_moe"},
+          {"vocab_size", 61},
+          {"hidden_size", 32},
+          {"num_hidden_layers", 3},
+          {"num_attention_heads", 4},
+          {"num_key_value_heads", 2},
+          {"head_dim", 8},
+          {"num_experts", 6},
+          {"num_experts_per_tok", 2},
+          {"moe_intermediate_size", 24},
+          {"intermediate_size", 40},
+          {"mlp_only_layers", {1}},
+          {"norm_topk_prob", true},
+          {"tie_word_embeddings", false},
+          {"rms_norm_eps", 1e-6},
+          {"rope_theta", 10000.0},
+          {"max_position_embeddings", 512},
+          {"eos_token_id", 60}};
 }
 
 struct TinyModel {
@@ -34,7 +43,8 @@ struct TinyModel {
 
   TinyModel(const Qwen3MoeConfig& config, at::ScalarType dtype, at::Device device, double init_std)
       : model(config, whole_model(config.num_layers, config.num_experts)),
-        groups(make_shard_groups(model.parameter_units(), dtype, device, ShardGroup::Use::training)) {
+        groups(
+            make_shard_groups(model.parameter_units(), dtype, device, ShardGroup::Use::training)) {
     mesh.device = device;
     for (ShardGroup& group : groups) group.initialize(7, init_std, config.num_layers);
   }
@@ -48,7 +58,9 @@ struct TinyModel {
 inline std::vector<Row> ragged_rows(int64_t count, int64_t length, int64_t vocab) {
   std::vector<Row> rows(static_cast<size_t>(count));
   uint64_t state = 12345;
-  const auto next = [&] { return state = state * 6364136223846793005u + 1442695040888963407u, state >> 33; };
+  const auto next = [&] {
+    return state = state * 6364136223846793005u + 1442695040888963407u, state >> 33;
+  };
   for (Row& row : rows) {
     int64_t left = 0;
     for (int64_t t = 0; t < length; ++t) {
@@ -76,7 +88,8 @@ inline std::vector<MicroBatch> cut(const std::vector<Row>& rows, int64_t micro_b
   for (size_t i = 0; i < rows.size(); i += static_cast<size_t>(micro_batch)) {
     const std::vector<Row> part(rows.begin() + static_cast<int64_t>(i),
                                 rows.begin() + static_cast<int64_t>(i) + micro_batch);
-    batches.push_back(make_microbatch(part, true, trained, static_cast<int64_t>(rows.size()), device));
+    batches.push_back(
+        make_microbatch(part, true, trained, static_cast<int64_t>(rows.size()), device));
   }
   return batches;
 }

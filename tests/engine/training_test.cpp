@@ -37,7 +37,8 @@ TEST(Optimizer, DecaysMatricesAndLeavesNormsAndRouter) {
       const ParameterGroup kind = group.parameters()[i]->group;
       const bool decays = kind != ParameterGroup::norm && kind != ParameterGroup::router;
       const Tensor expected = group.slice(before[g], i) * (decays ? std::pow(0.99, 10) : 1.0);
-      EXPECT_LT(relative_error(group.slice(group.master, i), expected), 1e-6) << group.parameters()[i]->name;
+      EXPECT_LT(relative_error(group.slice(group.master, i), expected), 1e-6)
+          << group.parameters()[i]->name;
       EXPECT_TRUE(at::equal(group.slice(group.values, i), group.slice(group.master, i)));
     }
   }
@@ -99,7 +100,8 @@ TEST(Initialisation, DoesNotDependOnWhatElseTheModelHolds) {
   shorter["num_hidden_layers"] = 1;
   TinyModel full, cut_down(shorter);
   EXPECT_TRUE(at::equal(full.groups[0].values, cut_down.groups[0].values));
-  EXPECT_TRUE(at::equal(full.groups[1].parameters()[0]->value, cut_down.groups[1].parameters()[0]->value));
+  EXPECT_TRUE(
+      at::equal(full.groups[1].parameters()[0]->value, cut_down.groups[1].parameters()[0]->value));
 }
 
 TEST(Restore, WeightsMastersAndMomentsAreBitEqual) {
@@ -131,7 +133,8 @@ TEST(Restore, WeightsMastersAndMomentsAreBitEqual) {
     EXPECT_TRUE(at::equal(loaded.groups[g].exp_avg_sq, saved.groups[g].exp_avg_sq));
   }
 
-  // Weights alone: the masters follow them, so that one tiny step does not snap back to the initial values.
+  // Weights alone: the masters follow them, so that one tiny step does not snap back to the initial
+  // values.
   TinyModel imported(tiny_config(), at::kFloat, at::kCPU, 0.5);
   restore_weights(imported.groups, *folder, false);
   for (ShardGroup& group : imported.groups) group.grads.fill_(1);
@@ -148,10 +151,11 @@ TEST(Restore, AForeignFolderListsEveryProblemAtOnce) {
   CheckpointContent content;
   collect_state(tiny.groups, content);
   for (auto& [name, tensor] : content.weights) {
-    if (name == "model.norm.weight") continue;                                     // missing
+    if (name == "model.norm.weight") continue;  // missing
     Tensor changed = tensor;
-    if (name == "lm_head.weight") changed = at::full({3, 4}, 1.0f);                 // wrong shape
-    if (name == "model.layers.0.self_attn.q_norm.weight") changed = tensor.to(at::kLong);  // wrong dtype
+    if (name == "lm_head.weight") changed = at::full({3, 4}, 1.0f);  // wrong shape
+    if (name == "model.layers.0.self_attn.q_norm.weight")
+      changed = tensor.to(at::kLong);  // wrong dtype
     weights.emplace_back(name, changed);
   }
   weights.emplace_back("model.layers.9.extra", at::full({2}, 1.0f));  // left over
@@ -160,8 +164,10 @@ TEST(Restore, AForeignFolderListsEveryProblemAtOnce) {
     restore_weights(tiny.groups, folder, false);
     FAIL() << "accepted";
   } catch (const Error& error) {
-    for (const char* part : {"model.norm.weight", "lm_head.weight", "q_norm.weight", "model.layers.9.extra"})
-      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part << "\n" << error.what();
+    for (const char* part :
+         {"model.norm.weight", "lm_head.weight", "q_norm.weight", "model.layers.9.extra"})
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part << "\n"
+                                                                         << error.what();
   }
   fs::remove_all(folder);
 }

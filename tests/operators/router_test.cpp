@@ -95,13 +95,9 @@ TEST(Route, NamesWhatDoesNotFit) {
   EXPECT_TRUE(
       contains(error_text([&] { route(logits.to(at::kBFloat16), 2, true); }), "route: logits"));
   EXPECT_TRUE(contains(error_text([&] { route(logits, 5, true); }), "k = 5 of 4"));
-  EXPECT_TRUE(contains(error_text([&] {
-                         route(logits, 2, true, ids({0, 1}, {1, 2}));
-                       }),
-                       "route: forced"));
-  EXPECT_TRUE(contains(error_text([&] {
-                         route(logits, 1, true, ids({0, 4, 1}, {3, 1}));
-                       }),
+  EXPECT_TRUE(
+      contains(error_text([&] { route(logits, 2, true, ids({0, 1}, {1, 2})); }), "route: forced"));
+  EXPECT_TRUE(contains(error_text([&] { route(logits, 1, true, ids({0, 4, 1}, {3, 1})); }),
                        "forced(1, 0) = 4"));
 }
 
