@@ -68,8 +68,7 @@ json parse_json(std::string_view text, const std::string& source) {
                  "{}: key {} stands twice in one object", source, parsed.dump());
     return true;
   };
-  // The library's messages begin "[json.exception.parse_error.101] parse error at line L, column C:
-  // ".
+  // The library's messages begin "[json.exception.parse_error.101] parse error at line L, ...: ".
   const auto after = [](const json::exception& error, std::string_view mark) {
     std::string_view what = error.what();
     return what.substr(what.find(mark) + mark.size());
@@ -89,54 +88,56 @@ json parse_json(std::string_view text, const std::string& source) {
 json read_json(const fs::path& path) { return parse_json(map_file(path).bytes(), path.string()); }
 
 std::vector<std::string> summarize_names(const std::vector<std::string>& names) {
-  // Pattern ("layers.#.weight") -> the tuples of numbers that stand in its places.
-  std::map<std::string, std::vector<std::vector<std::string>>> patterns;
+  // The texts around the numbers ("layers.", ".weight") -> the tuples of numbers that stand there.
+  std::map<std::vector<std::string>, std::vector<std::vector<std::string>>> patterns;
   for (const std::string& name : names) {
-    std::string pattern;
-    std::vector<std::string> numbers;
+    std::vector<std::string> texts(1), numbers;
     for (size_t i = 0; i < name.size();) {
       const size_t end = std::min(name.find_first_not_of("0123456789", i), name.size());
-      if (end > i) numbers.push_back(name.substr(i, end - i));
-      pattern += end > i ? '#' : name[i];
-      i = std::max(end, i + 1);
+      if (end > i) {
+        numbers.push_back(name.substr(i, end - i));
+        texts.emplace_back();
+        i = end;
+      } else {
+        texts.back() += name[i++];
+      }
     }
-    patterns[pattern].push_back(std::move(numbers));
+    patterns[texts].push_back(std::move(numbers));
   }
+  const auto join = [](const std::vector<std::string>& texts, const auto& number) {
+    std::string line = texts[0];
+    for (size_t i = 1; i < texts.size(); ++i) line += number(i - 1) + texts[i];
+    return line;
+  };
   std::vector<std::string> lines;
-  for (const auto& [pattern, tuples] : patterns) {
-    std::vector<std::set<std::string, ByValue>> places(tuples[0].size());
+  for (const auto& [texts, tuples] : patterns) {
+    std::vector<std::set<std::string, ByValue>> places(texts.size() - 1);
     for (const auto& tuple : tuples)
       for (size_t i = 0; i < tuple.size(); ++i) places[i].insert(tuple[i]);
     size_t combinations = 1;
     for (const auto& place : places) combinations *= place.size();
     const std::set<std::vector<std::string>> distinct(tuples.begin(), tuples.end());
-    const auto fill = [&pattern = pattern](const auto& text_of_place) {
-      std::string line;
-      size_t place = 0;
-      for (char c : pattern) line += c == '#' ? text_of_place(place++) : std::string(1, c);
-      return line;
-    };
     if (combinations == distinct.size() && tuples.size() > 1) {
-      lines.push_back(fill([&](size_t i) {
-                        const auto& place = places[i];
-                        const auto first = place.begin(), last = std::prev(place.end());
-                        if (place.size() == 1) return *first;
-                        const bool range =
-                            last->size() < 10 &&
-                            std::stoul(*last) - std::stoul(*first) + 1 == place.size();
-                        return range ? fmt::format("{{{}-{}}}", *first, *last)
-                                     : fmt::format("{{{}}}", fmt::join(place, ","));
-                      }) +
-                      fmt::format(" ({})", tuples.size()));
+      const std::string line = join(texts, [&](size_t i) {
+        const std::string &first = *places[i].begin(), &last = *places[i].rbegin();
+        if (places[i].size() == 1) return first;
+        const bool range =
+            last.size() < 10 && std::stoul(last) - std::stoul(first) + 1 == places[i].size();
+        return range ? fmt::format("{{{}-{}}}", first, last)
+                     : fmt::format("{{{}}}", fmt::join(places[i], ","));
+      });
+      lines.push_back(fmt::format("{} ({})", line, tuples.size()));
       continue;
     }
     size_t listed = 0;
     for (const auto& tuple : distinct) {
-      if (listed++ == kListed) {
-        lines.push_back(fmt::format("{} and {} more", pattern, distinct.size() - kListed));
+      if (listed++ < kListed) {
+        lines.push_back(join(texts, [&](size_t i) { return tuple[i]; }));
+      } else {
+        lines.push_back(
+            fmt::format("{} and {} more", fmt::join(texts, "#"), distinct.size() - kListed));
         break;
       }
-      lines.push_back(fill([&](size_t i) { return tuple[i]; }));
     }
   }
   return lines;

@@ -166,6 +166,7 @@ TEST(HfFolder, NamesAreSummarizedExactly) {
   EXPECT_EQ(summarize_names(names).size(), 11u);  // a hole: no range may claim to cover it
   EXPECT_EQ(summarize_names({"a.1", "a.3", "a.12", "b"}), (Lines{"a.{1,3,12} (3)", "b"}));
   EXPECT_EQ(summarize_names({"lm_head"}), Lines{"lm_head"});
+  EXPECT_EQ(summarize_names({"#1#", "#2#", "", "7"}), (Lines{"", "7", "#{1-2}# (2)"}));
   EXPECT_TRUE(summarize_names({}).empty());
 }
 
