@@ -257,7 +257,7 @@ class Translator {
     if (peek() == '?' && comma == std::string::npos) refuse("{n}?");
     if (peek() == '+') {  // not possessive in Oniguruma: the interval is repeated
       out_.insert(atom_, "(?:");
-      out_ += ")";
+      out_ += ')';
     }
   }
 
