@@ -1,0 +1,66 @@
+// The pipeline schedule as data: what each rank executes, in order. DualPipeV (DeepSeek-AI,
+// "DualPipe", cut-in-half form): of P ranks, rank r holds chunks r and 2 P - 1 - r of the layers, so
+// that rank 0 holds both embedding and head.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace pith {
+
+// One action of a rank. Chunk 0 is the rank's chunk r, chunk 1 its chunk 2 P - 1 - r.
+struct Action {
+  enum class Kind {
+    forward,         // of (chunk, microbatch)
+    backward,        // of (chunk, microbatch), input and weight gradients
+    backward_input,  // the same with the weight gradients put off
+    weight,          // the weight gradients put off by backward_input of (chunk, microbatch)
+    overlapped,      // forward of (chunk, microbatch) against backward of the second pair
+  } kind;
+  int chunk;
+  int64_t microbatch;
+  int backward_chunk = 0;  // overlapped only
+  int64_t backward_microbatch = 0;
+};
+
+// What rank `rank` of `ranks` executes for n micro-batches; n >= 2 ranks where ranks > 1. With
+// `overlap` false on one rank (no communication to hide) each micro-batch is finished before the
+// next begins, which keeps the activations of one.
+std::vector<Action> make_schedule(int64_t ranks, int64_t rank, int64_t n, bool overlap);
+// The forward passes alone: validation, scoring.
+std::vector<Action> forward_schedule(int64_t n);
+std::string to_string(const std::vector<Action>& schedule);  // "F0:0 F1:0 F0:1|B1:0 ..."
+
+// Time of one chunk in any one unit: forward, input gradients, weight gradients, and what a forward
+// saves when it runs against a backward (the smaller one of the two chunks counts).
+struct StageCosts {
+  double forward = 1, backward_input = 1, weight = 1, hidden = 0;
+};
+
+// A simulated step: transfers take no time, an action starts when its rank is free and its input is
+// there.
+struct Simulation {
+  struct Interval {
+    double begin, end;
+  };
+  double makespan = 0;
+  std::vector<std::vector<Action>> actions;      // by rank
+  std::vector<std::vector<Interval>> intervals;  // of these actions
+  std::vector<double> bubble;                    // idle time by rank
+  std::vector<int64_t> peak_activations;         // chunks kept at once by rank
+};
+// costs[chunk of the whole model], 2 * ranks of them. Throws when the schedules wait for each other.
+// The bubble with equal costs is (ranks - 1) (F&B + B - 3 W), B the whole backward, F&B a forward
+// against a backward.
+Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs);
+
+std::string draw_text(const Simulation& simulation, size_t columns = 100);
+std::string draw_svg(const Simulation& simulation);
+
+// Layers of each of 2 * ranks chunks such that the slowest rank is fastest: layer_cost for each
+// layer, head_cost on top of the last chunk (chunk 0 and the last are on rank 0). A chunk may be
+// empty.
+std::vector<int64_t> balance_chunks(int64_t ranks, const std::vector<double>& layer_cost,
+                                    double head_cost);
+
+}  // namespace pith

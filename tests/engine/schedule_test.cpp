@@ -1,0 +1,102 @@
+#include "engine/schedule.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <numeric>
+
+#include "core/error.h"
+
+namespace pith {
+namespace {
+
+std::vector<StageCosts> equal_costs(int64_t ranks, double hidden) {
+  return std::vector<StageCosts>(static_cast<size_t>(2 * ranks), StageCosts{1, 1, 1, hidden});
+}
+
+TEST(Schedule, BubbleIsThePublishedOne) {
+  for (const int64_t ranks : {1, 2, 3, 4, 8}) {
+    for (const int64_t n : {2 * ranks, 2 * ranks + 3, 4 * ranks}) {
+      for (const double hidden : {0.0, 0.5, 1.0}) {
+        const Simulation s = simulate(ranks, n, true, equal_costs(ranks, hidden));
+        const double backward = 2, both = 3 - hidden;
+        EXPECT_DOUBLE_EQ(s.bubble.back(), static_cast<double>(ranks - 1) * (both + backward - 3))
+            << ranks << " ranks, " << n << " micro-batches, hidden " << hidden;
+        for (const int64_t peak : s.peak_activations) EXPECT_EQ(peak, 2 * ranks + 1);
+      }
+    }
+  }
+}
+
+// Every (chunk, micro-batch) once forward and once backward, in order, each weight gradient that
+// was put off done once and after its backward.
+TEST(Schedule, EveryMicroBatchOnce) {
+  for (const int64_t ranks : {1, 2, 4, 5}) {
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      const int64_t n = 2 * ranks + 1;
+      std::map<int, int64_t> forwards, backwards;
+      std::map<std::pair<int, int64_t>, int> put_off;
+      const auto backward = [&](int chunk, int64_t microbatch) {
+        EXPECT_EQ(backwards[chunk]++, microbatch);
+        EXPECT_LT(microbatch, forwards[chunk]);
+      };
+      for (const Action& a : make_schedule(ranks, rank, n, true)) {
+        switch (a.kind) {
+          case Action::Kind::forward:
+            EXPECT_EQ(forwards[a.chunk]++, a.microbatch);
+            break;
+          case Action::Kind::overlapped:
+            backward(a.backward_chunk, a.backward_microbatch);
+            EXPECT_EQ(forwards[a.chunk]++, a.microbatch);
+            break;
+          case Action::Kind::backward_input:
+            put_off[{a.chunk, a.microbatch}] = 1;
+            [[fallthrough]];
+          case Action::Kind::backward:
+            backward(a.chunk, a.microbatch);
+            break;
+          case Action::Kind::weight:
+            EXPECT_EQ((put_off[{a.chunk, a.microbatch}]--), 1);
+            break;
+        }
+      }
+      for (const int chunk : {0, 1}) {
+        EXPECT_EQ(forwards[chunk], n);
+        EXPECT_EQ(backwards[chunk], n);
+      }
+      for (const auto& [key, open] : put_off) EXPECT_EQ(open, 0);
+    }
+  }
+}
+
+TEST(Schedule, TooFewMicroBatchesAreRefused) {
+  try {
+    make_schedule(4, 0, 7, true);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("at least 8 micro-batches"), std::string::npos);
+  }
+  EXPECT_EQ(to_string(make_schedule(1, 0, 1, true)), "F0:0 F1:0 B1:0 I0:0 W0:0");
+  EXPECT_EQ(to_string(make_schedule(1, 0, 2, false)), "F0:0 F1:0 B1:0 B0:0 F0:1 F1:1 B1:1 B0:1");
+}
+
+TEST(Schedule, ChunksAreBalancedByCost) {
+  const auto even = balance_chunks(2, std::vector<double>(8, 1.0), 0);
+  EXPECT_EQ(even, (std::vector<int64_t>{2, 2, 2, 2}));
+  // A head as heavy as several layers: rank 0 holds fewer of them.
+  const auto uneven = balance_chunks(2, std::vector<double>(8, 1.0), 3);
+  EXPECT_EQ(std::accumulate(uneven.begin(), uneven.end(), int64_t{0}), 8);
+  EXPECT_LT(uneven.front() + uneven.back(), uneven[1] + uneven[2]);
+  // Fewer layers than chunks: some chunks are empty.
+  const auto few = balance_chunks(4, std::vector<double>(3, 1.0), 0.5);
+  EXPECT_EQ(std::accumulate(few.begin(), few.end(), int64_t{0}), 3);
+}
+
+TEST(Schedule, Drawings) {
+  const Simulation s = simulate(2, 4, true, equal_costs(2, 0.5));
+  EXPECT_EQ(std::ranges::count(draw_text(s, 80), '\n'), 2);
+  EXPECT_TRUE(draw_svg(s).ends_with("</svg>\n"));
+}
+
+}  // namespace
+}  // namespace pith
