@@ -13,7 +13,7 @@ torch=$(echo .deps/lib/python3.*/site-packages/torch)
 command -v $clang >/dev/null || clang=clang++
 linker=$(command -v mold >/dev/null && echo -fuse-ld=mold || true)
 export flags="-std=c++20 -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,fuzzer-no-link
-  -fno-sanitize=vptr,function -fno-sanitize-recover=undefined -DFMT_HEADER_ONLY=1 -DPITH_CUDA=0
+  -fno-sanitize=vptr,function -fno-sanitize-recover=undefined -DPITH_CUDA=0
   -I. -isystem $torch/include -isystem $torch/include/torch/csrc/api/include"
 
 # toml++ 3.3 asserts what it has not checked ("[#" as a table) and calls unreachable what letters beyond ASCII
