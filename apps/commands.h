@@ -13,6 +13,7 @@ namespace pith {
 void add_corpus_command(CLI::App& app);
 void add_pretrain_command(CLI::App& app);
 void add_generate_command(CLI::App& app);
+void add_launch_command(CLI::App& app);
 void add_inspect_command(CLI::App& app);
 void add_tokenizer_command(CLI::App& app);
 void add_trace_command(CLI::App& app);

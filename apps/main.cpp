@@ -8,6 +8,7 @@
 
 #include "apps/commands.h"
 #include "build_info.h"
+#include "core/comm.h"
 #include "core/error.h"
 #include "engine/config.h"
 
@@ -71,7 +72,9 @@ int run(CLI::App& app, int argc, char** argv) {
     std::fflush(stdout);  // so that the reason stands last, also where both go to one file
     const bool list = text.find('\n') < text.find("\n  ");  // several mistakes: a line for each
     const char* separator = list ? ":\n" : ": ";
-    std::fputs(fmt::format("{}{}{}\n", full_name(deepest(app)), separator, text).c_str(), stderr);
+    const std::string line = full_name(deepest(app)) + separator + text;
+    pith::end_all_ranks(line);
+    std::fputs((line + "\n").c_str(), stderr);
     return 1;
   };
   try {
@@ -121,6 +124,7 @@ int main(int argc, char** argv) {
   pith::add_corpus_command(app);
   pith::add_pretrain_command(app);
   pith::add_generate_command(app);
+  pith::add_launch_command(app);
   pith::add_inspect_command(app);
   pith::add_tokenizer_command(app);
   pith::add_trace_command(app);

@@ -45,7 +45,6 @@ add_library(pith_torch INTERFACE)
 add_library(pith::torch ALIAS pith_torch)
 target_include_directories(pith_torch SYSTEM INTERFACE ${PITH_WHEELS}/torch/include
   ${PITH_WHEELS}/torch/include/torch/csrc/api/include)
-
 target_link_libraries(pith_torch INTERFACE ${TORCH_LIB}/libc10.so ${TORCH_LIB}/libtorch_cpu.so)
 if(PITH_CUDA)
   target_include_directories(pith_torch SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})

@@ -41,3 +41,20 @@ if(PITH_CUDA AND gpu_sources)
   target_compile_definitions(test_gpu PRIVATE PITH_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   target_compile_options(test_gpu PRIVATE $<$<CONFIG:Release>:-O1>)
 endif()
+
+# tests/parallel/*.cpp -> test_parallel, run as 2 and as 4 processes by the mpirun of .deps.
+file(GLOB sources CONFIGURE_DEPENDS tests/parallel/*.cpp)
+if(sources)
+  pith_executable(test_parallel SOURCES ${sources} LINK pith_core pith::gtest)
+  pith_use_pch(test_parallel core)
+  target_compile_options(test_parallel PRIVATE $<$<CONFIG:Release>:-O1>)
+  foreach(processes 2 4)
+    set(name parallel${processes})
+    add_test(NAME ${name} COMMAND ${PITH_DEPS}/bin/mpirun -n ${processes} --oversubscribe
+      --bind-to none --mca mpi_yield_when_idle 1 $<TARGET_FILE:test_parallel>
+      WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+    set_tests_properties(${name} PROPERTIES TIMEOUT 300 ENVIRONMENT
+      "${PITH_TEST_ENVIRONMENT};PITH_COMM_TIMEOUT_S=60;\
+GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/results/${name}.xml")
+  endforeach()
+endif()

@@ -1,26 +1,152 @@
-// A process group and its collectives. This build runs one process: every group has size one.
+// A process group and its collectives: MPI for CPU tensors, NCCL for CUDA tensors. Also World, the
+// processes of the job. No header of a transport is included here.
 #pragma once
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "core/tensor.h"
 
 namespace pith {
 
-// Collectives of one group. With one member each of them is the identity and costs nothing.
+enum class Reduce { sum, max, min };
+
+// How this process was started: alone, by mpirun or srun (MPI), or with torchrun's environment.
+struct Launch {
+  int64_t rank = 0, size = 1, local_rank = 0;  // local: among the processes of this machine
+  bool mpi = false;
+};
+// Reads the environment only. Throws where several processes were started but cannot meet.
+const Launch& launch_info();
+
+struct Operation;  // core/transport.h
+
+// A collective under way. Keeps its tensors alive; they may be read, written or dropped after
+// wait() only. CPU: wait() completes the requests. CUDA: the current stream waits, the host does
+// not; call it on the stream that the tensors were allocated on. Waiting twice is harmless. The
+// destructor of an unwaited Work waits, or, while an exception unwinds, leaves buffers to the end
+// of the process.
+class Work {
+ public:
+  Work() = default;
+  explicit Work(std::unique_ptr<Operation> operation);
+  Work(Work&&) noexcept;
+  Work& operator=(Work&& other) noexcept;
+  ~Work();
+  void wait();
+
+ private:
+  std::unique_ptr<Operation> operation_;  // null: done
+};
+
+// One message of Comm::exchange; `peer` is a rank of the group.
+struct P2P {
+  int64_t peer;
+  Tensor tensor;
+  bool is_send;
+};
+
+// A group of processes; a cheap handle. Every member enters every collective of a group in the same
+// order, empty tensors included. Tensors are contiguous, all on one device; the device chooses the
+// transport, set up at the group's first collective on it. In a group of one a collective is the
+// identity: no library is touched. Sizes are checked; what other members pass is not.
+//
+// Sums of floating-point tensors are formed in FP32 (FP64 for FP64) and rounded once. On CPUs they
+// are formed in the order of the members' ranks, whatever the sizes. NCCL orders them by its choice
+// of algorithm, a function of group, hardware and size: the same bits in every run and on every
+// member, not the same as in another layout.
+//
+// A tensor may be larger than 2^31 bytes. CPU: its parts' sizes in bytes are then counted in their
+// largest common power of two up to 1 MiB, and 2^31 of these are the limit (MPI counts in int).
+//
+// A collective that does not finish within PITH_COMM_TIMEOUT_S seconds (600; the first of a group
+// three times that) ends the job with a message that names it.
 class Comm {
  public:
-  int64_t size() const { return 1; }
-  int64_t rank() const { return 0; }
+  Comm() = default;  // this process alone
 
-  // Sums `tensor` over the group in place.
-  void all_reduce(Tensor& tensor) const { (void)tensor; }
-  // Rows of `input`, split_sizes[i] of them for member i, travel to their members; returns the
-  // received rows.
-  Tensor all_to_all(const Tensor& input, const std::vector<int64_t>& split_sizes) const {
-    PITH_CHECK(split_sizes.size() == 1 && split_sizes[0] == input.size(0),
-               "all_to_all in a group of one: splits must be [{}]", input.size(0));
-    return input;
-  }
+  int64_t size() const;
+  int64_t rank() const;
+  const std::vector<int64_t>& ranks() const;  // world ranks of the members, ascending
+  const std::string& name() const;
+
+  // In place. float64, float32, bfloat16, int64, int32.
+  [[nodiscard]] Work all_reduce_async(Tensor& tensor, Reduce op = Reduce::sum) const;
+  // `in` of member i becomes part i of `out`, both seen flat. sizes: elements of each member's
+  // part; empty: all equal. `in` may be this member's part of `out` itself.
+  [[nodiscard]] Work all_gather_async(Tensor& out, const Tensor& in,
+                                      std::span<const int64_t> sizes = {}) const;
+  // Sum over members of part i of `in` becomes `out` of member i. float64, float32, bfloat16; `out`
+  // may be float32 where `in` is bfloat16.
+  [[nodiscard]] Work reduce_scatter_async(Tensor& out, const Tensor& in,
+                                          std::span<const int64_t> sizes = {}) const;
+  // Rows of dim 0: send_splits[i] rows of `in` go to member i, recv_splits[i] rows of `out` come
+  // from it, in the order of members. Any number may be zero.
+  [[nodiscard]] Work all_to_all_async(Tensor& out, const Tensor& in,
+                                      std::span<const int64_t> recv_splits,
+                                      std::span<const int64_t> send_splits) const;
+  // A batch of sends and receives, matched between two members in the order they stand. On CUDA a
+  // batch occupies the group's stream until its peers have called theirs: never start a receive
+  // whose sender waits for a later batch of this group.
+  [[nodiscard]] Work exchange_async(const std::vector<P2P>& messages) const;
+  [[nodiscard]] Work broadcast_async(Tensor& tensor, int64_t root) const;
+
+  void all_reduce(Tensor& tensor, Reduce op = Reduce::sum) const;
+  void all_gather(Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const;
+  void reduce_scatter(Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const;
+  // Returns the received rows; `in` itself in a group of one.
+  Tensor all_to_all(const Tensor& in, std::span<const int64_t> recv_splits,
+                    std::span<const int64_t> send_splits) const;
+  void exchange(const std::vector<P2P>& messages) const;
+  void broadcast(Tensor& tensor, int64_t root) const;
+
+  // Small host data (hashes, metrics, errors) through the job's store, not for every layer: about
+  // a millisecond each. Strings of all members in order; blocks.
+  std::vector<std::string> all_gather_strings(const std::string& mine) const;
+  void barrier() const;  // of the hosts; streams are not waited for
+
+  struct Impl;
+
+ private:
+  friend class World;
+  explicit Comm(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+  template <class Start>
+  Work start(const char* operation, const Tensor& tensor, const Start& start_on) const;
+
+  std::shared_ptr<Impl> impl_;  // null: a group of one
 };
+
+// The processes of the job, made once by a command before any group. Started alone, a process
+// starts nothing. Otherwise: MPI (mpirun, srun --mpi=pmix) or LibTorch's TCPStore at MASTER_ADDR
+// (torchrun), a store on rank 0, and a heartbeat: a rank that gives no sign of life for
+// PITH_HEARTBEAT_S seconds (20) ends all ranks, as does end_all_ranks.
+class World {
+ public:
+  World();   // collective
+  ~World();  // waits for all ranks; while an exception unwinds it leaves that to end_all_ranks
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  int64_t size() const { return launch_info().size; }
+  int64_t rank() const { return launch_info().rank; }
+  Comm all() const;
+  // A group of these world ranks (ascending, this rank among them). All members call this in the
+  // same order; no other rank does.
+  Comm group(std::vector<int64_t> ranks, const std::string& name) const;
+};
+
+// In a job of several processes: makes `text` the job's first cause unless there is one already,
+// prints it once, and ends this and every other process with status 1. In a job of one: returns.
+void end_all_ranks(const std::string& text);
+
+// Where the program stands ("step 12"), for messages about hangs and dead ranks.
+void set_comm_context(std::string context);
+
+// Throws on every member, naming the item and the ranks whose text differs from the first rank's,
+// and the first line that does.
+void check_same_everywhere(const Comm& comm,
+                           const std::vector<std::pair<std::string, std::string>>& items);
 
 }  // namespace pith

@@ -4,6 +4,8 @@
 
 #include <fstream>
 
+#include "core/comm.h"
+
 #if PITH_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <cuda_runtime_api.h>
@@ -48,7 +50,13 @@ at::Device select_device(const std::string& wanted) {
   if (problem.empty()) {
     // Sums of a split product are added in FP32 and rounded once, not in BF16 (LibTorch's default).
     at::globalContext().setAllowBF16ReductionCuBLAS(false);
-    return at::Device(at::kCUDA, 0);
+#if PITH_CUDA
+    int count = 1;  // each process of this machine takes its own GPU
+    cudaGetDeviceCount(&count);
+    const auto index = static_cast<int>(launch_info().local_rank % count);
+    PITH_CHECK(cudaSetDevice(index) == cudaSuccess, "GPU {} cannot be used", index);
+    return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index));
+#endif
   }
   if (wanted == "cuda") {
     PITH_FAIL_HINT(

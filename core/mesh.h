@@ -5,12 +5,55 @@
 
 namespace pith {
 
-// Sizes and this process's groups. Only the layout pp = dp = cp = ep = 1 exists in this build.
+// What the user chooses; DP follows from the number of processes. hsdp: parameters are sharded
+// within blocks of hsdp_size consecutive ranks of the plane and replicated across the blocks.
+struct MeshShape {
+  int64_t pp = 1, cp = 1, ep = 1;
+  bool hsdp = false;
+  int64_t hsdp_size = 0;  // a multiple of ep that divides DP x CP
+};
+
+// Where one rank stands. World rank = (pp * DP + dp) * CP + cp: stages outermost, CP innermost.
+// The plane is the DP x CP ranks of one stage, plane rank = dp * CP + cp; EP groups are EP
+// consecutive ranks of it. The first stage holds embedding and head (DualPipeV).
+struct MeshPlace {
+  int64_t pp, dp, cp, ep;
+};
+
+// The groups of one rank as world ranks, this rank among them.
+struct MeshGroups {
+  std::vector<int64_t> pipeline, plane, data, context, expert, expert_data, dense_shard,
+      dense_replicate, expert_shard, expert_replicate;
+};
+
+// DP for this many processes. Throws for an impossible layout, naming the nearest possible ones.
+int64_t data_parallel(const MeshShape& shape, int64_t world);
+MeshPlace mesh_place(const MeshShape& shape, int64_t world, int64_t rank);
+MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank);
+// A table: one line a rank, for any number of processes.
+std::string mesh_table(const MeshShape& shape, int64_t world);
+
+// Sizes, this process's place and its groups; default: one process. Groups are set up at their first
+// collective, so those that a layout does not use cost nothing.
 struct Mesh {
-  Comm world;   // all processes
-  Comm plane;   // DP x CP: dense parameters are sharded over it, losses are summed over it
-  Comm expert;  // EP: consecutive ranks of the plane that divide the experts among them
+  MeshShape shape;
+  int64_t dp = 1;
+  MeshPlace place{0, 0, 0, 0};
+  Comm world;             // all processes
+  Comm pipeline;          // PP: the same place of the plane in every stage, in their order
+  Comm plane;             // DP x CP of this stage: losses and dense gradients are summed over it
+  Comm data;              // DP: same stage and CP rank; each member reads other sequences
+  Comm context;           // CP: shares its sequences
+  Comm expert;            // EP: divides the experts among its members
+  Comm expert_data;       // plane ranks that hold the same experts
+  Comm dense_shard;       // dense parameters are sharded over this: the plane, or a block of it
+  Comm dense_replicate;   // holds the same shard of dense parameters
+  Comm expert_shard;      // the same two for experts: members of expert_data
+  Comm expert_replicate;
   at::Device device = at::kCPU;
 };
+
+// Collective over the world.
+Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device);
 
 }  // namespace pith

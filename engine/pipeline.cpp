@@ -99,12 +99,12 @@ Tensor Pipeline<Model>::forward_layer(const LayerContext& context, const Tensor&
   if (run.attended.topk_idx.defined()) {
     // Dispatch and combine: with one rank in the expert group every row stays where it is.
     const std::vector<int64_t> all_rows{run.attended.rows.size(0)};
-    run.rows = leaf(mesh_.expert.all_to_all(run.attended.rows.detach(), all_rows));
-    run.weight = leaf(mesh_.expert.all_to_all(run.attended.topk_weight.detach(), all_rows));
+    run.rows = leaf(mesh_.expert.all_to_all(run.attended.rows.detach(), all_rows, all_rows));
+    run.weight = leaf(mesh_.expert.all_to_all(run.attended.topk_weight.detach(), all_rows, all_rows));
     run.plan = make_expert_plan(run.attended.topk_idx, model_.config().num_experts);
     run.expert_out = layer.experts(context, run.rows, run.weight, run.plan);
     report(context.layer, "experts", run.expert_out);
-    run.returned = leaf(mesh_.expert.all_to_all(run.expert_out.detach(), all_rows));
+    run.returned = leaf(mesh_.expert.all_to_all(run.expert_out.detach(), all_rows, all_rows));
   }
   run.output = layer.aggregate(context, run.returned, run.joined, run.shared_leaf);
   report(context.layer, "output", run.output);
@@ -123,9 +123,9 @@ Tensor Pipeline<Model>::backward_layer(LayerRun& run, const Tensor& grad_output)
   }
   if (run.returned.defined()) {
     const std::vector<int64_t> all_rows{run.rows.size(0)};
-    backward_stage({run.expert_out}, {mesh_.expert.all_to_all(take_grad(run.returned), all_rows)});
-    accumulate(grad_rows, mesh_.expert.all_to_all(take_grad(run.rows), all_rows));
-    const Tensor grad_weight = mesh_.expert.all_to_all(take_grad(run.weight), all_rows);
+    backward_stage({run.expert_out}, {mesh_.expert.all_to_all(take_grad(run.returned), all_rows, all_rows)});
+    accumulate(grad_rows, mesh_.expert.all_to_all(take_grad(run.rows), all_rows, all_rows));
+    const Tensor grad_weight = mesh_.expert.all_to_all(take_grad(run.weight), all_rows, all_rows);
     if (run.attended.topk_weight.requires_grad()) {
       roots.push_back(run.attended.topk_weight);
       gradients.push_back(grad_weight);

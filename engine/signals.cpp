@@ -16,7 +16,7 @@ std::atomic<int64_t> first_signal_ns{0};  // 0 = none yet
 static_assert(std::atomic<int64_t>::is_always_lock_free, "used inside a signal handler");
 
 // Calls only what POSIX lists as async-signal-safe: clock_gettime, write, _exit.
-void handle_stop(int) {
+void handle_stop(int signal) {
   constexpr int64_t kSameEvent = 100'000'000;
   const int saved_errno = errno;
   timespec time{};
@@ -26,8 +26,10 @@ void handle_stop(int) {
   if (first_signal_ns.compare_exchange_strong(first, now)) {
     constexpr std::string_view text =
         "\nstopping: this step is finished and saved first; once more to exit at once\n";
-    [[maybe_unused]] const auto written = write(STDERR_FILENO, text.data(), text.size());
-  } else if (now - first > kSameEvent) {
+    if (signal != SIGUSR1) {
+      [[maybe_unused]] const auto written = write(STDERR_FILENO, text.data(), text.size());
+    }
+  } else if (signal != SIGUSR1 && now - first > kSameEvent) {
     _exit(130);
   }
   errno = saved_errno;
@@ -43,6 +45,7 @@ void install_signal_handlers() {
   sigemptyset(&action.sa_mask);
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
+  sigaction(SIGUSR1, &action, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
 }
 
