@@ -61,8 +61,9 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
 
 int64_t data_parallel(const MeshShape& shape, int64_t world) {
   if (const std::string text = problem(shape, world); !text.empty()) {
-    PITH_FAIL_HINT(nearest(shape, world), "{} processes cannot be laid out as pp {} cp {} ep {}: {}",
-                   world, shape.pp, shape.cp, shape.ep, text);
+    PITH_FAIL_HINT(nearest(shape, world),
+                   "{} processes cannot be laid out as pp {} cp {} ep {}: {}", world, shape.pp,
+                   shape.cp, shape.ep, text);
   }
   return world / (shape.pp * shape.cp);
 }
