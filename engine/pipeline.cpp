@@ -52,21 +52,6 @@ ModelPart model_part(const std::vector<int64_t>& chunks, const Mesh& mesh, int64
 }
 
 template <DecoderModel Model>
-struct Pipeline<Model>::Run {
-  const MicroBatch* batch = nullptr;
-  std::span<LayerCache> caches;
-  RoutingTape* tape = nullptr;
-  int chunk = 0;
-  int64_t microbatch = 0;
-  Tensor embedded;               // (T, H) output of the embedding, inside its graph
-  std::vector<LayerRun> layers;  // emptied from the back by the backward pass
-  Tensor hidden;                 // (T, H) leaf of the head
-  Tensor loss;                   // root of the head
-  Tensor handed_over;            // where both chunks meet on the last stage: hidden, then gradient
-  std::vector<WeightGradient> deferred;
-};
-
-template <DecoderModel Model>
 Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
                           std::vector<int64_t> chunks)
     : model_(model),

@@ -43,6 +43,21 @@ struct LayerRun {
   Tensor output;                    // (T, H)
 };
 
+// One chunk of one micro-batch in flight.
+struct ChunkRun {
+  const MicroBatch* batch = nullptr;
+  std::span<LayerCache> caches;
+  RoutingTape* tape = nullptr;
+  int chunk = 0;
+  int64_t microbatch = 0;
+  Tensor embedded;               // (T, H) output of the embedding, inside its graph
+  std::vector<LayerRun> layers;  // emptied from the back by the backward pass
+  Tensor hidden;                 // (T, H) leaf of the head
+  Tensor loss;                   // root of the head
+  Tensor handed_over;            // where both chunks meet on the last stage: hidden, then gradient
+  std::vector<WeightGradient> deferred;
+};
+
 // Layers of each of the model's 2 * PP chunks, balanced by their cost; on one stage without expert
 // parallelism all are in the first, since there is nothing to overlap with.
 template <class Config>
@@ -82,7 +97,7 @@ class Pipeline {
   void observe(StageObserver observer) { observer_ = std::move(observer); }
 
  private:
-  struct Run;  // one chunk of one micro-batch in flight
+  using Run = ChunkRun;
   using Kind = StageLinks::Kind;
 
   template <class Objective>
