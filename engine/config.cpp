@@ -625,8 +625,9 @@ Rules between keys:
 - `data.packing = "best_fit"` needs `data.document_mask`.
 
 `data.train` and `data.validation` take a path or an array: `train = [{path = "a", weight = 0.7},
-{path = "b", weight = 0.3}]`. A weight is a share of the rows; weights need not add up to 1. A source
-may have a `name`, which metrics use (`validation/NAME/loss`); else it is the last part of its path.
+{path = "b", weight = 0.3}]`. A weight is a share of the rows read in training; weights need not add
+up to 1. A corpus may have a `name`, which metrics use (`validation/NAME/loss`); else it is the last
+part of its path. `exhausted = "stop"` ends the run before a corpus would begin its second epoch.
 
 A resumed run refuses other `[data]` settings, corpora or weights than those of its checkpoint, and
 another learning-rate schedule (`training.steps` among it, where the schedule depends on it) unless
