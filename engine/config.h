@@ -32,6 +32,13 @@ struct RunConfig {
     std::string dtype = "bfloat16";  // compute dtype: bfloat16, float32
     int64_t num_layers = 0;          // cut to the first N layers; 0 = all
   } model;
+  struct Parallel {  // processes = pp x dp x cp; dp follows from their number
+    int64_t pp = 1, cp = 1, ep = 1;
+    std::string sharding = "fsdp";  // fsdp: over all ranks of a stage; hsdp: within blocks of them
+    int64_t hsdp_size = 0;
+    std::string weights = "keep";  // between uses: keep them whole, or reshard
+    std::string chunks;            // layers of each of 2 pp chunks: "2,2,4,0"; empty = by cost
+  } parallel;
   struct Data {
     std::vector<DataSource> train, validation;
     int64_t sequence_length = 4096;
