@@ -94,7 +94,7 @@ class Run {
         folder_(config.run.folder),
         corpus_(config.data.train),
         model_(model_config, whole_model(model_config.num_layers, model_config.num_experts)),
-        groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh.device,
+        groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh,
                                   ShardGroup::Use::training)),
         pipeline_(model_, mesh_, config.data.sequence_length,
                   {config.training.balance_loss, config.training.force_balance}),

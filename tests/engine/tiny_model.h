@@ -42,10 +42,10 @@ struct TinyModel {
       : TinyModel(Qwen3MoeConfig::parse(json, "test"), dtype, device, init_std) {}
 
   TinyModel(const Qwen3MoeConfig& config, at::ScalarType dtype, at::Device device, double init_std)
-      : model(config, whole_model(config.num_layers, config.num_experts)),
+      : mesh{.device = device},
+        model(config, whole_model(config.num_layers, config.num_experts)),
         groups(
-            make_shard_groups(model.parameter_units(), dtype, device, ShardGroup::Use::training)) {
-    mesh.device = device;
+            make_shard_groups(model.parameter_units(), dtype, mesh, ShardGroup::Use::training)) {
     for (ShardGroup& group : groups) group.initialize(7, init_std, config.num_layers);
   }
 
