@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <fstream>
+#include <numeric>
 
 #include "apps/commands.h"
 #include "apps/families.h"
@@ -67,7 +68,7 @@ void print_plan(const RunConfig& config, const ModelSize& size, at::ScalarType d
   fmt::print("# step        {} sequences x {} tokens = {} micro-batches of {}\n",
              config.training.global_batch, config.data.sequence_length, micro_batches,
              config.training.micro_batch);
-  const std::vector<Action> schedule = make_schedule(std::min<int64_t>(micro_batches, 8));
+  const std::vector<Action> schedule = make_schedule(1, 0, std::min<int64_t>(micro_batches, 8), false);
   fmt::print("# schedule    rank 0: {}{}\n", to_string(schedule), micro_batches > 8 ? " ..." : "");
 }
 
@@ -84,6 +85,26 @@ std::string read_text(const fs::path& path) {
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
+Packing packing_of(const RunConfig& config) {
+  return config.data.packing == "best_fit" ? Packing::best_fit : Packing::concat;
+}
+
+std::vector<Corpus> open_corpora(const std::vector<DataSource>& sources) {
+  std::vector<Corpus> corpora;
+  for (const DataSource& source : sources) corpora.emplace_back(source.path);
+  return corpora;
+}
+
+Blend open_blend(const RunConfig& config) {
+  std::vector<RowStream> streams;
+  std::vector<double> weights;
+  for (const Corpus& corpus : open_corpora(config.data.train))
+    streams.emplace_back(corpus, config.data.sequence_length, config.data.seed,
+                         config.data.document_mask, true, packing_of(config));
+  for (const DataSource& source : config.data.train) weights.push_back(source.weight);
+  return {std::move(streams), weights};
+}
+
 // One training run: everything that lives from the first to the last step.
 template <class Model>
 class Run {
@@ -92,22 +113,28 @@ class Run {
       : config_(config),
         mesh_(mesh),
         folder_(config.run.folder),
-        corpus_(config.data.train),
         model_(model_config, whole_model(model_config.num_layers, model_config.num_experts)),
         groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh,
                                   ShardGroup::Use::training)),
         pipeline_(model_, mesh_, config.data.sequence_length,
                   {config.training.balance_loss, config.training.force_balance}),
-        rows_(corpus_, config.data.sequence_length, config.data.seed, config.data.document_mask,
-              true) {
-    check_vocabulary(corpus_);
-    if (!config.data.validation.empty() && config.validation.interval > 0) {
-      const Corpus validation(config.data.validation);
-      check_vocabulary(validation);
-      validation_.emplace(validation, config.data.sequence_length, config.data.seed,
-                          config.data.document_mask, false);
-    }
-    state_.corpus_fingerprint = corpus_.fingerprint();
+        rows_(open_blend(config)) {
+    std::vector<Corpus> corpora;
+    for (const RowStream& stream : rows_.sources()) corpora.push_back(stream.corpus());
+    if (config.validation.interval > 0)
+      for (const Corpus& corpus : open_corpora(config.data.validation)) {
+        corpora.push_back(corpus);
+        // Seed 0: the same tokens in all runs.
+        validation_.emplace_back(corpus, config.data.sequence_length, 0, config.data.document_mask,
+                                 true, packing_of(config));
+      }
+    check_same_tokenizer(corpora);
+    for (const Corpus& corpus : corpora) check_vocabulary(corpus);
+    for (size_t i = 0; i < rows_.sources().size(); ++i)
+      state_.sources.push_back({corpora[i].prefix(), corpora[i].fingerprint(),
+                                corpora[i].tokenizer_hash(), rows_.weights()[i]});
+    state_.packing = config.data.packing;
+    state_.schedule = schedule_settings(config.training);
     state_.sequence_length = config.data.sequence_length;
     state_.data_seed = config.data.seed;
     state_.document_mask = config.data.document_mask;
@@ -123,17 +150,20 @@ class Run {
     if (config_.training.force_balance)
       log.event("warning",
                 "training.force_balance replaces the router's choice: for measurements only");
+    log_data(log);
     std::vector<MicroBatch> batch;
-    while (state_.step < config_.training.steps && !stop_requested()) {
+    while (!done() && !stop_requested()) {
       const auto start = Clock::now();
       if (batch.empty()) batch = next_batch(0);
       StepMetrics metrics = step(batch);
       metrics.seconds = seconds_since(start);
       metrics.mfu = model_flops(metrics.tokens) / metrics.seconds / peak_flops(mesh_.device);
       if (!std::isfinite(metrics.mfu)) metrics.mfu = 0;
-      if (validation_ && (state_.step % config_.validation.interval == 0 || done()))
-        metrics.extra.emplace_back("validation/loss", validation_loss());
+      std::string validated;
+      if (!validation_.empty() && (state_.step % config_.validation.interval == 0 || done()))
+        validated = validate(metrics);
       log.write(metrics);
+      if (!validated.empty()) log.event("validation", validated);
       if (config_.checkpoint.save && checkpoint_due()) save(log);
     }
     if (config_.checkpoint.save && state_.step > saved_step_) save(log);  // the end, or a signal
@@ -144,7 +174,35 @@ class Run {
   }
 
  private:
-  bool done() const { return state_.step >= config_.training.steps; }
+  bool done() const { return state_.step >= last_step_; }
+
+  // What is read, and the step after which the run ends.
+  void log_data(MetricsLog& log) {
+    const auto total = std::accumulate(rows_.weights().begin(), rows_.weights().end(), 0.0);
+    for (size_t i = 0; i < rows_.sources().size(); ++i) {
+      const RowStream& stream = rows_.sources()[i];
+      std::string text = fmt::format("{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows",
+                                     stream.corpus().prefix(),
+                                     100 * static_cast<double>(rows_.weights()[i]) / total,
+                                     stream.corpus().num_tokens(), stream.rows_per_epoch());
+      if (packing_of(config_) == Packing::best_fit)
+        text += fmt::format(", {:.3g} % padding", 100 * stream.padding_share());
+      log.event("data", text);
+    }
+    last_step_ = config_.training.steps;
+    if (config_.data.exhausted == "repeat") return;
+    const int64_t rows = rows_.rows_before_repeat();
+    PITH_CHECK(rows >= config_.training.global_batch,
+               "data.exhausted = \"stop\", but the data ends after {} rows, before the first step",
+               rows);
+    const int64_t steps =
+        std::max<int64_t>(0, rows - state_.rows_read) / config_.training.global_batch;
+    if (state_.step + steps >= last_step_) return;
+    last_step_ = state_.step + steps;
+    log.event("data", fmt::format("a corpus ends after step {} of {}, and the run with it "
+                                  "(data.exhausted = \"stop\")",
+                                  last_step_, config_.training.steps));
+  }
 
   bool checkpoint_due() const {
     return config_.checkpoint.interval > 0 && state_.step % config_.checkpoint.interval == 0;
@@ -164,7 +222,7 @@ class Run {
   // Rows of the step after the next `ahead` ones.
   std::vector<MicroBatch> next_batch(int64_t ahead) const {
     return make_batch(rows_, state_.rows_read + ahead * config_.training.global_batch,
-                      config_.training.global_batch, config_.training.micro_batch,
+                      config_.training.global_batch, config_.training.micro_batch, 0, 1,
                       config_.data.document_mask, mesh_.device);
   }
 
@@ -180,11 +238,21 @@ class Run {
       const fs::path file = *newest / "training_state.json";
       const TrainingState saved = TrainingState::from_json(read_text(file), file.string());
       saved.check_same_data(state_, newest->string());
+      const std::string schedule = saved.schedule_differences(state_);
+      if (!schedule.empty() && !config_.checkpoint.allow_schedule_change) {
+        PITH_FAIL_HINT(
+            "restore these settings; or set checkpoint.allow_schedule_change = true to go on with "
+            "the present ones",
+            "{} was saved under another learning-rate schedule:{}", newest->string(), schedule);
+      }
       check_same_model(*newest);
       restore_state(groups_, *newest);
-      state_ = saved;
-      saved_step_ = saved.step;
-      return fmt::format("resumed from {} at step {}", newest->string(), state_.step);
+      saved_step_ = state_.step = saved.step;
+      state_.rows_read = saved.rows_read;
+      state_.tokens_seen = saved.tokens_seen;
+      return fmt::format(
+          "resumed from {} at step {}{}{}", newest->string(), state_.step,
+          schedule.empty() ? "" : ", with another learning-rate schedule:", schedule);
     }
     if (!config_.model.init.empty()) {
       restore_weights(groups_, config_.model.init, model_.config().tie_embeddings);
@@ -214,7 +282,7 @@ class Run {
     const Tensor norm = grad_norm(groups_, mesh_);
     StepMetrics metrics;
     metrics.step = state_.step + 1;
-    metrics.total_steps = config_.training.steps;
+    metrics.total_steps = last_step_;
     for (const MicroBatch& micro : batch) metrics.tokens += micro.num_tokens();
     metrics.trained_tokens = batch.front().global_trained_tokens;
     const std::vector<MicroBatch> current = std::move(batch);
@@ -268,19 +336,37 @@ class Run {
         state_.rows_read, state_.rows_read + config_.training.global_batch - 1);
   }
 
-  double validation_loss() {
-    const int64_t rows =
-        std::max<int64_t>(1, config_.validation.tokens / config_.data.sequence_length);
-    double sum = 0;
-    int64_t trained = 0;
-    for (int64_t first = 0; first < rows; first += config_.training.micro_batch) {
-      const int64_t count = std::min(config_.training.micro_batch, rows - first);
-      const auto batch =
-          make_batch(*validation_, first, count, count, config_.data.document_mask, mesh_.device);
-      sum += pipeline_.forward_only(batch, NextTokenLoss()).loss_sum.template item<double>();
-      trained += batch.front().trained_tokens;
+  // Loss and perplexity of each validation corpus and the mean over all their trained tokens, into
+  // metrics.extra; returns them for a person. A corpus is read from the same row on each time, at
+  // most once.
+  std::string validate(StepMetrics& metrics) {
+    std::string text;
+    double all = 0;
+    int64_t all_trained = 0;
+    for (size_t i = 0; i < validation_.size(); ++i) {
+      const RowStream& stream = validation_[i];
+      const int64_t wanted = config_.validation.tokens / config_.data.sequence_length;
+      const int64_t rows = std::max<int64_t>(1, std::min(wanted, stream.rows_per_epoch()));
+      double sum = 0;
+      int64_t trained = 0;
+      for (int64_t first = 0; first < rows; first += config_.training.micro_batch) {
+        const int64_t count = std::min(config_.training.micro_batch, rows - first);
+        const auto batch =
+            make_batch(stream, first, count, count, 0, 1, config_.data.document_mask, mesh_.device);
+        sum += pipeline_.forward_only(batch, NextTokenLoss()).loss_sum.template item<double>();
+        trained += batch.front().trained_tokens;
+      }
+      const double loss = sum / static_cast<double>(std::max<int64_t>(trained, 1));
+      const std::string name = config_.data.validation[i].label();
+      metrics.extra.emplace_back(fmt::format("validation/{}/loss", name), loss);
+      metrics.extra.emplace_back(fmt::format("validation/{}/perplexity", name), std::exp(loss));
+      text += fmt::format("{} loss {:.4f}, perplexity {:.4g}; ", name, loss, std::exp(loss));
+      all += sum;
+      all_trained += trained;
     }
-    return sum / static_cast<double>(std::max<int64_t>(trained, 1));
+    all /= static_cast<double>(std::max<int64_t>(all_trained, 1));
+    metrics.extra.emplace_back("validation/loss", all);
+    return text + fmt::format("mean loss {:.4f} over {} tokens", all, all_trained);
   }
 
   void save(MetricsLog& log) {
@@ -293,7 +379,7 @@ class Run {
     content.files.emplace_back("generation_config.json", model_.config().generation_json());
     content.files.emplace_back("run.toml", to_toml(config_));
     for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
-      const fs::path file = fs::path(corpus_.prefix() + ".tokenizer") / name;
+      const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_text(file));
     }
     writer_.start(folder_ / "checkpoints", std::move(content), config_.checkpoint.keep_last);
@@ -306,14 +392,13 @@ class Run {
   const RunConfig& config_;
   const Mesh& mesh_;
   fs::path folder_;
-  Corpus corpus_;
   Model model_;
   std::vector<ShardGroup> groups_;
   Pipeline<Model> pipeline_;
-  RowStream rows_;
-  std::optional<RowStream> validation_;
+  Blend rows_;
+  std::vector<RowStream> validation_;
   TrainingState state_;
-  int64_t saved_step_ = 0;
+  int64_t saved_step_ = 0, last_step_ = 0;
   CheckpointWriter writer_;
 };
 
