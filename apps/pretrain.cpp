@@ -179,11 +179,14 @@ class Run {
         mesh_(mesh),
         folder_(config.run.folder),
         chunks_(chunks_of(config, model_config, mesh)),
-        model_(model_config, model_part(chunks_, mesh.shape, mesh.place, model_config.num_experts)),
-        groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh.device,
-                                  ShardGroup::Use::training)),
+        part_(model_part(chunks_, mesh.shape, mesh.place, model_config.num_experts)),
+        model_(model_config, part_),
+        groups_(make_shard_groups(
+            model_.parameter_units(), compute_dtype(config), mesh, ShardGroup::Use::training,
+            config.parallel.weights == "reshard" ? ShardMode::reshard : ShardMode::keep)),
+        shards_(groups_, part_, part_.head ? &model_.head_weight() : nullptr),
         pipeline_(model_, mesh_, config.data.sequence_length,
-                  {config.training.balance_loss, config.training.force_balance}, chunks_),
+                  {config.training.balance_loss, config.training.force_balance}, chunks_, &shards_),
         rows_(open_blend(config)) {
     std::vector<Corpus> corpora;
     for (const RowStream& stream : rows_.sources()) corpora.push_back(stream.corpus());
@@ -346,7 +349,9 @@ class Run {
           schedule.empty() ? "" : ", with another learning-rate schedule:", schedule);
     }
     if (!config_.model.init.empty()) {
-      restore_weights(groups_, config_.model.init, model_.config().tie_embeddings);
+      const auto& config = model_.config();
+      Model whole(config, whole_model(config.num_layers, config.num_experts));
+      restore_weights(groups_, config_.model.init, config.tie_embeddings, whole.parameter_units());
       return "weights of " + config_.model.init;
     }
     for (ShardGroup& group : groups_) {
@@ -370,6 +375,7 @@ class Run {
   StepMetrics step(std::vector<MicroBatch>& batch) {
     zero_grads(groups_);
     const BatchResult result = pipeline_.forward_backward(batch, NextTokenLoss());
+    finish_step(groups_);
     const Tensor norm = grad_norm(groups_, mesh_);
     StepMetrics metrics;
     metrics.step = state_.step + 1;
@@ -493,7 +499,8 @@ class Run {
       const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_text(file));
     }
-    writer_.start(folder_ / "checkpoints", std::move(content), config_.checkpoint.keep_last);
+    writer_.start(folder_ / "checkpoints", std::move(content), config_.checkpoint.keep_last,
+                  mesh_.world);
     saved_step_ = state_.step;
     event("save",
           fmt::format("checkpoint of step {} on its way to {} (copied in {:.2f} s)", state_.step,
@@ -504,8 +511,10 @@ class Run {
   const Mesh& mesh_;
   fs::path folder_;
   std::vector<int64_t> chunks_;
+  ModelPart part_;
   Model model_;
   std::vector<ShardGroup> groups_;
+  ModelShards shards_;
   Pipeline<Model> pipeline_;
   Blend rows_;
   std::vector<RowStream> validation_;

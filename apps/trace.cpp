@@ -44,7 +44,7 @@ int trace(const TraceOptions& options) {
   const auto config = Model::Config::parse_file(options.folder);
   Model model(config, whole_model(config.num_layers, config.num_experts));
   std::vector<ShardGroup> groups = make_shard_groups(
-      model.parameter_units(), options.dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh.device,
+      model.parameter_units(), options.dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh,
       ShardGroup::Use::training);
   restore_weights(groups, options.folder, config.tie_embeddings);
   const std::vector<Row> rows = read_token_rows(options.tokens, config.vocab_size);

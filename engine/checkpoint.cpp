@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <atomic>
 #include <charconv>
+#include <chrono>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <system_error>
 
 namespace pith {
@@ -67,8 +69,39 @@ std::string manifest_text(int64_t step, const std::vector<WrittenFile>& files) {
   return seal_json(manifest.dump(1));
 }
 
-void write_files(const fs::path& folder, const CheckpointContent& content) {
-  std::vector<WrittenFile> written = write_hf_weights(folder, content.weights);
+// This rank's place among those that write one checkpoint together.
+struct Place {
+  int64_t rank = 0, ranks = 1;
+  size_t first_weights = 0, weights = 0;  // files: of the ranks before, of all
+  size_t shard = 0, shards = 0;
+};
+
+// Collective.
+Place agree(const CheckpointContent& content, const Comm& world) {
+  const size_t weights = split_weights(content.weights).size(), shards = !content.optimizer.empty();
+  Place place{.rank = world.rank(), .ranks = world.size()};
+  const auto all = world.all_gather_strings(fmt::format("{} {} {}", content.step, weights, shards));
+  for (int64_t rank = 0; rank < place.ranks; ++rank) {
+    std::istringstream text(all[static_cast<size_t>(rank)]);
+    int64_t step = 0;
+    size_t its_weights = 0, its_shards = 0;
+    text >> step >> its_weights >> its_shards;
+    PITH_CHECK(step == content.step, "rank {} saves step {}, rank {} step {}", rank, step,
+               place.rank, content.step);
+    if (rank == place.rank) {
+      place.first_weights = place.weights;
+      place.shard = place.shards;
+    }
+    place.weights += its_weights;
+    place.shards += its_shards;
+  }
+  return place;
+}
+
+std::vector<WrittenFile> write_own_files(const fs::path& folder, const CheckpointContent& content,
+                                         const Place& place) {
+  std::vector<WrittenFile> written = write_weight_files(
+      folder, split_weights(content.weights), place.first_weights, place.weights);
   if (!content.optimizer.empty()) {
     std::vector<NamedTensor> slices;
     for (const StateSlice& slice : content.optimizer) {
@@ -80,12 +113,65 @@ void write_files(const fs::path& folder, const CheckpointContent& content) {
       slices.emplace_back(state_key(slice.kind, slice.tensor, slice.offset, slice.total),
                           slice.data);
     }
-    const std::string name = "optimizer/shard-00000-of-00001.safetensors";
+    const std::string name =
+        fmt::format("optimizer/shard-{:05}-of-{:05}.safetensors", place.shard, place.shards);
     fs::create_directory(folder / "optimizer");
     written.push_back(write_safetensors(folder / name, slices));
     written.back().name = name;
     sync_folder(folder / "optimizer");
   }
+  return written;
+}
+
+std::string done_name(int64_t rank) { return fmt::format(".done-{:05}", rank); }
+
+// Tells rank 0 what this rank has written, as a manifest, or why it could not.
+void report_done(const fs::path& folder, int64_t rank, const std::string& text) {
+  write_file(folder, done_name(rank) + ".part", text);
+  fs::rename(folder / (done_name(rank) + ".part"), folder / done_name(rank));
+}
+
+// Rank 0: waits for all other ranks' reports and appends their files.
+void collect_done(const fs::path& folder, const Place& place, std::vector<WrittenFile>& written) {
+  constexpr auto kPatience = std::chrono::minutes(10);
+  const auto give_up = std::chrono::steady_clock::now() + kPatience;
+  std::vector<std::string> problems;
+  for (int64_t rank = 1; rank < place.ranks; ++rank) {
+    const fs::path file = folder / done_name(rank);
+    while (!fs::exists(file) && std::chrono::steady_clock::now() < give_up)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    const std::string text = fs::exists(file) ? read_file(file) : "nothing heard for 10 minutes";
+    if (!text.starts_with('{')) {
+      problems.push_back(fmt::format("rank {}: {}", rank, text));
+      continue;
+    }
+    for (auto& [name, info] : parse_manifest(text, file.string()).files)
+      written.push_back({name, info.bytes, info.xxh3, {info.tensors.begin(), info.tensors.end()}});
+    fs::remove(file);
+  }
+  PITH_CHECK(problems.empty(), "{}", fmt::join(problems, "; "));
+}
+
+void write_files(const fs::path& folder, const CheckpointContent& content, const Place& place) {
+  std::vector<WrittenFile> written;
+  std::exception_ptr failure;
+  try {
+    written = write_own_files(folder, content, place);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  if (place.rank > 0) {
+    if (!failure) return report_done(folder, place.rank, manifest_text(content.step, written));
+    try {
+      std::rethrow_exception(failure);
+    } catch (const std::exception& error) {
+      report_done(folder, place.rank, fmt::format("error: {}", error.what()));
+      throw;
+    }
+  }
+  collect_done(folder, place, written);  // so that nobody writes any more
+  if (failure) std::rethrow_exception(failure);
+  written.push_back(write_weight_index(folder, written));
   for (const auto& [name, bytes] : content.files) {
     PITH_CHECK(fs::path(name).filename() == name && !fs::exists(folder / name),
                "{} is no name for a further file of a checkpoint", name);
@@ -170,6 +256,64 @@ std::vector<std::string> verify_file(const fs::path& path, const Manifest::File&
   }
 }
 
+fs::path temporary_path(const fs::path& root, int64_t step) {
+  return root / (std::string(kSaving) + step_name(step));
+}
+
+// Runs one part of a save; what it throws becomes an Error that names the checkpoint. Rank 0 then
+// removes the temporary folder.
+template <class Part>
+void guard_save(const fs::path& root, int64_t step, int64_t rank, const Part& part) {
+  try {
+    part();
+  } catch (...) {
+    std::error_code ignored;  // the first error is the one to tell
+    if (rank == 0) fs::remove_all(temporary_path(root, step), ignored);
+    const std::string path = (root / step_name(step)).string();
+    try {
+      throw;
+    } catch (const fs::filesystem_error& error) {
+      PITH_FAIL("cannot save checkpoint {}: {}", path, error.what());
+    } catch (const Error& error) {
+      PITH_FAIL("cannot save checkpoint {}: {}", path, error.message());
+    }
+  }
+}
+
+// Rank 0 makes the temporary folder, then all agree on who writes what. Collective.
+Place prepare(const fs::path& root, const CheckpointContent& content, const Comm& world) {
+  Place place;
+  guard_save(root, content.step, world.rank(), [&] {
+    if (world.rank() == 0) {
+      if (fs::create_directories(root)) sync_folder(fs::absolute(root).parent_path());
+      remove_leftovers(root);
+      fs::create_directory(temporary_path(root, content.step));
+    }
+    place = agree(content, world);
+  });
+  return place;
+}
+
+void save(const fs::path& root, const CheckpointContent& content, int64_t keep_last,
+          const Place& place) {
+  const fs::path final_path = root / step_name(content.step);
+  const fs::path temporary = temporary_path(root, content.step);
+  guard_save(root, content.step, place.rank, [&] {
+    write_files(temporary, content, place);
+    if (place.rank > 0) return;
+    take_name(temporary, final_path);
+    sync_folder(root);
+  });
+  if (place.rank > 0) return;
+  try {
+    remove_leftovers(root);  // what take_name replaced
+    if (keep_last > 0) delete_older(root, content.step, keep_last);
+  } catch (const fs::filesystem_error& error) {
+    PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}",
+              final_path.string(), error.what());
+  }
+}
+
 uint64_t parse_hex(const json& value, const std::string& source) {
   PITH_CHECK(value.is_string(), "{}: a sum is not a string", source);
   const auto& text = value.get_ref<const std::string&>();
@@ -184,33 +328,7 @@ uint64_t parse_hex(const json& value, const std::string& source) {
 }  // namespace
 
 void write_checkpoint(const fs::path& root, const CheckpointContent& content, int64_t keep_last) {
-  const fs::path final_path = root / step_name(content.step);
-  const fs::path temporary = root / (std::string(kSaving) + step_name(content.step));
-  try {
-    if (fs::create_directories(root)) sync_folder(fs::absolute(root).parent_path());
-    remove_leftovers(root);
-    fs::create_directory(temporary);
-    write_files(temporary, content);
-    take_name(temporary, final_path);
-    sync_folder(root);
-  } catch (...) {
-    std::error_code ignored;  // the first error is the one to tell
-    fs::remove_all(temporary, ignored);
-    try {
-      throw;
-    } catch (const fs::filesystem_error& error) {
-      PITH_FAIL("cannot save checkpoint {}: {}", final_path.string(), error.what());
-    } catch (const Error& error) {
-      PITH_FAIL("cannot save checkpoint {}: {}", final_path.string(), error.message());
-    }
-  }
-  try {
-    remove_leftovers(root);  // what take_name replaced
-    if (keep_last > 0) delete_older(root, content.step, keep_last);
-  } catch (const fs::filesystem_error& error) {
-    PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}",
-              final_path.string(), error.what());
-  }
+  save(root, content, keep_last, prepare(root, content, {}));
 }
 
 CheckpointWriter::~CheckpointWriter() {
@@ -221,11 +339,14 @@ CheckpointWriter::~CheckpointWriter() {
   }
 }
 
-void CheckpointWriter::start(fs::path root, CheckpointContent content, int64_t keep_last) {
+void CheckpointWriter::start(fs::path root, CheckpointContent content, int64_t keep_last,
+                             const Comm& world) {
   finish();
-  thread_ = std::thread([this, root = std::move(root), content = std::move(content), keep_last] {
+  const Place place = prepare(root, content, world);
+  thread_ = std::thread([this, root = std::move(root), content = std::move(content), keep_last,
+                         place] {
     try {
-      write_checkpoint(root, content, keep_last);
+      save(root, content, keep_last, place);
     } catch (...) {
       error_ = std::current_exception();
     }
@@ -354,17 +475,25 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
   }
 }
 
-void OptimizerReader::read(const std::string& kind, const HfTensor& tensor, Tensor out) const {
+void OptimizerReader::read(const std::string& kind, const HfTensor& tensor, Tensor out,
+                           int64_t first) const {
   const auto found = pieces_.find({kind, tensor.name});
   PITH_CHECK(found != pieces_.end(), "{}: there is no {} of {}", folder_.string(), kind,
              tensor.name);
   const int64_t total = found->second[0].total;
-  PITH_CHECK(total == tensor.numel() && out.dim() == 1 && out.numel() == total,
-             "{}: {} of {} has {} elements, the model's tensor {}, its target {}", folder_.string(),
-             kind, tensor.name, total, tensor.numel(), out.numel());
+  const int64_t last = first + out.numel();
+  PITH_CHECK(total == tensor.numel() && out.dim() == 1 && first >= 0 && last <= total,
+             "{}: {} of {} has {} elements, the model's tensor {}, its target {} from {}",
+             folder_.string(), kind, tensor.name, total, tensor.numel(), out.numel(), first);
   at::NoGradGuard no_grad;
-  for (const Piece& piece : found->second)
-    out.narrow(0, piece.offset, piece.count).copy_(files_[piece.file].tensor(piece.key));
+  for (const Piece& piece : found->second) {
+    const int64_t begin = std::max(first, piece.offset);
+    const int64_t end = std::min(last, piece.offset + piece.count);
+    if (begin >= end) continue;
+    const Tensor stored = files_[piece.file].tensor(piece.key);
+    out.narrow(0, begin - first, end - begin)
+        .copy_(stored.narrow(0, begin - piece.offset, end - begin));
+  }
 }
 
 }  // namespace pith

@@ -6,6 +6,7 @@
 #include <optional>
 #include <thread>
 
+#include "core/comm.h"
 #include "engine/hf_folder.h"
 
 namespace pith {
@@ -19,7 +20,8 @@ struct StateSlice {
   Tensor data;         // flat, CPU, float32
 };
 
-// Everything of one save, on the host, owned by it (the trainer goes on while it is written).
+// What this rank writes of one save, on the host, owned by it (the trainer goes on while it is
+// written). `files` and `training_state` count on rank 0 only.
 struct CheckpointContent {
   int64_t step = 0;
   std::vector<NamedTensor> weights;  // Hugging Face names and shapes, compute dtype
@@ -32,8 +34,10 @@ struct CheckpointContent {
 // step-00000020/
 //   config.json, generation_config.json, tokenizer files ...        as given in `files`
 //   model-00001-of-00002.safetensors ..., model.safetensors.index.json
-//   optimizer/shard-00000-of-00001.safetensors    flat float32 "KIND/TENSOR@OFFSET/TOTAL", count =
-//   its length training_state.json manifest.json                                 written last
+//   optimizer/shard-00000-of-00001.safetensors ...  flat float32 "KIND/TENSOR@OFFSET/TOTAL", count
+//                                                   = its length
+//   training_state.json
+//   manifest.json                                   written last
 //
 // Writes root/step-00000020 under a temporary name, fsyncs files and folders, writes manifest.json
 // last (size and xxh3 of every file), renames. Older complete checkpoints beyond keep_last (0 =
@@ -44,15 +48,21 @@ struct CheckpointContent {
 void write_checkpoint(const std::filesystem::path& root, const CheckpointContent& content,
                       int64_t keep_last);
 
-// One save at a time in the background. An error of the thread (full disk: path and cause) is
-// thrown by the next call of start or finish; the destructor waits and prints it.
+// One save at a time in the background, by all ranks of `world` into one folder on a file system
+// that they share; start is collective, its thread is not: each rank leaves the list of its files
+// in .done-RANK in the temporary folder, and rank 0's thread waits for all of them (10 minutes after
+// its own files), then writes index and manifest and renames. So finish() of rank 0 means durable,
+// of another rank that its own files are written. An error of the thread (full disk: path and
+// cause) is thrown by the next call of start or finish, on the rank concerned and on rank 0; the
+// destructor waits and prints it.
 class CheckpointWriter {
  public:
   CheckpointWriter() = default;
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
   ~CheckpointWriter();
-  void start(std::filesystem::path root, CheckpointContent content, int64_t keep_last);
+  void start(std::filesystem::path root, CheckpointContent content, int64_t keep_last,
+             const Comm& world = {});
   void finish();  // waits
 
  private:
@@ -89,9 +99,9 @@ void check_checkpoint(const std::filesystem::path& folder);
 class OptimizerReader {
  public:
   explicit OptimizerReader(const std::filesystem::path& folder);
-  // Copies the whole state of one tensor into `out` (flat, any device). Throws naming tensor and
-  // file.
-  void read(const std::string& kind, const HfTensor& tensor, Tensor out) const;
+  // Copies elements [first, first + out.numel()) of one tensor's state into `out` (flat, any
+  // device), reading those only. Throws naming tensor and file.
+  void read(const std::string& kind, const HfTensor& tensor, Tensor out, int64_t first = 0) const;
 
  private:
   struct Piece {

@@ -214,29 +214,28 @@ const TensorEntry& HfFolder::entry(const std::string& name) const {
 
 Tensor HfFolder::tensor(const std::string& name) const { return file_of(name).tensor(name); }
 
-void import_weights(const HfFolder& folder, std::span<Parameter* const> parameters,
-                    std::span<Tensor> targets, std::span<const std::string> optional_extra) {
-  PITH_CHECK(parameters.size() == targets.size(), "{} parameters but {} targets", parameters.size(),
-             targets.size());
+void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
+                    std::span<const std::string> optional_extra) {
   std::vector<std::string> missing, left_over, problems;
   std::set<std::string> used(optional_extra.begin(), optional_extra.end());
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    PITH_CHECK(targets[i].numel() == parameters[i]->numel(), "{} has {} elements, its target {}",
-               parameters[i]->name, parameters[i]->numel(), targets[i].numel());
-    for (const HfTensor& part : parameters[i]->tensors) {
-      used.insert(part.name);
-      if (!folder.has(part.name)) {
-        missing.push_back(part.name);
-        continue;
-      }
-      const TensorEntry& entry = folder.entry(part.name);
-      if (entry.shape != part.shape)
-        problems.push_back(fmt::format("{}: shape ({}) in the folder, ({}) in the model", part.name,
-                                       fmt::join(entry.shape, ", "), fmt::join(part.shape, ", ")));
-      if (!at::isFloatingType(entry.dtype) || c10::elementSize(entry.dtype) == 1)
-        problems.push_back(fmt::format("{}: dtype {} is no bfloat16, float16, float32 or float64",
-                                       part.name, dtype_name(entry.dtype)));
+  for (const auto& [tensor, first, target] : targets) {
+    const std::string& name = tensor->name;
+    PITH_CHECK(target.dim() == 1 && first >= 0 && first + target.numel() <= tensor->numel(),
+               "{} elements from {} are not in {}, which has {}", target.numel(), first, name,
+               tensor->numel());
+    used.insert(name);
+    if (!folder.has(name)) {
+      missing.push_back(name);
+      continue;
     }
+    const TensorEntry& entry = folder.entry(name);
+    if (entry.shape != tensor->shape)
+      problems.push_back(fmt::format("{}: shape ({}) in the folder, ({}) in the model", name,
+                                     fmt::join(entry.shape, ", "),
+                                     fmt::join(tensor->shape, ", ")));
+    if (!at::isFloatingType(entry.dtype) || c10::elementSize(entry.dtype) == 1)
+      problems.push_back(fmt::format("{}: dtype {} is no bfloat16, float16, float32 or float64",
+                                     name, dtype_name(entry.dtype)));
   }
   for (const std::string& name : folder.names())
     if (!used.count(name)) left_over.push_back(name);
@@ -245,37 +244,56 @@ void import_weights(const HfFolder& folder, std::span<Parameter* const> paramete
   if (!problems.empty()) fail_with(folder.path().string() + " does not fit the model", problems);
 
   at::NoGradGuard no_grad;
-  for (size_t i = 0; i < parameters.size(); ++i)
-    for (const HfTensor& part : parameters[i]->tensors)
-      Parameter::view_of(targets[i], part).copy_(folder.tensor(part.name));
+  for (const auto& [tensor, first, target] : targets)
+    target.copy_(folder.tensor(tensor->name).view(-1).narrow(0, first, target.numel()));
+}
+
+WeightFiles split_weights(const std::vector<NamedTensor>& weights, uint64_t shard_bytes) {
+  WeightFiles files;
+  uint64_t filled = 0;
+  for (const NamedTensor& weight : weights) {
+    const auto bytes = static_cast<uint64_t>(weight.second.numel()) * weight.second.element_size();
+    if (files.empty() || filled + bytes > shard_bytes) {
+      files.emplace_back();
+      filled = 0;
+    }
+    files.back().push_back(weight);
+    filled += bytes;
+  }
+  return files;
+}
+
+std::vector<WrittenFile> write_weight_files(const fs::path& folder, const WeightFiles& weights,
+                                            size_t first, size_t total) {
+  std::vector<WrittenFile> written;
+  for (const auto& tensors : weights) {
+    const auto name =
+        fmt::format("model-{:05}-of-{:05}.safetensors", first + written.size() + 1, total);
+    written.push_back(write_safetensors(folder / name, tensors));
+  }
+  return written;
+}
+
+WrittenFile write_weight_index(const fs::path& folder, const std::vector<WrittenFile>& files) {
+  uint64_t total = 0;
+  json weight_map = json::object();
+  for (const WrittenFile& file : files) {
+    if (!file.name.starts_with("model-")) continue;
+    for (const auto& [tensor, sum] : file.tensors)
+      PITH_CHECK(weight_map.emplace(tensor, file.name).second, "two weights named {}", tensor);
+    total += file.bytes - SafetensorsFile(folder / file.name).header().data_offset;
+  }
+  PITH_CHECK(!weight_map.empty(), "{}: there are no weights to write", folder.string());
+  const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}};
+  return write_file(folder, kIndex, index.dump(2) + "\n");
 }
 
 std::vector<WrittenFile> write_hf_weights(const fs::path& folder,
                                           const std::vector<NamedTensor>& weights,
                                           uint64_t shard_bytes) {
-  PITH_CHECK(!weights.empty(), "{}: there are no weights to write", folder.string());
-  std::vector<std::vector<NamedTensor>> shards(1);
-  uint64_t total = 0, filled = 0;
-  for (const NamedTensor& weight : weights) {
-    const auto bytes = static_cast<uint64_t>(weight.second.numel()) * weight.second.element_size();
-    if (!shards.back().empty() && filled + bytes > shard_bytes) {
-      shards.emplace_back();
-      filled = 0;
-    }
-    shards.back().push_back(weight);
-    filled += bytes;
-    total += bytes;
-  }
-  std::vector<WrittenFile> written;
-  json weight_map = json::object();
-  for (size_t i = 0; i < shards.size(); ++i) {
-    const auto name = fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size());
-    for (const auto& [tensor, value] : shards[i])
-      PITH_CHECK(weight_map.emplace(tensor, name).second, "two weights named {}", tensor);
-    written.push_back(write_safetensors(folder / name, shards[i]));
-  }
-  const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}};
-  written.push_back(write_file(folder, kIndex, index.dump(2) + "\n"));
+  const WeightFiles files = split_weights(weights, shard_bytes);
+  std::vector<WrittenFile> written = write_weight_files(folder, files, 0, files.size());
+  written.push_back(write_weight_index(folder, written));
   return written;
 }
 

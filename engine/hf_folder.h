@@ -40,18 +40,38 @@ nlohmann::json parse_json(std::string_view text, const std::string& source);
 // listed one by one.
 std::vector<std::string> summarize_names(const std::vector<std::string>& names);
 
-// Copies every Hugging Face tensor of `parameters` from the folder into `targets[i]` (flat, numel
-// of parameters[i], any float dtype and device; converting). Tensors missing, left over, or of
-// another shape or a non-float dtype are collected into one Error. `optional_extra`: names that may
-// be left over.
-void import_weights(const HfFolder& folder, std::span<Parameter* const> parameters,
-                    std::span<Tensor> targets, std::span<const std::string> optional_extra = {});
+// Where elements [first, first + target.numel()) of a Hugging Face tensor go: flat, any float dtype
+// and device.
+struct ImportTarget {
+  const HfTensor* tensor;
+  int64_t first;
+  Tensor target;
+};
+
+// Copies from the folder into the targets, converting, reading their ranges only. Tensors missing,
+// left over, or of another shape or a non-float dtype are collected into one Error.
+// `optional_extra`: names that may be left over.
+void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
+                    std::span<const std::string> optional_extra = {});
+
+inline constexpr uint64_t kWeightFileBytes = 5'000'000'000;
 
 // Writes model-0000i-of-0000n.safetensors of at most shard_bytes each and
 // model.safetensors.index.json (total_size, weight_map); a single file is still written with an
 // index. Returns what was written, index last.
 std::vector<WrittenFile> write_hf_weights(const std::filesystem::path& folder,
                                           const std::vector<NamedTensor>& weights,
-                                          uint64_t shard_bytes = 5'000'000'000);
+                                          uint64_t shard_bytes = kWeightFileBytes);
+
+// Its steps, for several writers of one folder: which tensors share a file; the files first + 1,
+// first + 2, ... of `total`; the index, once all files named model-* of `files` are there.
+using WeightFiles = std::vector<std::vector<NamedTensor>>;
+WeightFiles split_weights(const std::vector<NamedTensor>& weights,
+                          uint64_t shard_bytes = kWeightFileBytes);
+std::vector<WrittenFile> write_weight_files(const std::filesystem::path& folder,
+                                            const WeightFiles& weights, size_t first,
+                                            size_t total);
+WrittenFile write_weight_index(const std::filesystem::path& folder,
+                               const std::vector<WrittenFile>& files);
 
 }  // namespace pith

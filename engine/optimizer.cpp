@@ -4,18 +4,26 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
 
 #include "operators/adamw.h"
 
 namespace pith {
 
 void zero_grads(std::span<ShardGroup> groups) {
-  for (ShardGroup& group : groups) group.grads.zero_();
+  for (ShardGroup& group : groups) group.zero_grad();
 }
 
 Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh) {
   std::vector<Tensor> squares;
-  for (const ShardGroup& group : groups) squares.push_back(sum_of_squares(group.grads));
+  for (const ShardGroup& group : groups) {
+    squares.push_back(sum_of_squares(group.grad_part));
+    if (const int64_t replicas = group.replicate().size(); replicas > 1)
+      squares.back().div_(static_cast<double>(replicas));
+  }
+  if (squares.empty()) squares.push_back(at::zeros({}, at::dtype(at::kDouble).device(mesh.device)));
   Tensor total = at::stack(squares).sum();
   mesh.world.all_reduce(total);
   return total.sqrt();
@@ -27,19 +35,23 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
   const Tensor scale = training.clip_norm > 0
                            ? (training.clip_norm / (norm + 1e-6)).clamp_max(1.0).to(at::kFloat)
                            : at::ones({}, norm.options().dtype(at::kFloat));
+  std::vector<Work> shared;
   for (ShardGroup& group : groups) {
+    const int64_t part_begin = group.part_begin();
     for (const ShardGroup::Segment& segment : group.segments()) {
-      const int64_t count = segment.end - segment.begin;
-      Tensor master = group.master.narrow(0, segment.begin, count);
-      Tensor exp_avg = group.exp_avg.narrow(0, segment.begin, count);
-      Tensor exp_avg_sq = group.exp_avg_sq.narrow(0, segment.begin, count);
-      Tensor value = group.values.narrow(0, segment.begin, count);
+      const int64_t begin = std::max<int64_t>(segment.begin - part_begin, 0);
+      const int64_t end = std::min(segment.end - part_begin, group.master.numel());
+      if (begin >= end) continue;
+      const auto part = [&](const Tensor& buffer) { return buffer.narrow(0, begin, end - begin); };
+      Tensor master = part(group.master), value = part(group.value_part);
+      Tensor exp_avg = part(group.exp_avg), exp_avg_sq = part(group.exp_avg_sq);
       const double decay = segment.decays ? training.weight_decay : training.weight_decay_other;
-      adamw_update(master, exp_avg, exp_avg_sq, group.grads.narrow(0, segment.begin, count), value,
-                   scale, {lr, training.beta1, training.beta2, training.epsilon, decay, step});
+      adamw_update(master, exp_avg, exp_avg_sq, part(group.grad_part), value, scale,
+                   {lr, training.beta1, training.beta2, training.epsilon, decay, step});
     }
-    for (Parameter* parameter : group.parameters()) ++parameter->version;
+    shared.push_back(group.share_values());
   }
+  for (Work& work : shared) work.wait();
 }
 
 }  // namespace pith

@@ -10,13 +10,14 @@ namespace pith {
 
 void zero_grads(std::span<ShardGroup> groups);
 
-// Euclidean norm of all gradients, each parameter counted once -> scalar float64 on the device.
+// Euclidean norm of all gradients of the job, each parameter counted once, after finish_step() ->
+// scalar float64 on the device, the same on every rank. Collective.
 Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh);
 
 // Update `step` (1 = the first) with rate `lr`. Gradients are scaled by min(1, clip_norm / norm)
 // unless clip_norm is 0; weight decay is decoupled, on matrices, experts and embeddings
 // (weight_decay) and on norms, biases and the router (weight_decay_other). Updates masters, moments
-// and weights; leaves the gradients.
+// and weights (this rank's parts, then shared); leaves the gradients. Collective.
 void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& training, double lr,
                     int64_t step, const Tensor& norm);
 

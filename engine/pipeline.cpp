@@ -56,13 +56,14 @@ ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
 
 template <DecoderModel Model>
 Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
-                          std::vector<int64_t> chunks)
+                          std::vector<int64_t> chunks, const ModelShards* shards)
     : model_(model),
       mesh_(mesh),
       rotary_(model.rotary(positions, mesh.device)),
       router_(router),
       links_(mesh, model.config().hidden_size,
-             model.parameter_units().front().front()->value.scalar_type()) {
+             model.parameter_units().front().front()->value.scalar_type()),
+      shards_(shards) {
   if (chunks.empty()) chunks = {model.config().num_layers, 0};
   const int64_t ranks = mesh.pipeline.size();
   PITH_CHECK(chunks.size() == static_cast<size_t>(2 * ranks),
@@ -75,6 +76,8 @@ Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, Rou
       if (chunk == 2 * ranks - 1 - mesh.place.pp) layers_[1].push_back(layer);
     }
   }
+  if (shards != nullptr && !shards->layers.empty())
+    defers_ = shards->layers.begin()->second.groups.front()->mode() == ShardMode::keep;
   PITH_CHECK(layer == model.config().num_layers, "chunks of {} layers for a model of {}", layer,
              model.config().num_layers);
 }
@@ -91,6 +94,12 @@ LayerContext Pipeline<Model>::context(const Run& run, int64_t layer) const {
   return {*run.batch, mesh_, rotary_, router_, layer, cache, run.tape};
 }
 
+template <DecoderModel Model>
+const UnitShards& Pipeline<Model>::shards_of(int64_t layer) const {
+  static const UnitShards none;
+  return shards_ == nullptr ? none : shards_->layers.at(layer);
+}
+
 // --- the five stages of a layer ---
 
 template <DecoderModel Model>
@@ -98,6 +107,9 @@ LayerRun& Pipeline<Model>::attend(Run& run, int64_t index, const Tensor& hidden)
   LayerRun& layer = run.layers.emplace_back();
   layer.layer = index;
   layer.hidden = leaf(hidden);
+  shards_of(index).before_forward();
+  const auto& indices = layers_[static_cast<size_t>(run.chunk)];
+  if (index != indices.back()) shards_of(index + 1).prefetch();
   layer.attended = model_.layer(index).attend(context(run, index), layer.hidden);
   report(index, "attend.rows", layer.attended.rows);
   report(index, "attend.residual", layer.attended.residual);
@@ -142,13 +154,16 @@ Tensor Pipeline<Model>::aggregate(Run& run, LayerRun& layer) {
       model_.layer(layer.layer)
           .aggregate(context(run, layer.layer), layer.returned, layer.joined, layer.shared_leaf);
   report(layer.layer, "output", layer.output);
+  shards_of(layer.layer).after_forward();
   Tensor output = layer.output;
   if (!c10::GradMode::is_enabled()) run.layers.pop_back();
   return output;
 }
 
 template <DecoderModel Model>
-void Pipeline<Model>::aggregate_backward(LayerRun& layer, const Tensor& grad) {
+void Pipeline<Model>::aggregate_backward(Run& run, LayerRun& layer, const Tensor& grad) {
+  shards_of(layer.layer).before_backward();
+  if (run.layers.size() > 1) shards_of(layer.layer - 1).prefetch();
   backward_stage({layer.output}, {grad});
   if (layer.returned.defined()) layer.exchange.combine_backward(take_grad(layer.returned));
   if (layer.shared.defined()) backward_stage({layer.shared}, {take_grad(layer.shared_leaf)});
@@ -181,6 +196,7 @@ Tensor Pipeline<Model>::attend_backward(LayerRun& layer) {
     gradients.emplace_back();
   }
   backward_stage(std::move(roots), std::move(gradients));
+  shards_of(layer.layer).after_backward(last_);
   return take_grad(layer.hidden);
 }
 
@@ -195,7 +211,9 @@ Tensor Pipeline<Model>::forward_begin(Run& run) {
   if (links_.receives(Kind::hidden, run.chunk))
     return links_.receive(Kind::hidden, run.chunk, batch.num_tokens());
   if (run.chunk == 1) return std::move(runs_[0][static_cast<size_t>(run.microbatch)].handed_over);
+  if (shards_) shards_->embedding.before_forward();
   run.embedded = model_.embed(batch.tokens);
+  if (shards_) shards_->embedding.after_forward();
   return run.embedded;
 }
 
@@ -208,8 +226,11 @@ void Pipeline<Model>::forward_end(Run& run, const Tensor& hidden, const Objectiv
     run.handed_over = hidden.detach();
   } else {
     run.hidden = leaf(hidden);
+    const bool grad = c10::GradMode::is_enabled();  // the loss adds the head's gradient at once
+    if (shards_) grad ? shards_->head.before_backward() : shards_->head.before_forward();
     ObjectiveResult value =
         objective(model_.final_norm(run.hidden), model_.head_weight(), *run.batch);
+    if (shards_) grad ? shards_->head.after_backward() : shards_->head.after_forward();
     run.loss = value.loss;
     accumulate(result_.loss_sum, value.loss_sum);
     result_.per_token[static_cast<size_t>(run.microbatch)] = value.per_token;
@@ -221,7 +242,9 @@ Tensor Pipeline<Model>::backward_begin(Run& run) {
   if (links_.receives(Kind::gradient, run.chunk))
     return links_.receive(Kind::gradient, run.chunk, run.batch->num_tokens());
   if (run.chunk == 0) return std::move(runs_[1][static_cast<size_t>(run.microbatch)].handed_over);
+  if (shards_) shards_->head.before_backward();
   backward_stage({run.loss}, {Tensor()});
+  if (shards_) shards_->head.after_backward(last_);
   run.loss.reset();
   Tensor grad = take_grad(run.hidden);
   run.hidden.reset();
@@ -235,7 +258,9 @@ void Pipeline<Model>::backward_end(Run& run, const Tensor& grad) {
   } else if (run.chunk == 1) {
     run.handed_over = grad;
   } else {
+    if (shards_) shards_->embedding.before_backward();
     backward_stage({run.embedded}, {grad});
+    if (shards_) shards_->embedding.after_backward(last_);
     run.embedded.reset();
   }
 }
@@ -248,7 +273,7 @@ void Pipeline<Model>::overlap(Run& forward, Tensor& hidden, Run& backward, Tenso
   const size_t pairs = std::min(indices.size(), backward.layers.size());
   for (size_t i = 0; i < pairs; ++i) {
     LayerRun& b = backward.layers.back();
-    aggregate_backward(b, grad);  // gradients start for the experts
+    aggregate_backward(backward, b, grad);  // gradients start for the experts
     LayerRun& f = attend(forward, indices[i], hidden);
     std::vector<WeightGradient> weights;
     {
@@ -318,7 +343,7 @@ BatchResult Pipeline<Model>::execute(const std::vector<Action>& schedule,
   const auto finish_backward = [&](Run& run, Tensor grad) {
     while (!run.layers.empty()) {
       LayerRun& layer = run.layers.back();
-      aggregate_backward(layer, grad);
+      aggregate_backward(run, layer, grad);
       experts_backward(layer);
       grad = attend_backward(layer);
       run.layers.pop_back();  // frees its activations
@@ -330,6 +355,9 @@ BatchResult Pipeline<Model>::execute(const std::vector<Action>& schedule,
   for (size_t i = 0; i < schedule.size(); ++i) {
     const Action& action = schedule[i];
     Run& run = runs_[static_cast<size_t>(action.chunk)][static_cast<size_t>(action.microbatch)];
+    const int64_t backward_of =
+        action.kind == overlapped ? action.backward_microbatch : action.microbatch;
+    last_ = backward_of + 1 == std::ssize(batches) && !(action.kind == backward_input && defers_);
     Tensor hidden, grad;
     if (action.kind == forward || action.kind == overlapped) hidden = forward_begin(run);
     if (action.kind == overlapped) {
@@ -346,7 +374,7 @@ BatchResult Pipeline<Model>::execute(const std::vector<Action>& schedule,
     if (i + 1 < schedule.size()) expect(schedule[i + 1]);  // arrives during this action
     if (action.kind == forward) {
       finish_forward(run, hidden);
-    } else if (action.kind == backward) {
+    } else if (action.kind == backward || (action.kind == backward_input && !defers_)) {
       finish_backward(run, grad);
     } else if (action.kind == backward_input) {
       const DeferWeightGradients defer(run.deferred);
@@ -354,6 +382,10 @@ BatchResult Pipeline<Model>::execute(const std::vector<Action>& schedule,
     } else {
       for (const WeightGradient& job : run.deferred) add_weight_gradient(job);
       run.deferred.clear();
+      if (last_ && shards_ && defers_) {  // otherwise the backward was the last
+        for (const int64_t layer : layers_[static_cast<size_t>(action.chunk)])
+          shards_of(layer).after_backward(true);
+      }
     }
   }
   links_.finish();

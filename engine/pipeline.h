@@ -9,6 +9,7 @@
 #include "engine/expert_parallel.h"
 #include "engine/objectives.h"
 #include "engine/schedule.h"
+#include "engine/sharding.h"
 #include "engine/stage_links.h"
 #include "models/model.h"
 #include "operators/matmul.h"
@@ -79,9 +80,9 @@ template <DecoderModel Model>
 class Pipeline {
  public:
   // `positions`: rows of the rotary table, at least the longest document. `chunks`: as the model's
-  // part was made from; empty: everything here.
+  // part was made from; empty: everything here. `shards`: of the model, where they are cut.
   Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
-           std::vector<int64_t> chunks = {});
+           std::vector<int64_t> chunks = {}, const ModelShards* shards = nullptr);
 
   // Adds the gradients of the mean loss over the global batch (and of the balance losses) to every
   // Parameter::grad. `tapes`: one a micro-batch to record or replay routes, or empty. Collective
@@ -118,9 +119,10 @@ class Pipeline {
   void dispatch(Run& run, LayerRun& layer);
   void experts(Run& run, LayerRun& layer);
   Tensor aggregate(Run& run, LayerRun& layer);
-  static void aggregate_backward(LayerRun& layer, const Tensor& grad);
+  void aggregate_backward(Run& run, LayerRun& layer, const Tensor& grad);
   static void experts_backward(LayerRun& layer);
-  static Tensor attend_backward(LayerRun& layer);
+  Tensor attend_backward(LayerRun& layer);
+  const UnitShards& shards_of(int64_t layer) const;
   void report(int64_t layer, const char* stage, const Tensor& tensor) const;
 
   Model& model_;
@@ -129,9 +131,12 @@ class Pipeline {
   RouterTraining router_;
   std::array<std::vector<int64_t>, 2> layers_;  // of this rank's two chunks
   StageLinks links_;
+  const ModelShards* shards_;
+  bool defers_ = true;  // weight gradients over several actions: not where they are resharded
   StageObserver observer_;
 
   // Of the call under way.
+  bool last_ = false;  // is the backward under way the last one of its layers?
   std::array<std::vector<Run>, 2> runs_;  // [chunk][micro-batch]
   BatchResult result_;
 };

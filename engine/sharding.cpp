@@ -2,104 +2,273 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/StorageImpl.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "core/random.h"
+#include "models/model.h"
 
 namespace pith {
 namespace {
 
 constexpr int64_t kAlignment = 64;  // elements: rows of BF16 matrices start on 128-byte borders
 
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
 bool decays(const Parameter& parameter) {
   return parameter.group == ParameterGroup::matrix || parameter.group == ParameterGroup::expert ||
          parameter.group == ParameterGroup::embedding;
 }
 
+// Lets the storage of `shell`, and with it every view of it, point at `memory`, or at nothing:
+// reading then throws. The views stay the same tensors: a graph holds the leaves it was recorded
+// with, so leaves with memory of their own would keep it until the backward.
+void point_at(const Tensor& shell, const Tensor& memory) {
+  c10::StorageImpl* storage = shell.storage().unsafeGetStorageImpl();
+  void* data = memory.defined() ? memory.data_ptr() : nullptr;
+  storage->set_data_ptr_noswap(at::DataPtr(data, shell.device()));
+  storage->set_nbytes(memory.defined() ? memory.nbytes() : 0);
+}
+
 }  // namespace
 
 ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device,
-                       Use use)
-    : parameters_(std::move(parameters)) {
+                       Use use, Comm shard, Comm replicate, ShardMode mode, int64_t unit)
+    : parameters_(std::move(parameters)),
+      shard_(std::move(shard)),
+      replicate_(std::move(replicate)),
+      mode_(shard_.size() == 1 ? ShardMode::keep : mode),
+      unit_(unit),
+      reductions_(std::make_shared<Reductions>()) {
   std::stable_sort(parameters_.begin(), parameters_.end(),
                    [](const Parameter* a, const Parameter* b) { return decays(*a) > decays(*b); });
   int64_t total = 0;
   for (const Parameter* parameter : parameters_) {
-    const int64_t end = total + (parameter->numel() + kAlignment - 1) / kAlignment * kAlignment;
+    const int64_t end = total + round_up(parameter->numel(), kAlignment);
     if (segments_.empty() || segments_.back().decays != decays(*parameter))
       segments_.push_back({decays(*parameter), total, end});
     segments_.back().end = end;
     offsets_.push_back(total);
     total = end;
   }
-  values = at::zeros({total}, at::TensorOptions(device).dtype(dtype));
-  if (use == Use::training) {
-    const auto options = at::TensorOptions(device).dtype(grad_dtype(dtype));
-    grads = at::zeros({total}, options);
-    master = at::zeros({total}, options);
-    exp_avg = at::zeros({total}, options);
-    exp_avg_sq = at::zeros({total}, options);
+  const bool training = use == Use::training, keep = mode_ == ShardMode::keep;
+  total = round_up(total, kAlignment * shard_.size());
+  if (!segments_.empty()) segments_.back().end = total;
+  const int64_t part = total / shard_.size(), begin = part * shard_.rank();
+  const auto options = at::TensorOptions(device).dtype(dtype);
+  const auto wide = options.dtype(grad_dtype(dtype));
+  values = keep ? at::zeros({total}, options) : at::empty({total}, options);
+  value_part = keep ? values.narrow(0, begin, part) : at::zeros({part}, options);
+  if (training) {
+    grads = keep ? at::zeros({total}, wide) : at::empty({total}, wide);
+    grad_part = keep ? grads.narrow(0, begin, part) : at::zeros({part}, wide);
+    for (Tensor* state : {&master, &exp_avg, &exp_avg_sq}) *state = at::zeros({part}, wide);
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = *parameters_[i];
     parameter.value = slice(values, i).view(parameter.shape).detach();
-    if (use == Use::training) {
+    if (training) {
       parameter.value.set_requires_grad(true);
       parameter.grad = slice(grads, i).view(parameter.shape);
     }
   }
+  if (keep) return;
+  point_at(values, {});
+  if (training) point_at(grads, {});
 }
 
 Tensor ShardGroup::slice(const Tensor& buffer, size_t i) const {
   return buffer.narrow(0, offsets_[i], parameters_[i]->numel());
 }
 
+std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    for (const HfTensor& tensor : parameters_[i]->tensors) {
+      const int64_t at = offsets_[i] + tensor.offset - part_begin();  // its start in the part
+      const int64_t begin = std::max<int64_t>(at, 0);
+      const int64_t end = std::min(at + tensor.numel(), value_part.numel());
+      if (begin < end) pieces.push_back({parameters_[i], &tensor, begin - at, begin, end - begin});
+    }
+  }
+  return pieces;
+}
+
 void ShardGroup::initialize(uint64_t seed, double init_std, int64_t num_layers) {
   const double output_std = init_std / std::sqrt(2.0 * static_cast<double>(num_layers));
-  const std::vector<Tensor> targets = import_targets();
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const Parameter& parameter = *parameters_[i];
-    for (const HfTensor& tensor : parameter.tensors) {
-      Tensor target = targets[i].narrow(0, tensor.offset, tensor.numel());
-      switch (parameter.init) {
-        case Init::normal:
-          fill_normal(target, seed, tensor.name, init_std);
-          break;
-        case Init::output_normal:
-          fill_normal(target, seed, tensor.name, output_std);
-          break;
-        case Init::ones:
-          target.fill_(1);
-          break;
-        case Init::zeros:
-          target.zero_();
-          break;
-      }
+  for (const Piece& piece : pieces()) {
+    Tensor target = import_target().narrow(0, piece.begin, piece.count);
+    switch (piece.parameter->init) {
+      case Init::normal:
+        fill_normal(target, seed, piece.tensor->name, init_std, piece.first);
+        break;
+      case Init::output_normal:
+        fill_normal(target, seed, piece.tensor->name, output_std, piece.first);
+        break;
+      case Init::ones:
+        target.fill_(1);
+        break;
+      case Init::zeros:
+        target.zero_();
+        break;
     }
   }
   publish();
 }
 
-std::vector<Tensor> ShardGroup::import_targets() {
-  std::vector<Tensor> targets;
-  for (size_t i = 0; i < parameters_.size(); ++i)
-    targets.push_back(slice(master.defined() ? master : values, i));
-  return targets;
+void ShardGroup::publish() {
+  if (master.defined()) value_part.copy_(master);
+  share_values().wait();
 }
 
-void ShardGroup::publish() {
-  if (master.defined()) values.copy_(master);
+Work ShardGroup::share_values() {
   for (Parameter* parameter : parameters_) ++parameter->version;
+  if (shard_.size() == 1) return {};
+  if (mode_ == ShardMode::keep) return shard_.all_gather_async(values, value_part);
+  PITH_CHECK(uses_ == 0, "the weights of {} change while they are in use",
+             parameters_.front()->name);
+  gather_.wait();
+  gathered_.reset();
+  return {};
+}
+
+void ShardGroup::prefetch() {
+  if (mode_ == ShardMode::keep || gathered_.defined()) return;
+  gathered_ = at::empty(values.sizes(), values.options());
+  gather_ = shard_.all_gather_async(gathered_, value_part);
+}
+
+void ShardGroup::before_forward() {
+  if (mode_ == ShardMode::keep) return;
+  prefetch();
+  if (uses_++ > 0) return;
+  gather_.wait();
+  point_at(values, gathered_);
+}
+
+void ShardGroup::after_forward() {
+  if (mode_ == ShardMode::keep) return;
+  PITH_CHECK(uses_ > 0, "the weights of {} are not in use", parameters_.front()->name);
+  if (--uses_ > 0) return;
+  point_at(values, {});
+  gathered_.reset();
+}
+
+void ShardGroup::before_backward() {
+  before_forward();
+  if (mode_ == ShardMode::keep || backwards_++ > 0) return;
+  opened_ = at::zeros(grads.sizes(), grads.options());
+  point_at(grads, opened_);
+}
+
+void ShardGroup::after_backward(bool last) {
+  if (mode_ == ShardMode::keep) {
+    if (last) start_reduction();
+    return;
+  }
+  after_forward();
+  if (--backwards_ > 0) return;
+  point_at(grads, {});
+  Reduction reduction{{}, std::move(opened_), at::empty_like(grad_part), grad_part};
+  reduction.work = shard_.reduce_scatter_async(reduction.sum, reduction.whole);
+  opened_.reset();
+  reductions_->push_back(std::move(reduction));
+  for (; reductions_->size() > 2; reductions_->pop_front()) reductions_->front().finish();
+}
+
+void ShardGroup::Reduction::finish() {
+  work.wait();
+  target.add_(sum);
+}
+
+void ShardGroup::zero_grad() {
+  (mode_ == ShardMode::keep ? grads : grad_part).zero_();
+  reduced_ = false;
+}
+
+void ShardGroup::start_reduction() {
+  if (mode_ == ShardMode::reshard || std::exchange(reduced_, true)) return;
+  reduction_ = shard_.reduce_scatter_async(grad_part, grads);
+}
+
+Work ShardGroup::finish_reduction() {
+  reduction_.wait();
+  for (; !reductions_->empty(); reductions_->pop_front()) reductions_->front().finish();
+  return replicate_.all_reduce_async(grad_part);
 }
 
 std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
-                                          at::ScalarType dtype, at::Device device,
-                                          ShardGroup::Use use) {
+                                          at::ScalarType dtype, const Mesh& mesh,
+                                          ShardGroup::Use use, ShardMode mode) {
   std::vector<ShardGroup> groups;
-  for (const auto& unit : units) groups.emplace_back(unit, dtype, device, use);
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    std::vector<Parameter*> dense, experts;
+    for (Parameter* parameter : units[unit]) {
+      const bool cut = parameter->group == ParameterGroup::expert && mesh.expert.size() > 1;
+      (cut ? experts : dense).push_back(parameter);
+    }
+    const auto add = [&](std::vector<Parameter*>& parameters, const Comm& shard,
+                         const Comm& replicate) {
+      if (parameters.empty()) return;
+      groups.emplace_back(std::move(parameters), dtype, mesh.device, use, shard, replicate, mode,
+                          static_cast<int64_t>(unit));
+      groups.back().reductions_ = groups.front().reductions_;
+    };
+    add(dense, mesh.dense_shard, mesh.dense_replicate);
+    add(experts, mesh.expert_shard, mesh.expert_replicate);
+  }
   return groups;
+}
+
+void finish_step(std::span<ShardGroup> groups) {
+  for (ShardGroup& group : groups) group.start_reduction();
+  std::vector<Work> replicas;
+  for (ShardGroup& group : groups) replicas.push_back(group.finish_reduction());
+  for (Work& work : replicas) work.wait();
+}
+
+void UnitShards::prefetch() const {
+  for (ShardGroup* group : groups) group->prefetch();
+}
+
+void UnitShards::before_forward() const {
+  prefetch();
+  for (ShardGroup* group : groups) group->before_forward();
+}
+
+void UnitShards::after_forward() const {
+  for (ShardGroup* group : groups) group->after_forward();
+}
+
+void UnitShards::before_backward() const {
+  prefetch();
+  for (ShardGroup* group : groups) group->before_backward();
+}
+
+void UnitShards::after_backward(bool last) const {
+  for (ShardGroup* group : groups) group->after_backward(last && group != tied);
+}
+
+ModelShards::ModelShards(std::span<ShardGroup> groups, const ModelPart& part,
+                         const Parameter* head_weight) {
+  if (groups.empty()) return;
+  std::vector<UnitShards> units(static_cast<size_t>(groups.back().unit()) + 1);
+  for (ShardGroup& group : groups)
+    units[static_cast<size_t>(group.unit())].groups.push_back(&group);
+  if (part.head) {
+    head = std::move(units.back());
+    units.pop_back();
+    for (ShardGroup& group : groups) {
+      if (group.parameters().front() != head_weight || group.unit() > 0 || units.empty()) continue;
+      head.groups.push_back(&group);
+      head.tied = &group;
+    }
+  }
+  size_t next = units.size() - part.layers.size();
+  if (part.embedding) embedding = units.front();
+  for (const int64_t layer : part.layers) layers[layer] = std::move(units[next++]);
 }
 
 std::vector<Parameter*> all_parameters(std::span<ShardGroup> groups) {

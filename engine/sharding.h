@@ -1,18 +1,33 @@
-// A shard group: the flat buffers behind one unit of parameters (embedding, a layer, the head).
+// Shard groups: the flat buffers behind one unit of parameters (embedding, a layer, the head), cut
+// over processes (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054; HSDP: with replicas).
 #pragma once
+#include <deque>
+#include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "core/comm.h"
+#include "core/mesh.h"
 #include "core/parameter.h"
 
 namespace pith {
 
-// Owns the weights in the compute dtype, FP32 gradients, FP32 master weights and moments of its
-// parameters, each one flat buffer; Parameter::value and Parameter::grad are views into them. A
-// group of one process holds everything. Parameters start at multiples of 64 elements; the padding
-// stays zero.
+struct ModelPart;  // models/model.h
+
+// keep: weights and gradients stay whole on every rank; one reduce-scatter a step. reshard: weights
+// are whole between before_* and after_*, gradients from before_backward to after_backward; one
+// reduce-scatter a micro-batch. In a shard group of one process both are the same: keep.
+enum class ShardMode { keep, reshard };
+
+// Weights in the compute dtype, FP32 gradients, master weights and moments of its parameters, each
+// one flat buffer of `size` elements; Parameter::value and Parameter::grad are views into the first
+// two for as long as the group lives. Parameters start at multiples of 64 elements, `size` is a
+// multiple of 64 x ranks; the padding stays zero. Rank i of the shard group owns the i-th of equal
+// parts: masters and moments exist in parts only. Ranks of the replicate group hold the same part.
+//
+// Collective calls (every rank of both groups, same order for all groups): constructor none;
+// prefetch, before_*, after_* , finish_step, publish, share_values, initialize: yes.
 class ShardGroup {
  public:
   // A range of the flat buffers whose parameters share their weight decay.
@@ -20,36 +35,125 @@ class ShardGroup {
     bool decays;  // matrices, experts and embeddings
     int64_t begin, end;
   };
+  // Elements [first, first + count) of a Hugging Face tensor are [begin, begin + count) of the part.
+  struct Piece {
+    const Parameter* parameter;
+    const HfTensor* tensor;
+    int64_t first, begin, count;
+  };
   enum class Use { training, inference };  // inference: no gradients, masters, moments
 
-  ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device, Use use);
+  // `unit`: which of the model's units it belongs to.
+  ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device, Use use,
+             Comm shard = {}, Comm replicate = {}, ShardMode mode = ShardMode::keep,
+             int64_t unit = 0);
 
   // Random weights, tensor by tensor under their Hugging Face names: the same for any layout.
   void initialize(uint64_t seed, double init_std, int64_t num_layers);
-  // Where imported weights go: masters in training, else the weights. One flat tensor for each
-  // parameter; call publish() afterwards.
-  std::vector<Tensor> import_targets();
+  // Where imported weights go: the part of the masters in training, else of the weights. Call
+  // publish() afterwards.
+  Tensor import_target() const { return master.defined() ? master : value_part; }
   // Rounds the masters into the weights (after import or initialisation; the optimizer does it
-  // itself).
+  // itself) and shares them.
   void publish();
+  // After value_part was written: the other ranks' parts arrive by wait() (keep); what was gathered
+  // is dropped (reshard). Not between before_* and after_*.
+  [[nodiscard]] Work share_values();
+
+  // The pipeline's verbs; all but the last do nothing in keep mode. Calls nest: forwards and
+  // backwards of several micro-batches may be open at once.
+  // Starts to gather the weights, ahead of before_*; idempotent.
+  void prefetch();
+  // Parameter::value may be read on the current stream until after_forward().
+  void before_forward();
+  void after_forward();
+  // Parameter::value may be read and Parameter::grad added to until after_backward(), which comes
+  // when the weight gradients are in, delayed ones too. A forward that adds weight gradients (the
+  // head's loss) stands between these two instead of the forward's.
+  void before_backward();
+  // Starts to reduce the gradient: in reshard mode always, in keep mode where `last` says that no
+  // backward of this group follows in this step. At most two groups' whole gradients wait for their
+  // reduction. Without `last`, finish_step() does it.
+  void after_backward(bool last = false);
+
+  // Zeroes the gradients: the start of a step.
+  void zero_grad();
+  // The steps of finish_step(groups), below.
+  void start_reduction();
+  [[nodiscard]] Work finish_reduction();
 
   const std::vector<Parameter*>& parameters() const { return parameters_; }
   const std::vector<Segment>& segments() const { return segments_; }
-  // The part of a flat buffer that belongs to parameter i, flat.
+  const Comm& shard() const { return shard_; }
+  const Comm& replicate() const { return replicate_; }
+  ShardMode mode() const { return mode_; }
+  int64_t unit() const { return unit_; }
+  int64_t part_begin() const { return shard_.rank() * value_part.numel(); }
+  // What this rank's part holds, in order.
+  std::vector<Piece> pieces() const;
+  // The part of a whole flat buffer that belongs to parameter i, flat.
   Tensor slice(const Tensor& buffer, size_t i) const;
 
-  Tensor values, grads, master, exp_avg, exp_avg_sq;  // flat; the last four undefined for inference
+  // Flat. values and grads: whole; in reshard mode without memory outside of their verbs.
+  // value_part and grad_part: this rank's, in keep mode views of those. All but the values are
+  // undefined for inference. grad_part is the sum over ranks after finish_step().
+  Tensor values, grads, value_part, grad_part, master, exp_avg, exp_avg_sq;
 
  private:
+  struct Reduction {
+    Work work;
+    Tensor whole, sum, target;
+    void finish();
+  };
+  using Reductions = std::deque<Reduction>;
+  friend std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
+                                                   at::ScalarType dtype, const Mesh& mesh, Use use,
+                                                   ShardMode mode);
+  void release();
+
   std::vector<Parameter*> parameters_;
   std::vector<int64_t> offsets_;
   std::vector<Segment> segments_;
+  Comm shard_, replicate_;
+  ShardMode mode_;
+  int64_t unit_;
+  Tensor gathered_, opened_;  // reshard: the memory of values and grads
+  Work gather_, reduction_;   // under way: of gathered_; keep: into grad_part
+  int64_t uses_ = 0, backwards_ = 0;           // open before_*, before_backward
+  bool reduced_ = false;                       // keep: the reduction of this step is started
+  std::shared_ptr<Reductions> reductions_;     // reshard: under way, of all groups of a model
 };
 
-// One group for each unit of a model.
+// One group for each unit of a model over mesh.dense_*, and, where experts are cut (EP > 1), one
+// more for its experts over mesh.expert_*.
 std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
-                                          at::ScalarType dtype, at::Device device,
-                                          ShardGroup::Use use);
+                                          at::ScalarType dtype, const Mesh& mesh,
+                                          ShardGroup::Use use, ShardMode mode = ShardMode::keep);
+
+// After the last backward of a step: every grad_part becomes the sum over the ranks of its shard
+// and replicate groups.
+void finish_step(std::span<ShardGroup> groups);
+
+// The groups of one unit, for the pipeline: the verbs of ShardGroup. Empty where this process
+// does not hold the unit.
+struct UnitShards {
+  std::vector<ShardGroup*> groups;
+  // The head's tied embedding: `last` does not hold for it, the embedding's backward follows.
+  ShardGroup* tied = nullptr;
+  void prefetch() const;
+  void before_forward() const;
+  void after_forward() const;
+  void before_backward() const;
+  void after_backward(bool last = false) const;
+};
+
+// Addresses into the groups that make_shard_groups made of this part's parameter_units().
+// head_weight: the model's, or null where the part has no head.
+struct ModelShards {
+  UnitShards embedding, head;
+  std::map<int64_t, UnitShards> layers;  // by index in the whole model
+  ModelShards(std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight);
+};
 
 // The parameters of all groups in order.
 std::vector<Parameter*> all_parameters(std::span<ShardGroup> groups);

@@ -105,21 +105,25 @@ std::string TrainingState::schedule_differences(const TrainingState& other) cons
 }
 
 void collect_state(std::span<ShardGroup> groups, CheckpointContent& content) {
-  for (const ShardGroup& group : groups) {
-    const Tensor values = host_copy(group.values);
+  for (ShardGroup& group : groups) {
+    if (group.replicate().rank() > 0) continue;
+    group.before_forward();
+    if (group.unit() % group.shard().size() == group.shard().rank()) {
+      const Tensor values = host_copy(group.values);
+      for (size_t i = 0; i < group.parameters().size(); ++i) {
+        for (const HfTensor& tensor : group.parameters()[i]->tensors)
+          content.weights.emplace_back(tensor.name,
+                                       Parameter::view_of(group.slice(values, i), tensor));
+      }
+    }
+    group.after_forward();
     const std::pair<const char*, Tensor> states[] = {{"master", host_copy(group.master)},
                                                      {"exp_avg", host_copy(group.exp_avg)},
                                                      {"exp_avg_sq", host_copy(group.exp_avg_sq)}};
-    for (size_t i = 0; i < group.parameters().size(); ++i) {
-      for (const HfTensor& tensor : group.parameters()[i]->tensors) {
-        content.weights.emplace_back(tensor.name,
-                                     Parameter::view_of(group.slice(values, i), tensor));
-        for (const auto& [kind, buffer] : states) {
-          content.optimizer.push_back(
-              {kind, tensor.name, 0, tensor.numel(),
-               group.slice(buffer, i).narrow(0, tensor.offset, tensor.numel())});
-        }
-      }
+    for (const auto& [parameter, tensor, first, begin, count] : group.pieces()) {
+      for (const auto& [kind, buffer] : states)
+        content.optimizer.push_back(
+            {kind, tensor->name, first, tensor->numel(), buffer.narrow(0, begin, count)});
     }
   }
 }
@@ -129,44 +133,46 @@ void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& ch
   for (ShardGroup& group : groups) {
     const std::pair<const char*, Tensor> states[] = {
         {"master", group.master}, {"exp_avg", group.exp_avg}, {"exp_avg_sq", group.exp_avg_sq}};
-    for (size_t i = 0; i < group.parameters().size(); ++i) {
-      for (const HfTensor& tensor : group.parameters()[i]->tensors) {
-        for (const auto& [kind, buffer] : states) {
-          reader.read(kind, tensor,
-                      group.slice(buffer, i).narrow(0, tensor.offset, tensor.numel()));
-        }
-      }
+    for (const auto& [parameter, tensor, first, begin, count] : group.pieces()) {
+      for (const auto& [kind, buffer] : states)
+        reader.read(kind, *tensor, buffer.narrow(0, begin, count), first);
     }
     group.publish();
   }
 }
 
 void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder,
-                     bool tied_head) {
-  std::vector<Parameter*> parameters;
-  std::vector<Tensor> targets;
-  for (ShardGroup& group : groups) {
-    parameters.insert(parameters.end(), group.parameters().begin(), group.parameters().end());
-    for (Tensor& target : group.import_targets()) targets.push_back(std::move(target));
-  }
+                     bool tied_head, const std::vector<std::vector<Parameter*>>& whole_model) {
+  std::vector<ImportTarget> targets;
   std::vector<std::string> may_be_left;
   if (tied_head) may_be_left.emplace_back("lm_head.weight");
-  import_weights(HfFolder(folder), parameters, targets, may_be_left);
+  const auto allow = [&](const Parameter& parameter) {
+    for (const HfTensor& tensor : parameter.tensors) may_be_left.push_back(tensor.name);
+  };
+  for (const auto& unit : whole_model)
+    for (const Parameter* parameter : unit) allow(*parameter);
+  for (const ShardGroup& group : groups) {
+    for (const Parameter* parameter : group.parameters()) allow(*parameter);
+    for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
+      targets.push_back({tensor, first, group.import_target().narrow(0, begin, count)});
+  }
+  import_weights(HfFolder(folder), targets, may_be_left);
   for (ShardGroup& group : groups) group.publish();
 }
 
 std::string first_non_finite(std::span<ShardGroup> groups) {
   const c10::AutoGradMode no_grad(false);
-  for (const ShardGroup& group : groups) {
-    for (const Parameter* parameter : group.parameters())
-      if (!all_finite(parameter->value)) return "weight " + parameter->name;
-  }
-  for (const ShardGroup& group : groups) {
-    for (const Parameter* parameter : group.parameters())
-      if (parameter->grad.defined() && !all_finite(parameter->grad))
-        return "gradient of " + parameter->name;
-  }
-  return "";
+  const auto find = [&](const char* what, Tensor ShardGroup::* buffer) -> std::string {
+    for (const ShardGroup& group : groups) {
+      const Tensor& part = group.*buffer;
+      if (!part.defined() || all_finite(part)) continue;
+      for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
+        if (!all_finite(part.narrow(0, begin, count))) return what + parameter->name;
+    }
+    return "";
+  };
+  const std::string weight = find("weight ", &ShardGroup::value_part);
+  return weight.empty() ? find("gradient of ", &ShardGroup::grad_part) : weight;
 }
 
 }  // namespace pith

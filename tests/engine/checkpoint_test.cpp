@@ -61,6 +61,11 @@ TEST(Checkpoint, IsAModelFolderWithOptimizerAndManifest) {
   reader.read("exp_avg", {"b.weight", {6, 4}, 0}, out);
   EXPECT_TRUE(at::equal(out.narrow(0, 0, 10), at::full({10}, 20.0)));
   EXPECT_TRUE(at::equal(out.narrow(0, 10, 14), at::full({14}, 21.0)));
+  Tensor around = at::full({4}, 0.0);  // a range over the border of two slices
+  reader.read("exp_avg", {"b.weight", {6, 4}, 0}, around, 8);
+  EXPECT_EQ(around[1].item<float>(), 20.0f);
+  EXPECT_EQ(around[2].item<float>(), 21.0f);
+  EXPECT_ERROR(reader.read("exp_avg", {"b.weight", {6, 4}, 0}, around, 21), "4 from 21");
   // Known-faults 37 (c): an earlier step, asked for, is that step in weights and optimizer.
   write_checkpoint(scratch.path, content_of(10), 0);
   const fs::path earlier = scratch / "step-00000010";

@@ -76,8 +76,10 @@ struct Model {
   Parameter fused{
       "qk", {4, 2}, {{"q", {3, 2}, 0}, {"k", {1, 2}, 6}}, ParameterGroup::matrix, Init::normal};
   Parameter norm{"norm", {3}, ParameterGroup::norm, Init::ones};
-  std::vector<Parameter*> parameters{&fused, &norm};
   std::vector<Tensor> targets{at::full({8}, -1.0f), at::full({3}, -1.0f, at::kBFloat16)};
+  std::vector<ImportTarget> imports{{&fused.tensors[0], 0, targets[0].narrow(0, 0, 6)},
+                                    {&fused.tensors[1], 0, targets[0].narrow(0, 6, 2)},
+                                    {&norm.tensors[0], 0, targets[1]}};
 };
 
 TEST(HfFolder, ImportsIntoFusedParametersConverting) {
@@ -88,10 +90,15 @@ TEST(HfFolder, ImportsIntoFusedParametersConverting) {
                     {{"q", q}, {"k", k}, {"norm", norm}, {"extra", k}});
   Model model;
   const std::string extra[] = {"extra"};
-  import_weights(HfFolder(scratch.path), model.parameters, model.targets, extra);
+  import_weights(HfFolder(scratch.path), model.imports, extra);
   EXPECT_TRUE(at::equal(model.targets[0].narrow(0, 0, 6), q.to(at::kFloat).view({6})));
   EXPECT_TRUE(at::equal(model.targets[0].narrow(0, 6, 2), k.to(at::kFloat).view({2})));
   EXPECT_TRUE(at::equal(model.targets[1], norm.to(at::kBFloat16)));
+  // A range of a tensor, as a rank of several reads it.
+  const ImportTarget middle[] = {{&model.fused.tensors[0], 2, at::full({3}, -1.0f)}};
+  const std::string others[] = {"extra", "k", "norm"};
+  import_weights(HfFolder(scratch.path), middle, others);
+  EXPECT_TRUE(at::equal(middle[0].target, q.to(at::kFloat).view({6}).narrow(0, 2, 3)));
 }
 
 TEST(HfFolder, ImportListsEveryProblemAndTouchesNothing) {
@@ -100,7 +107,7 @@ TEST(HfFolder, ImportListsEveryProblemAndTouchesNothing) {
       scratch / "model.safetensors",
       {{"q", at::randn({2, 3})}, {"norm", at::zeros({3}, at::kLong)}, {"bias", at::randn({1})}});
   Model model;
-  EXPECT_ERROR(import_weights(HfFolder(scratch.path), model.parameters, model.targets),
+  EXPECT_ERROR(import_weights(HfFolder(scratch.path), model.imports),
                scratch.path.string(), "4 problems",
                "q: shape (2, 3) in the folder, (3, 2) in the model", "missing in the folder: k",
                "norm: dtype int64", "not in the model: bias");

@@ -1,5 +1,7 @@
-// The layout suite: routes, loss, balance loss and every gradient of a tiny model on every layout
-// of this many processes equal those of one process.
+// The layout suite: routes, losses, norm, every gradient and the trained weights of a tiny model on
+// every layout of this many processes equal those of one process. PITH_LAYOUTS=all runs every
+// combination, otherwise a covering part.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/equal.h>
 
 #include "engine/sharding.h"
@@ -11,98 +13,170 @@ namespace {
 
 using test::world;
 
+constexpr int64_t kRows = 32, kLength = 24, kLayers = 5;
+
 nlohmann::json layout_config() {
   auto config = tiny_config();
-  config["num_hidden_layers"] = 5;
+  config["num_hidden_layers"] = kLayers;
   config["num_experts"] = 8;
   return config;
 }
 
+enum class Rule { none, sgd, adamw };
+
 struct Outcome {
-  double loss = 0, balance = 0;
-  std::map<std::string, Tensor> grads;        // by Hugging Face name
+  double loss = 0, balance = 0, norm = 0;
+  std::map<std::string, Tensor> grads;    // by Hugging Face name, of the first step; this rank's
+  std::map<std::string, Tensor> weights;  // masters after the last step; parts, in order
   std::vector<std::vector<Tensor>> topk_idx;  // [micro-batch][layer]
 };
 
-// Runs one step and sums over ranks what a step sums over ranks.
-Outcome run(const Mesh& mesh, const std::vector<int64_t>& chunks,
-            const std::vector<MicroBatch>& batches, bool whole) {
+struct Layout {
+  MeshShape shape;
+  ShardMode mode = ShardMode::keep;
+  int64_t micro_batch = 1;
+};
+
+// Runs `steps` steps of a part of the batch and reduces as training does.
+Outcome run(const Mesh& mesh, ShardMode mode, const std::vector<MicroBatch>& batches, Rule rule,
+            int64_t steps) {
   const auto config = Qwen3MoeConfig::parse(layout_config(), "test");
-  Qwen3MoeModel model(config, whole
-                                  ? whole_model(config.num_layers, config.num_experts)
-                                  : model_part(chunks, mesh.shape, mesh.place, config.num_experts));
-  auto groups = make_shard_groups(model.parameter_units(), at::kFloat, mesh.device,
-                                  ShardGroup::Use::training);
+  const auto chunks = default_chunks(config, mesh.shape, kLength);
+  const ModelPart part = model_part(chunks, mesh.shape, mesh.place, config.num_experts);
+  Qwen3MoeModel model(config, part);
+  auto groups =
+      make_shard_groups(model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training, mode);
+  const ModelShards shards(groups, part, part.head ? &model.head_weight() : nullptr);
   for (ShardGroup& group : groups) group.initialize(7, 0.1, config.num_layers);
-  zero_grads(groups);
-  Pipeline<Qwen3MoeModel> pipeline(model, mesh, 512, {0.1, false}, chunks);
-  std::vector<RoutingTape> tapes(batches.size());
-  const BatchResult result = pipeline.forward_backward(batches, NextTokenLoss(), tapes);
+  Pipeline<Qwen3MoeModel> pipeline(model, mesh, 512, {0.1, false}, chunks, &shards);
   Outcome out;
-  Tensor sums = at::zeros({2}, at::kDouble);
-  if (result.loss_sum.defined()) sums[0] += result.loss_sum.item<double>();
-  if (result.balance_sum.defined()) sums[1] += result.balance_sum.item<double>();
-  mesh.world.all_reduce(sums);
-  out.loss = sums[0].item<double>();
-  out.balance = sums[1].item<double>();
-  for (Parameter* parameter : all_parameters(groups)) {
-    const bool expert = parameter->group == ParameterGroup::expert;
-    (expert ? mesh.expert_data : mesh.plane).all_reduce(parameter->grad);
-    for (const HfTensor& tensor : parameter->tensors)
-      out.grads[tensor.name] = Parameter::view_of(parameter->grad, tensor).clone();
+  RunConfig::Training training;
+  for (int64_t step = 1; step <= steps; ++step) {
+    zero_grads(groups);
+    std::vector<RoutingTape> tapes(batches.size());
+    const BatchResult result = pipeline.forward_backward(batches, NextTokenLoss(), tapes);
+    finish_step(groups);
+    const Tensor norm = grad_norm(groups, mesh);
+    if (step == 1) {
+      Tensor sums = at::zeros({2}, at::kDouble);
+      if (result.loss_sum.defined()) sums[0] += result.loss_sum.item<double>();
+      if (result.balance_sum.defined()) sums[1] += result.balance_sum.item<double>();
+      mesh.world.all_reduce(sums);
+      out.loss = sums[0].item<double>();
+      out.balance = sums[1].item<double>();
+      out.norm = norm.item<double>();
+      for (const RoutingTape& tape : tapes) out.topk_idx.push_back(tape.topk_idx);
+      for (const ShardGroup& group : groups)
+        for (const auto& piece : group.pieces())
+          out.grads[fmt::format("{}@{}", piece.tensor->name, piece.first)] =
+              group.grad_part.narrow(0, piece.begin, piece.count).clone();
+    }
+    if (rule == Rule::adamw) optimizer_step(groups, training, 1e-3, step, norm);
+    for (ShardGroup& group : groups) {
+      if (rule != Rule::sgd) continue;
+      group.master.sub_(group.grad_part * 0.1);
+      group.publish();
+    }
   }
-  for (const RoutingTape& tape : tapes) out.topk_idx.push_back(tape.topk_idx);
+  for (const ShardGroup& group : groups)
+    for (const auto& piece : group.pieces())
+      out.weights[fmt::format("{}@{}", piece.tensor->name, piece.first)] =
+          group.master.narrow(0, piece.begin, piece.count).clone();
   return out;
 }
 
+// |part - the same range of the whole| over |whole|, the largest of all parts, with its name.
+std::pair<double, std::string> largest_error(const std::map<std::string, Tensor>& parts,
+                                             const std::map<std::string, Tensor>& whole) {
+  std::pair<double, std::string> worst{0, "none"};
+  EXPECT_FALSE(parts.empty());
+  for (const auto& [name, part] : parts) {
+    const auto at = name.find('@');
+    const Tensor& all = whole.at(name.substr(0, at) + "@0");
+    const Tensor same = all.narrow(0, std::stoll(name.substr(at + 1)), part.numel());
+    const double norm = all.norm().item<double>();
+    const double error = (part - same).norm().item<double>() / (norm > 0 ? norm : 1);
+    if (!(error <= worst.first)) worst = {error, name};
+  }
+  return worst;
+}
+
 // Micro-batch m of data-parallel rank d holds rows (m * dp + d) * micro_batch and the next.
-std::vector<MicroBatch> batches_of(const std::vector<Row>& rows, int64_t micro_batch, int64_t dp,
-                                   int64_t dp_rank) {
+std::vector<MicroBatch> batches_of(const std::vector<Row>& rows, int64_t micro_batch,
+                                   const Mesh& mesh) {
   const std::vector<MicroBatch> all = cut(rows, micro_batch);
   std::vector<MicroBatch> mine;
-  for (size_t i = static_cast<size_t>(dp_rank); i < all.size(); i += static_cast<size_t>(dp))
+  for (auto i = static_cast<size_t>(mesh.place.dp); i < all.size();
+       i += static_cast<size_t>(mesh.dp))
     mine.push_back(all[i]);
   return mine;
 }
 
-TEST(Layout, EveryLayoutComputesTheSame) {
-  const int64_t size = world().size();
-  const std::vector<Row> rows = ragged_rows(32, 24, 61);
-  const Mesh alone;
-  const Outcome expected = run(alone, {5, 0}, cut(rows, 1), true);
+std::vector<Layout> layouts(int64_t size, bool all) {
+  std::vector<Layout> list;
   for (const int64_t pp : {1, 2, 4}) {
-    for (const int64_t ep : {1, 2, 4}) {
-      if (size % pp != 0 || (size / pp) % ep != 0) continue;
-      for (const int64_t micro_batch : {1, 2}) {
-        const MeshShape shape{.pp = pp, .ep = ep};
-        const Mesh mesh = make_mesh(shape, world(), test::device());
-        if (rows.size() / static_cast<size_t>(micro_batch * mesh.dp) <
-            static_cast<size_t>(pp > 1 ? 2 * pp : 1))
-          continue;
-        const std::string name =
-            fmt::format("pp {} dp {} ep {} micro-batch {}", pp, mesh.dp, ep, micro_batch);
-        const auto chunks =
-            default_chunks(Qwen3MoeConfig::parse(layout_config(), "test"), mesh.shape, 24);
-        const auto batches = batches_of(rows, micro_batch, mesh.dp, mesh.place.dp);
-        const Outcome got = run(mesh, chunks, batches, false);
-        for (size_t m = 0; m < batches.size(); ++m) {
-          for (size_t layer = 0; layer < 5; ++layer) {
-            if (!got.topk_idx[m][layer].defined()) continue;
-            std::vector<Tensor> parts;
-            for (int64_t i = 0; i < micro_batch; ++i) {
-              const auto row =
-                  (static_cast<int64_t>(m) * mesh.dp + mesh.place.dp) * micro_batch + i;
-              parts.push_back(expected.topk_idx[static_cast<size_t>(row)][layer]);
+    for (const int64_t cp : {1}) {
+      for (const int64_t ep : {1, 2, 4}) {
+        if (size % (pp * cp) != 0 || size / pp % ep != 0) continue;
+        for (const int64_t block : {int64_t{0}, ep, 2 * ep}) {  // 0: fsdp
+          if (block != 0 && (size / pp % block != 0 || block == size / pp)) continue;
+          for (const ShardMode mode : {ShardMode::keep, ShardMode::reshard}) {
+            for (const int64_t micro_batch : {1, 2}) {
+              const bool enough = kRows / micro_batch * pp * cp / size >= 2 * pp;
+              if (!enough && pp > 1) continue;
+              list.push_back({{pp, cp, ep, block != 0, block}, mode, micro_batch});
             }
-            ASSERT_TRUE(at::equal(got.topk_idx[m][layer], at::cat(parts))) << name;
           }
         }
-        EXPECT_NEAR(got.loss, expected.loss, 1e-5 * expected.loss) << name;
-        EXPECT_NEAR(got.balance, expected.balance, 1e-5 * expected.balance) << name;
-        for (const auto& [tensor, grad] : got.grads)
-          EXPECT_LT(relative_error(grad, expected.grads.at(tensor)), 1e-5) << name << " " << tensor;
       }
     }
+  }
+  if (all) return list;
+  // Every third: steps through all values of the axes, since three divides none of their counts.
+  std::vector<Layout> some;
+  for (size_t i = 0; i < list.size(); i += 3) some.push_back(list[i]);
+  return some;
+}
+
+TEST(Layout, EveryLayoutComputesTheSame) {
+  const char* wanted = std::getenv("PITH_LAYOUTS");
+  const bool all = wanted != nullptr && std::string(wanted) == "all";
+  const std::vector<Row> rows = ragged_rows(kRows, kLength, 61);
+  const Mesh alone;
+  const auto whole_batch = cut(rows, 1);
+  const Outcome expected = run(alone, ShardMode::keep, whole_batch, Rule::sgd, 3);
+  const Outcome adamw = run(alone, ShardMode::keep, whole_batch, Rule::adamw, 3);
+  for (const Layout& layout : layouts(world().size(), all)) {
+    const Mesh mesh = make_mesh(layout.shape, world(), test::device());
+    const std::string name =
+        fmt::format("pp {} dp {} cp {} ep {} hsdp {} {} micro-batch {}", layout.shape.pp, mesh.dp,
+                    layout.shape.cp, layout.shape.ep, layout.shape.hsdp_size,
+                    layout.mode == ShardMode::keep ? "keep" : "reshard", layout.micro_batch);
+    SCOPED_TRACE(name);
+    const auto batches = batches_of(rows, layout.micro_batch, mesh);
+    const Outcome got = run(mesh, layout.mode, batches, Rule::sgd, 3);
+    for (size_t m = 0; m < batches.size(); ++m) {
+      for (size_t layer = 0; layer < kLayers; ++layer) {
+        if (!got.topk_idx[m][layer].defined()) continue;
+        std::vector<Tensor> parts;
+        for (int64_t i = 0; i < layout.micro_batch; ++i) {
+          const auto row =
+              (static_cast<int64_t>(m) * mesh.dp + mesh.place.dp) * layout.micro_batch + i;
+          parts.push_back(expected.topk_idx[static_cast<size_t>(row)][layer]);
+        }
+        ASSERT_TRUE(at::equal(got.topk_idx[m][layer], at::cat(parts))) << "layer " << layer;
+      }
+    }
+    EXPECT_NEAR(got.loss, expected.loss, 1e-5 * expected.loss);
+    EXPECT_NEAR(got.balance, expected.balance, 1e-5 * expected.balance);
+    EXPECT_NEAR(got.norm, expected.norm, 1e-5 * expected.norm);
+    const auto grads = largest_error(got.grads, expected.grads);
+    EXPECT_LT(grads.first, 1e-5) << "gradient of " << grads.second;
+    const auto sgd = largest_error(got.weights, expected.weights);
+    EXPECT_LT(sgd.first, 1e-6) << "after SGD " << sgd.second;
+    const Outcome trained = run(mesh, layout.mode, batches, Rule::adamw, 3);
+    const auto weights = largest_error(trained.weights, adamw.weights);
+    EXPECT_LT(weights.first, 1e-3) << "after AdamW " << weights.second;
   }
 }
 
