@@ -235,9 +235,12 @@ Problems describe_corpus(const std::string& prefix, bool quick) {
   }
   const Corpus& corpus = *opened;
   const int64_t documents = corpus.num_documents(), tokens = corpus.num_tokens();
+  uint64_t bytes = 0;
+  for (const std::string& shard : corpus.shards())
+    bytes += fs::file_size(shard + ".bin") + fs::file_size(shard + ".idx");
   fmt::print("{}: corpus of {} documents, {} tokens, {}\n", prefix, grouped(documents),
-             grouped(tokens),
-             human_bytes(fs::file_size(prefix + ".bin") + fs::file_size(prefix + ".idx")));
+             grouped(tokens), human_bytes(bytes));
+  if (corpus.shards().size() > 1) line("shards", std::to_string(corpus.shards().size()));
   line("ids", fmt::format("{}, vocabulary {}", corpus.dtype(),
                           corpus.vocab_size() > 0 ? grouped(corpus.vocab_size()) : "not stated"));
   if (documents > 0) {
@@ -260,9 +263,9 @@ Problems describe_corpus(const std::string& prefix, bool quick) {
   line("fingerprint", corpus.fingerprint());
   if (!quick) append(problems, verify_corpus(prefix));
   if (problems.empty())
-    line("checksums", quick                          ? "not verified (--quick)"
-                      : fs::exists(prefix + ".json") ? "all files are as they were written"
-                                                     : "none: " + prefix + ".json is not there");
+    line("checksums", quick                     ? "not verified (--quick)"
+                      : corpus.vocab_size() > 0 ? "all files are as they were written"
+                                                : "none: " + prefix + ".json is not there");
   return problems;
 }
 
