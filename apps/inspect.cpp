@@ -203,6 +203,10 @@ Problems inspect(fs::path path, const InspectOptions& options) {
   for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
     if (fs::exists(prefix.string() + ".idx") || fs::exists(prefix.string() + ".bin"))
       return describe_corpus(prefix.string(), options.quick);
+  if (const fs::path folder = fs::absolute(path).parent_path(); fs::is_directory(folder))
+    for (const auto& entry : fs::directory_iterator(folder))
+      if (entry.path().filename().string().starts_with(path.filename().string() + "-00000-of-"))
+        return describe_corpus(path.string(), options.quick);
   PITH_FAIL_HINT("known are checkpoints, run folders, model folders, safetensors files and corpora",
                  "{} {}", path.string(),
                  fs::exists(path) ? "is of no known kind" : "does not exist");

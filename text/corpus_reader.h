@@ -10,9 +10,9 @@
 namespace pith {
 
 struct ReadOptions {
-  std::string text_field = "text";         // of a JSON line or a table; "a.b" is b inside a
-  std::string id_field;                    // named in reports; "" = none
-  uint64_t max_line = uint64_t{32} << 20;  // bytes of a line, or of a file that is one document
+  std::string text_field = "text";  // of a JSON line or a table; "a.b" is b inside a
+  std::string id_field = "";        // named in reports; "" = none
+  uint64_t max_line = 32'000'000;   // bytes of a line, or of a file that is one document
 };
 
 struct InputFile {

@@ -17,18 +17,18 @@ same() {  # same A B: two corpora of one build are the same files
   [ "$(ls "$1"*.bin | wc -l)" = "$(ls "$2"*.bin | wc -l)" ] || fail "$1 and $2 have other shards"
 }
 
-# About 25 MB of lines: some twice, some bad, ids in them.
+# About 10 MB of lines: some twice, some bad, ids in them.
 mkdir raw
-awk 'BEGIN { srand(7); for (i = 0; i < 60000; ++i) { text = ""
+awk 'BEGIN { srand(7); for (i = 0; i < 24000; ++i) { text = ""
   for (k = int(rand() * 90); k >= 0; --k) text = text " w" int(rand() * 5000)
   if (i % 50 == 3) text = "again"
-  if (i % 20000 == 77) print "{\"text\": " i "}"
+  if (i % 8000 == 77) print "{\"text\": " i "}"
   printf "{\"id\": \"d%d\", \"meta\": {\"n\": [1, 2]}, \"text\": \"%s\\n\"}\n", i, text } }' >raw/a.jsonl
-head -n 20000 raw/a.jsonl | sed 's/ w1/ v1/g' | gzip -c >raw/b.jsonl.gz
+head -n 8000 raw/a.jsonl | sed 's/ w1/ v1/g' | gzip -c >raw/b.jsonl.gz
 printf 'a plain text\n' >raw/c.txt
-if command -v zstd >/dev/null; then tail -n 20000 raw/a.jsonl | sed 's/ w2/ u2/g' | zstd -q >raw/d.jsonl.zst; fi
+if command -v zstd >/dev/null; then tail -n 8000 raw/a.jsonl | sed 's/ w2/ u2/g' | zstd -q >raw/d.jsonl.zst; fi
 
-build=(corpus build raw --id-field id --shard-size 4000000 --min-length 9
+build=(corpus build raw --id-field id --shard-size 1500000 --min-length 9
        --validation-share 0.05)
 for workers in 1 2 3 8; do
   mkdir w$workers
@@ -43,6 +43,7 @@ grep -qE 'longest +[0-9,]+ tokens: raw/[abd].jsonl' summary || fail "$(cat summa
 [ -e w1/t-00002-of-*.idx ] || ls w1/t-00002-of-*.idx >/dev/null || fail "too few shards"
 expect 0 'all files are as they were written' corpus verify w1/t
 expect 0 'shards +[3-9]' corpus inspect w1/t
+expect 0 "shards +[3-9]" inspect w1/t
 [ ! -e w1/t.build ] || fail "a finished build left its folder"
 
 # kill -9 at random moments, then to the end; with a second pass that shuffles.
@@ -51,10 +52,10 @@ for seed in "" "--seed 5"; do
   # shellcheck disable=SC2086
   "$PITHTRAIN" "${build[@]}" $seed --out whole/t --validation-out whole/v >/dev/null
   kills=0 began=$(date +%s)
-  while [ $kills -lt 10 ] && [ $(($(date +%s) - began)) -lt 60 ]; do
+  while [ $kills -lt 10 ] && [ $(($(date +%s) - began)) -lt 40 ]; do
     status=0
     # shellcheck disable=SC2086
-    timeout -s KILL "$((RANDOM % 2)).$((RANDOM % 10))$((RANDOM % 10))" "$PITHTRAIN" "${build[@]}" \
+    timeout -s KILL "0.$((RANDOM % 10))$((RANDOM % 10))" "$PITHTRAIN" "${build[@]}" \
       $seed --workers $((RANDOM % 3 + 1)) --out cut/t --validation-out cut/v >/dev/null 2>&1 || status=$?
     kills=$((kills + 1))
     if [ $status -eq 0 ]; then same whole/ cut/; rm -r cut; mkdir cut; fi
@@ -90,7 +91,7 @@ expect 0 'train ' corpus build late --out l/t --restart
 mkdir bad
 head -c 200000000 /dev/zero | tr '\0' x >bad/huge.jsonl
 printf '\n{"text": "after"}\n{"other": 1}\n' >>bad/huge.jsonl
-(ulimit -v 40000000; "$PITHTRAIN" corpus build bad --out b/t >summary)
+"$PITHTRAIN" corpus build bad --out b/t >summary
 grep -q 'huge.jsonl:1: this line is longer than 32000000 bytes' summary || fail "$(cat summary)"
 grep -q 'huge.jsonl:3: no field "text"' summary || fail "$(cat summary)"
 expect 1 'more than 1 bad lines: bad/huge.jsonl:3' corpus build bad --out b2/t --max-bad 1
@@ -104,7 +105,7 @@ fi
 
 # merge and split keep every token; show tells the borders of tokens.
 expect 0 'documents' corpus merge w1/t w1/v --out m/one
-expect 0 'documents' corpus split m/one --out m/many --shard-size 1000000
+expect 0 'documents' corpus split m/one --out m/many --shard-size 400000
 expect 0 'shards +[1-9][0-9]' corpus verify m/many
 expect 0 'documents' corpus merge m/many --out m/back
 same m/one m/back 2>/dev/null || cmp m/one.bin m/back.bin || fail "split and merge lost something"

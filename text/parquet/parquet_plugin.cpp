@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t kRows = 16;          // read at once
+constexpr int64_t kRows = 16;         // read at once
 constexpr size_t kBytes = 512 << 10;  // handed out at once, about
 
 struct Column {
