@@ -188,7 +188,7 @@ void add_build(CLI::App& corpus) {
                     "keep documents whose text came before");
   size("--min-length", encode.min_length, "skip shorter texts, bytes");
   size("--max-length", encode.max_length, "skip longer texts, bytes");
-  size("--max-line", encode.read.max_line, "longer lines and files are bad [32MB]");
+  size("--max-line", encode.read.max_line, "longer lines and files are bad [16MB]");
   size("--max-bytes", options->max_bytes, "stop before the text is longer, e.g. 20MB");
   command->add_option("--max-bad", options->max_bad, "stop after more bad lines [100]");
   auto* share = command->add_option("--validation-share", options->validation_share,

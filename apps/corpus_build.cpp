@@ -1,6 +1,7 @@
 #include "apps/corpus_build.h"
 
 #include <fcntl.h>
+#include <malloc.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -170,10 +171,11 @@ class Build {
     for (const std::string& out : outs_) absolute_.push_back(fs::absolute(out).lexically_normal());
     PITH_CHECK(outs_.size() == 1 || absolute_[0] != absolute_[1],
                "--out and --validation-out are the same: {}", options_.out);
-    PITH_CHECK(options_.memory / 16 >= options_.encode.read.max_line,
-               "--memory {} is less than 16 times --max-line {}", options_.memory,
-               options_.encode.read.max_line);
-    options_.encode.bytes_in_flight = options_.memory / 32;
+    PITH_CHECK(
+        options_.memory / 40 >= options_.encode.read.max_line,  // measured: JSON of many numbers
+        "--memory {} is less than 40 times --max-line {}", options_.memory,
+        options_.encode.read.max_line);
+    options_.encode.bytes_in_flight = options_.memory / 40;
     options_.encode.end_id = end_id();
   }
 
@@ -462,6 +464,10 @@ class Build {
 
 }  // namespace
 
-void build_corpus(CorpusBuildOptions options) { Build(std::move(options)).run(); }
+void build_corpus(CorpusBuildOptions options) {
+  // Buffers of long documents go back to the system, not to the arena of the thread that had them.
+  ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
+  Build(std::move(options)).run();
+}
 
 }  // namespace pith

@@ -12,7 +12,7 @@ namespace pith {
 struct ReadOptions {
   std::string text_field = "text";  // of a JSON line or a table; "a.b" is b inside a
   std::string id_field = "";        // named in reports; "" = none
-  uint64_t max_line = 32'000'000;   // bytes of a line, or of a file that is one document
+  uint64_t max_line = 16'000'000;   // bytes of a line, or of a file that is one document
 };
 
 struct InputFile {

@@ -92,7 +92,7 @@ mkdir bad
 head -c 200000000 /dev/zero | tr '\0' x >bad/huge.jsonl
 printf '\n{"text": "after"}\n{"other": 1}\n' >>bad/huge.jsonl
 "$PITHTRAIN" corpus build bad --out b/t >summary
-grep -q 'huge.jsonl:1: this line is longer than 32000000 bytes' summary || fail "$(cat summary)"
+grep -q 'huge.jsonl:1: this line is longer than 16000000 bytes' summary || fail "$(cat summary)"
 grep -q 'huge.jsonl:3: no field "text"' summary || fail "$(cat summary)"
 expect 1 'more than 1 bad lines: bad/huge.jsonl:3' corpus build bad --out b2/t --max-bad 1
 [ ! -e b2/t.bin ] || fail "half a corpus under its final name"
