@@ -31,6 +31,23 @@ uint64_t stream_key(uint64_t seed, std::string_view name) {
   return XXH3_64bits_withSeed(name.data(), name.size(), seed);
 }
 
+int64_t permuted(uint64_t key, int64_t index, int64_t size) {
+  int half = 1;
+  while ((int64_t{1} << (2 * half)) < size) ++half;
+  const uint64_t mask = (uint64_t{1} << half) - 1;
+  auto value = static_cast<uint64_t>(index);
+  do {
+    uint64_t left = value >> half, right = value & mask;
+    for (uint64_t round = 0; round < 4; ++round) {
+      const uint64_t mixed = left ^ (philox(key, round << 60 | right).word[0] & mask);
+      left = right;
+      right = mixed;
+    }
+    value = left << half | right;
+  } while (value >= static_cast<uint64_t>(size));
+  return static_cast<int64_t>(value);
+}
+
 void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, int64_t first) {
   PITH_CHECK(out.defined() && out.is_contiguous() && first >= 0,
              "fill_normal needs a contiguous tensor and an index >= 0; {}, index {}",

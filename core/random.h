@@ -13,6 +13,11 @@ namespace pith {
 // seed.
 uint64_t stream_key(uint64_t seed, std::string_view name);
 
+// Place `index` of a permutation of [0, size) that is made without a table: four Feistel rounds
+// over the next even number of bits, repeated while the value falls outside (cycle walking; Black
+// and Rogaway 2002), at most four times on average.
+int64_t permuted(uint64_t key, int64_t index, int64_t size);
+
 // Fills `out` (contiguous, any float dtype, CPU or CUDA) with std * N(0, 1). Element i holds the
 // normal number of index first + i of the stream, so a slice equals the same slice of the whole
 // tensor, on any layout. Box-Muller in FP32; CPU and CUDA agree to FP32 rounding of log, sin and

@@ -38,26 +38,6 @@ uint64_t below(uint64_t bound, const Philox4& random) {
   return static_cast<uint64_t>(static_cast<uint128>(wide) * bound >> 64);
 }
 
-// A permutation of [0, size) without a table: four Feistel rounds over the next even number of
-// bits, repeated while the value falls outside (cycle walking; Black and Rogaway 2002). At most
-// four times on average.
-int64_t permuted(uint64_t key, int64_t index, int64_t size) {
-  int half = 1;
-  while ((int64_t{1} << (2 * half)) < size) ++half;
-  const uint64_t mask = (uint64_t{1} << half) - 1;
-  auto value = static_cast<uint64_t>(index);
-  do {
-    uint64_t left = value >> half, right = value & mask;
-    for (uint64_t round = 0; round < 4; ++round) {
-      const uint64_t mixed = left ^ (philox(key, round << 60 | right).word[0] & mask);
-      left = right;
-      right = mixed;
-    }
-    value = left << half | right;
-  } while (value >= static_cast<uint64_t>(size));
-  return static_cast<int64_t>(value);
-}
-
 // Makes a tensor from a vector; on a GPU through pinned memory, so that the copy waits for nothing.
 template <class T>
 Tensor to_tensor(const std::vector<T>& values, at::ScalarType dtype, at::Device device) {

@@ -62,12 +62,22 @@ std::string read_file(const std::filesystem::path& path) {
   return std::string(map_file(path).bytes());
 }
 
-OutputFile::OutputFile(std::filesystem::path path)
+OutputFile::OutputFile(std::filesystem::path path, uint64_t keep)
     : path_(std::move(path)),
-      descriptor_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)),
+      descriptor_(
+          ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | (keep > 0 ? 0 : O_TRUNC), 0644)),
       sum_(XXH3_createState(), &XXH3_freeState) {
   if (descriptor_ < 0) fail_write(path_, "create");
   XXH3_64bits_reset(sum_.get());
+  if (keep > 0) {
+    const off_t end = ::lseek(descriptor_, 0, SEEK_END);
+    PITH_CHECK(end >= 0 && static_cast<uint64_t>(end) >= keep,
+               "{} has {} bytes, fewer than the {} "
+               "that were written",
+               path_.string(), end, keep);
+    if (::ftruncate(descriptor_, static_cast<off_t>(keep)) != 0) fail_write(path_, "cut");
+    if (::lseek(descriptor_, 0, SEEK_END) < 0) fail_write(path_, "extend");
+  }
   buffer_.reserve(kBuffer);
 }
 
@@ -98,12 +108,16 @@ void OutputFile::write_out(std::string_view bytes) {
   }
 }
 
-uint64_t OutputFile::close() {
+void OutputFile::sync() {
   write_out(buffer_);
   buffer_.clear();
   // Some devices can't be synced (EINVAL: a pipe, /dev/stdout); they hold nothing that could be
   // lost.
   if (::fsync(descriptor_) != 0 && errno != EINVAL) fail_write(path_, "sync");
+}
+
+uint64_t OutputFile::close() {
+  sync();
   const int result = ::close(descriptor_);
   descriptor_ = -1;
   if (result != 0) fail_write(path_, "close");

@@ -22,18 +22,19 @@ MappedFile map_file(const std::filesystem::path& path);
 
 std::string read_file(const std::filesystem::path& path);
 
-// A file being written from its beginning. Every failure names the path and the system's reason.
-// Not closed means not wanted: the destructor closes the descriptor and leaves the rest to the
-// owner.
+// A file being written from its beginning, or behind the first `keep` bytes of what is there. Every
+// failure names the path and the system's reason. Not closed means not wanted: the destructor
+// closes the descriptor and leaves the rest to the owner.
 class OutputFile {
  public:
-  explicit OutputFile(std::filesystem::path path);
+  explicit OutputFile(std::filesystem::path path, uint64_t keep = 0);
   ~OutputFile();
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
   void append(std::string_view bytes);
   uint64_t bytes() const { return bytes_; }
-  uint64_t close();  // flush, fsync; returns the xxh3-64 of all bytes
+  void sync();       // makes what was appended durable
+  uint64_t close();  // sync; returns the xxh3-64 of all bytes appended
 
  private:
   void write_out(std::string_view bytes);

@@ -27,7 +27,7 @@ ln -s .. "$tree/a/loop.h"                         # a linked folder
 
 build=(corpus build --extensions .h,.hpp,none "$tree")
 expect 0 'train +3 documents, 58 bytes of text, 61 tokens' "${build[@]}" --out "out ü/train"
-expect 0 'skipped +4 files: 1 duplicates, 1 empty, 2 not UTF-8 text' "${build[@]}" --out again/train
+expect 0 'skipped +4: 1 duplicates, 1 empty, 2 not UTF-8 text' "${build[@]}" --out again/train
 for extension in bin idx json; do cmp "out ü/train.$extension" again/train.$extension; done
 expect 0 'stopped +[0-9]+ of 7 files' "${build[@]}" --out less --max-bytes 10B
 expect 1 'no document for nothing' corpus build --out nothing "$tree/a/empty.h"

@@ -1,0 +1,55 @@
+// Files to token ids: one reader, many workers, documents in the order of the files.
+// Provides CorpusEncoder, EncodedDocument.
+#pragma once
+#include <array>
+#include <memory>
+#include <optional>
+
+#include "text/corpus_reader.h"
+#include "text/tokenizer.h"
+
+namespace pith {
+
+struct EncodeSettings {
+  ReadOptions read;
+  uint64_t min_length = 0, max_length = UINT64_MAX;  // bytes of a document's text
+  std::optional<int32_t> end_id;                     // put behind each document
+  int workers = 1;
+  uint64_t bytes_in_flight = uint64_t{32} << 20;  // of text read and not handed out
+};
+
+struct EncodedDocument {
+  enum class Kind { kGood, kBad, kNotText, kEmpty, kShort, kLong };
+  Kind kind = Kind::kGood;
+  int64_t line = 0;  // as in Document
+  std::string id, problem;
+  uint64_t bytes = 0;                     // of text
+  uint64_t hash = 0;                      // xxh3-64 of the text
+  std::array<uint64_t, 2> fingerprint{};  // xxh3-128 of the text
+  std::vector<int32_t> ids;
+};
+
+struct EncodedChunk {
+  std::string path;
+  int64_t file = 0;
+  std::vector<EncodedDocument> documents;
+  InputPosition end;
+  uint64_t bytes_read = 0;         // as in Chunk
+  int64_t dropped_characters = 0;  // that the tokenizer has no token for
+};
+
+class CorpusEncoder {
+ public:
+  CorpusEncoder(std::vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings,
+                InputPosition start);
+  ~CorpusEncoder();  // ends the threads
+  // The next chunk in the order of the files, whatever the number of workers; false at the end. An
+  // Error of the reader comes after all chunks before it.
+  bool next(EncodedChunk& chunk);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace pith
