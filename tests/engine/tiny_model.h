@@ -32,6 +32,12 @@ inline nlohmann::json tiny_config() {
           {"eos_token_id", 60}};
 }
 
+inline Mesh mesh_of_one(at::Device device) {
+  Mesh mesh;
+  mesh.device = device;
+  return mesh;
+}
+
 struct TinyModel {
   Mesh mesh;
   Qwen3MoeModel model;
@@ -42,7 +48,7 @@ struct TinyModel {
       : TinyModel(Qwen3MoeConfig::parse(json, "test"), dtype, device, init_std) {}
 
   TinyModel(const Qwen3MoeConfig& config, at::ScalarType dtype, at::Device device, double init_std)
-      : mesh{.device = device},
+      : mesh(mesh_of_one(device)),
         model(config, whole_model(config.num_layers, config.num_experts)),
         groups(
             make_shard_groups(model.parameter_units(), dtype, mesh, ShardGroup::Use::training)) {

@@ -30,7 +30,7 @@ Outcome run(const Mesh& mesh, const std::vector<int64_t>& chunks,
   const auto config = Qwen3MoeConfig::parse(layout_config(), "test");
   Qwen3MoeModel model(config, whole ? whole_model(config.num_layers, config.num_experts)
                                     : model_part(chunks, mesh, config.num_experts));
-  auto groups = make_shard_groups(model.parameter_units(), at::kFloat, mesh.device,
+  auto groups = make_shard_groups(model.parameter_units(), at::kFloat, mesh,
                                   ShardGroup::Use::training);
   for (ShardGroup& group : groups) group.initialize(7, 0.1, config.num_layers);
   zero_grads(groups);

@@ -23,7 +23,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int64_t kExperts = 4, kLayers = 2;
-constexpr int64_t kSources = 4;  // where gradients come from: spread over the ranks of the plane
+constexpr int64_t kSources = 8;  // where gradients come from: spread over the ranks of the plane
 
 // What a model is to sharding: units of parameters, sizes that no number of ranks divides.
 struct Units {
@@ -252,7 +252,7 @@ void save(Trained& trained, const fs::path& root, int64_t step) {
   CheckpointContent content;
   content.step = step;
   collect_state(trained.groups, content);
-  content.training_state = TrainingState{.step = step}.to_json();
+  content.training_state = "{}";
   CheckpointWriter writer;
   writer.start(root, std::move(content), 0, trained.mesh.world);
   writer.finish();
@@ -281,18 +281,20 @@ TEST(Sharding, WeightsHaveMemoryOnlyBetweenTheirVerbs) {
   const UnitShards& layer = many.shards.layers.at(0);
   Parameter& norm = *many.units.units[1][0];
   const Tensor leaf = norm.value;
-  EXPECT_THROW(leaf.sum(), c10::Error);
+  const auto bytes = [](const Tensor& tensor) { return tensor.storage().nbytes(); };
+  EXPECT_EQ(bytes(leaf), 0u);
   layer.before_forward();
   EXPECT_EQ(leaf.sum().item<double>(), 7);  // the leaf that a graph would hold is the same tensor
   layer.before_forward();                   // another micro-batch
   layer.after_forward();
   EXPECT_EQ(leaf.sum().item<double>(), 7);
-  EXPECT_THROW((void)norm.grad.sum(), c10::Error);
+  EXPECT_EQ(bytes(norm.grad), 0u);
   layer.before_backward();
   norm.grad.add_(1);
   layer.after_forward();
   layer.after_backward();
-  EXPECT_THROW(leaf.sum(), c10::Error);
+  EXPECT_EQ(bytes(leaf), 0u);
+  EXPECT_EQ(bytes(norm.grad), 0u);
   EXPECT_THROW(layer.after_forward(), Error);
   finish_step(many.groups);
   double sum = 0;
@@ -379,7 +381,9 @@ TEST(Sharding, AFailingRankFailsTheSaveAndLeavesTheOlderOne) {
     EXPECT_NE(message.find("cannot save checkpoint"), std::string::npos) << message;
     EXPECT_NE(message.find("do not lie within"), std::string::npos) << message;
   }
-  if (world().rank() == 0) EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
+  if (world().rank() == 0) {
+    EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
+  }
   many.mesh.world.barrier();
   EXPECT_EQ(newest_checkpoint(folder.path), folder.path / "step-00000001");
   EXPECT_EQ(std::distance(fs::directory_iterator(folder.path), fs::directory_iterator()), 1);
