@@ -50,8 +50,7 @@ struct TinyModel {
   TinyModel(const Qwen3MoeConfig& config, at::ScalarType dtype, at::Device device, double init_std)
       : mesh(mesh_of_one(device)),
         model(config, whole_model(config.num_layers, config.num_experts)),
-        groups(
-            make_shard_groups(model.parameter_units(), dtype, mesh, ShardGroup::Use::training)) {
+        groups(make_shard_groups(model.parameter_units(), dtype, mesh, ShardGroup::Use::training)) {
     for (ShardGroup& group : groups) group.initialize(7, init_std, config.num_layers);
   }
 

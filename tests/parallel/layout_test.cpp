@@ -1,5 +1,5 @@
-// The layout suite: routes, loss, balance loss and every gradient of a tiny model on every layout of
-// this many processes equal those of one process.
+// The layout suite: routes, loss, balance loss and every gradient of a tiny model on every layout
+// of this many processes equal those of one process.
 #include <ATen/ops/equal.h>
 
 #include "engine/sharding.h"
@@ -20,8 +20,8 @@ nlohmann::json layout_config() {
 
 struct Outcome {
   double loss = 0, balance = 0;
-  std::map<std::string, Tensor> grads;           // by Hugging Face name
-  std::vector<std::vector<Tensor>> topk_idx;     // [micro-batch][layer]
+  std::map<std::string, Tensor> grads;        // by Hugging Face name
+  std::vector<std::vector<Tensor>> topk_idx;  // [micro-batch][layer]
 };
 
 // Runs one step and sums over ranks what a step sums over ranks.
@@ -30,8 +30,8 @@ Outcome run(const Mesh& mesh, const std::vector<int64_t>& chunks,
   const auto config = Qwen3MoeConfig::parse(layout_config(), "test");
   Qwen3MoeModel model(config, whole ? whole_model(config.num_layers, config.num_experts)
                                     : model_part(chunks, mesh, config.num_experts));
-  auto groups = make_shard_groups(model.parameter_units(), at::kFloat, mesh,
-                                  ShardGroup::Use::training);
+  auto groups =
+      make_shard_groups(model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training);
   for (ShardGroup& group : groups) group.initialize(7, 0.1, config.num_layers);
   zero_grads(groups);
   Pipeline<Qwen3MoeModel> pipeline(model, mesh, 512, {0.1, false}, chunks);
@@ -89,7 +89,8 @@ TEST(Layout, EveryLayoutComputesTheSame) {
             if (!got.topk_idx[m][layer].defined()) continue;
             std::vector<Tensor> parts;
             for (int64_t i = 0; i < micro_batch; ++i) {
-              const auto row = (static_cast<int64_t>(m) * mesh.dp + mesh.place.dp) * micro_batch + i;
+              const auto row =
+                  (static_cast<int64_t>(m) * mesh.dp + mesh.place.dp) * micro_batch + i;
               parts.push_back(expected.topk_idx[static_cast<size_t>(row)][layer]);
             }
             ASSERT_TRUE(at::equal(got.topk_idx[m][layer], at::cat(parts))) << name;

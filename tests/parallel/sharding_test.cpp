@@ -3,9 +3,11 @@
 // be equal bit for bit.
 #include "engine/sharding.h"
 
+#include <ATen/ops/allclose.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 
+#include <torch/csrc/autograd/autograd.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -15,6 +17,7 @@
 #include "engine/optimizer.h"
 #include "engine/training_state.h"
 #include "models/model.h"
+#include "operators/linear.h"
 #include "tests/parallel/world.h"
 
 namespace pith::test {
@@ -48,7 +51,8 @@ struct Units {
       add({at + "router", {5, 9}, ParameterGroup::router, Init::normal});
       std::vector<HfTensor> experts;
       for (int64_t e = part.expert_begin; e < part.expert_end; ++e)
-        experts.push_back({fmt::format("{}experts.{}.up", at, e), {3, 11}, std::ssize(experts) * 33});
+        experts.push_back(
+            {fmt::format("{}experts.{}.up", at, e), {3, 11}, std::ssize(experts) * 33});
       add({at + "experts",
            {std::ssize(experts) * 3, 11},
            experts,
@@ -63,9 +67,7 @@ struct Units {
   }
 
  private:
-  void add(Parameter parameter) {
-    units.back().push_back(&own.emplace_back(std::move(parameter)));
-  }
+  void add(Parameter parameter) { units.back().push_back(&own.emplace_back(std::move(parameter))); }
 };
 
 // This rank's part of the layout; layers are dealt out to the stages.
@@ -159,8 +161,7 @@ State state_of(Trained& trained) {
       EXPECT_EQ(count, tensor->numel());
       auto& entry = state[tensor->name];
       size_t i = 0;
-      for (const Tensor& buffer :
-           {group.value_part, group.master, group.exp_avg, group.exp_avg_sq})
+      for (const Tensor& buffer : {group.value_part, group.master, group.exp_avg, group.exp_avg_sq})
         entry[i++] = buffer.narrow(0, begin, count).clone();
     }
   }
@@ -173,8 +174,7 @@ void expect_state(Trained& trained, const State& expected, const std::string& wh
   for (ShardGroup& group : trained.groups) {
     for (const auto& [parameter, tensor, first, begin, count] : group.pieces()) {
       size_t i = 0;
-      for (const Tensor& buffer :
-           {group.value_part, group.master, group.exp_avg, group.exp_avg_sq})
+      for (const Tensor& buffer : {group.value_part, group.master, group.exp_avg, group.exp_avg_sq})
         different += at::equal(buffer.narrow(0, begin, count),
                                expected.at(tensor->name)[i++].narrow(0, first, count))
                          ? 0
@@ -211,17 +211,18 @@ struct Layout {
   std::string name;
 };
 
-// All that this world allows: stages, experts, blocks, both modes.
+// All that this world allows: stages (of four, two hold nothing), experts, blocks, both modes.
 std::vector<Layout> layouts() {
   std::vector<Layout> found;
   const int64_t n = world().size();
-  for (const int64_t pp : {1, 2}) {
+  for (const int64_t pp : {1, 2, 4}) {
     for (const int64_t ep : {1, 2, 4}) {
       for (const int64_t block : {0, 1, 2}) {
         for (const ShardMode mode : {ShardMode::keep, ShardMode::reshard}) {
           if (n % pp != 0 || n / pp % ep != 0 || n / pp > kSources) continue;
           if (block > 0 && (block % ep != 0 || n / pp % block != 0)) continue;
-          found.push_back({{pp, 1, ep, block > 0, block},
+          const int64_t cp = n / pp % 2 == 0 ? 1 + std::ssize(found) % 2 : 1;
+          found.push_back({{pp, cp, ep, block > 0, block},
                            mode,
                            fmt::format("pp {} ep {} block {} {}", pp, ep, block,
                                        mode == ShardMode::keep ? "keep" : "reshard")});
@@ -304,6 +305,23 @@ TEST(Sharding, WeightsHaveMemoryOnlyBetweenTheirVerbs) {
   Tensor total = full({1}, sum, at::kDouble);
   many.mesh.world.all_reduce(total);
   EXPECT_EQ(total.item<double>(), 7.0 * static_cast<double>(world().size()));
+}
+
+// Autograd across release and gather: the graph holds the leaf, not its memory.
+TEST(Sharding, ABackwardReadsWhatWasGatheredAgain) {
+  Trained many(make_mesh({}, world(), device()), ShardMode::reshard, at::kFloat);
+  const UnitShards& layer = many.shards.layers.at(0);
+  Parameter& weight = *many.units.units[1][1];  // (13, 9)
+  const Tensor x = arange(18, at::kFloat).view({2, 9}).requires_grad_();
+  layer.before_forward();
+  const Tensor copy = weight.value.detach().clone();
+  const Tensor y = linear(x, weight);
+  layer.after_forward();
+  layer.before_backward();
+  torch::autograd::backward({y.sum()});
+  EXPECT_TRUE(at::allclose(x.grad(), copy.sum(0).expand({2, 9})));
+  EXPECT_TRUE(at::equal(weight.grad, x.detach().sum(0).expand({13, 9})));
+  layer.after_backward();
 }
 
 // Every layout saves, every other one and a single process load; training goes on as if nothing
