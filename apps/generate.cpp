@@ -114,8 +114,8 @@ int generate(const GenerateOptions& options) {
   const auto config = Model::Config::parse_file(options.folder);
   Model model(config, whole_model(config.num_layers, config.num_experts));
   std::vector<ShardGroup> groups =
-      make_shard_groups(model.parameter_units(), dtype == "fp32" ? at::kFloat : at::kBFloat16,
-                        mesh, ShardGroup::Use::inference);
+      make_shard_groups(model.parameter_units(), dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh,
+                        ShardGroup::Use::inference);
   restore_weights(groups, options.folder, config.tie_embeddings);
   const Tokenizer tokenizer = Tokenizer::load(options.folder);
   PITH_CHECK(tokenizer.vocab_size() <= config.vocab_size, "the tokenizer has {} ids, the model {}",

@@ -100,8 +100,8 @@ Place agree(const CheckpointContent& content, const Comm& world) {
 
 std::vector<WrittenFile> write_own_files(const fs::path& folder, const CheckpointContent& content,
                                          const Place& place) {
-  std::vector<WrittenFile> written = write_weight_files(
-      folder, split_weights(content.weights), place.first_weights, place.weights);
+  std::vector<WrittenFile> written = write_weight_files(folder, split_weights(content.weights),
+                                                        place.first_weights, place.weights);
   if (!content.optimizer.empty()) {
     std::vector<NamedTensor> slices;
     for (const StateSlice& slice : content.optimizer) {
@@ -343,14 +343,14 @@ void CheckpointWriter::start(fs::path root, CheckpointContent content, int64_t k
                              const Comm& world) {
   finish();
   const Place place = prepare(root, content, world);
-  thread_ = std::thread([this, root = std::move(root), content = std::move(content), keep_last,
-                         place] {
-    try {
-      save(root, content, keep_last, place);
-    } catch (...) {
-      error_ = std::current_exception();
-    }
-  });
+  thread_ =
+      std::thread([this, root = std::move(root), content = std::move(content), keep_last, place] {
+        try {
+          save(root, content, keep_last, place);
+        } catch (...) {
+          error_ = std::current_exception();
+        }
+      });
 }
 
 void CheckpointWriter::finish() {

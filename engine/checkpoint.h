@@ -50,11 +50,11 @@ void write_checkpoint(const std::filesystem::path& root, const CheckpointContent
 
 // One save at a time in the background, by all ranks of `world` into one folder on a file system
 // that they share; start is collective, its thread is not: each rank leaves the list of its files
-// in .done-RANK in the temporary folder, and rank 0's thread waits for all of them (10 minutes after
-// its own files), then writes index and manifest and renames. So finish() of rank 0 means durable,
-// of another rank that its own files are written. An error of the thread (full disk: path and
-// cause) is thrown by the next call of start or finish, on the rank concerned and on rank 0; the
-// destructor waits and prints it.
+// in .done-RANK in the temporary folder, and rank 0's thread waits for all of them (10 minutes
+// after its own files), then writes index and manifest and renames. So finish() of rank 0 means
+// durable, of another rank that its own files are written. An error of the thread (full disk: path
+// and cause) is thrown by the next call of start or finish, on the rank concerned and on rank 0;
+// the destructor waits and prints it.
 class CheckpointWriter {
  public:
   CheckpointWriter() = default;

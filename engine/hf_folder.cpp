@@ -231,8 +231,7 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
     const TensorEntry& entry = folder.entry(name);
     if (entry.shape != tensor->shape)
       problems.push_back(fmt::format("{}: shape ({}) in the folder, ({}) in the model", name,
-                                     fmt::join(entry.shape, ", "),
-                                     fmt::join(tensor->shape, ", ")));
+                                     fmt::join(entry.shape, ", "), fmt::join(tensor->shape, ", ")));
     if (!at::isFloatingType(entry.dtype) || c10::elementSize(entry.dtype) == 1)
       problems.push_back(fmt::format("{}: dtype {} is no bfloat16, float16, float32 or float64",
                                      name, dtype_name(entry.dtype)));

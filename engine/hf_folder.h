@@ -69,8 +69,7 @@ using WeightFiles = std::vector<std::vector<NamedTensor>>;
 WeightFiles split_weights(const std::vector<NamedTensor>& weights,
                           uint64_t shard_bytes = kWeightFileBytes);
 std::vector<WrittenFile> write_weight_files(const std::filesystem::path& folder,
-                                            const WeightFiles& weights, size_t first,
-                                            size_t total);
+                                            const WeightFiles& weights, size_t first, size_t total);
 WrittenFile write_weight_index(const std::filesystem::path& folder,
                                const std::vector<WrittenFile>& files);
 

@@ -23,8 +23,8 @@ bool decays(const Parameter& parameter) {
 }
 
 // Lets the storage of `shell`, and with it every view of it, point at `memory`, or at nothing:
-// reading then throws. The views stay the same tensors: a graph holds the leaves it was recorded
-// with, so leaves with memory of their own would keep it until the backward.
+// reading then crashes at once. The views stay the same tensors: a graph holds the leaves it was
+// recorded with, so leaves with memory of their own would keep it until the backward.
 void point_at(const Tensor& shell, const Tensor& memory) {
   c10::StorageImpl* storage = shell.storage().unsafeGetStorageImpl();
   void* data = memory.defined() ? memory.data_ptr() : nullptr;

@@ -35,7 +35,8 @@ class ShardGroup {
     bool decays;  // matrices, experts and embeddings
     int64_t begin, end;
   };
-  // Elements [first, first + count) of a Hugging Face tensor are [begin, begin + count) of the part.
+  // Elements [first, first + count) of a Hugging Face tensor are [begin, begin + count) of the
+  // part.
   struct Piece {
     const Parameter* parameter;
     const HfTensor* tensor;
@@ -106,9 +107,9 @@ class ShardGroup {
     void finish();
   };
   using Reductions = std::deque<Reduction>;
-  friend std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
-                                                   at::ScalarType dtype, const Mesh& mesh, Use use,
-                                                   ShardMode mode);
+  friend std::vector<ShardGroup> make_shard_groups(
+      const std::vector<std::vector<Parameter*>>& units, at::ScalarType dtype, const Mesh& mesh,
+      Use use, ShardMode mode);
   void release();
 
   std::vector<Parameter*> parameters_;
@@ -117,11 +118,11 @@ class ShardGroup {
   Comm shard_, replicate_;
   ShardMode mode_;
   int64_t unit_;
-  Tensor gathered_, opened_;  // reshard: the memory of values and grads
-  Work gather_, reduction_;   // under way: of gathered_; keep: into grad_part
-  int64_t uses_ = 0, backwards_ = 0;           // open before_*, before_backward
-  bool reduced_ = false;                       // keep: the reduction of this step is started
-  std::shared_ptr<Reductions> reductions_;     // reshard: under way, of all groups of a model
+  Tensor gathered_, opened_;                // reshard: the memory of values and grads
+  Work gather_, reduction_;                 // under way: of gathered_; keep: into grad_part
+  int64_t uses_ = 0, backwards_ = 0;        // open before_*, before_backward
+  bool reduced_ = false;                    // keep: the reduction of this step is started
+  std::shared_ptr<Reductions> reductions_;  // reshard: under way, of all groups of a model
 };
 
 // One group for each unit of a model over mesh.dense_*, and, where experts are cut (EP > 1), one

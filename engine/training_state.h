@@ -53,8 +53,7 @@ void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& ch
 // lm_head.weight is allowed. `whole_model`: the parameter_units() of whole_model(), where other
 // ranks hold parts of it: names that this rank does not miss. Collective.
 void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder,
-                     bool tied_head,
-                     const std::vector<std::vector<Parameter*>>& whole_model = {});
+                     bool tied_head, const std::vector<std::vector<Parameter*>>& whole_model = {});
 
 // Name of the first parameter (in the order of the forward pass) that holds a NaN or Inf in this
 // rank's part of the weights ("weight NAME") or of the gradient ("gradient of NAME"), or "".

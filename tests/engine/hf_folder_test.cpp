@@ -107,10 +107,9 @@ TEST(HfFolder, ImportListsEveryProblemAndTouchesNothing) {
       scratch / "model.safetensors",
       {{"q", at::randn({2, 3})}, {"norm", at::zeros({3}, at::kLong)}, {"bias", at::randn({1})}});
   Model model;
-  EXPECT_ERROR(import_weights(HfFolder(scratch.path), model.imports),
-               scratch.path.string(), "4 problems",
-               "q: shape (2, 3) in the folder, (3, 2) in the model", "missing in the folder: k",
-               "norm: dtype int64", "not in the model: bias");
+  EXPECT_ERROR(import_weights(HfFolder(scratch.path), model.imports), scratch.path.string(),
+               "4 problems", "q: shape (2, 3) in the folder, (3, 2) in the model",
+               "missing in the folder: k", "norm: dtype int64", "not in the model: bias");
   EXPECT_TRUE(at::equal(model.targets[0], at::full({8}, -1.0f)));
 }
 

@@ -167,6 +167,5 @@ TEST(Pipeline, ADocumentLongerThanTheRotaryTableIsRefused) {
   EXPECT_THROW(pipeline.forward_only(cut(ragged_rows(1, 200, 61), 1), NextTokenLoss()), Error);
 }
 
-
 }  // namespace
 }  // namespace pith
