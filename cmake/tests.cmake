@@ -45,7 +45,7 @@ endif()
 # tests/parallel/*.cpp -> test_parallel, run as 2 and as 4 processes by the mpirun of .deps.
 file(GLOB sources CONFIGURE_DEPENDS tests/parallel/*.cpp)
 if(sources)
-  pith_executable(test_parallel SOURCES ${sources} LINK pith_core pith::gtest)
+  pith_executable(test_parallel SOURCES ${sources} LINK pith_engine pith::gtest)
   pith_use_pch(test_parallel core)
   target_compile_options(test_parallel PRIVATE $<$<CONFIG:Release>:-O1>)
   foreach(processes 2 4)
