@@ -65,8 +65,10 @@ inline Tensor attend_documents(const LayerContext& context, const Tensor& q, con
                                const Tensor& v, double scale) {
   const MicroBatch& batch = context.batch;
   if (context.mesh.context.size() > 1) {
-    PITH_CHECK(context.cache == nullptr, "generating with a cache of keys is not possible with "
-               "context parallelism ({} ranks)", context.mesh.context.size());
+    PITH_CHECK(context.cache == nullptr,
+               "generating with a cache of keys is not possible with "
+               "context parallelism ({} ranks)",
+               context.mesh.context.size());
     return ring_attention(q, k, v, batch.ring, scale, context.mesh.context);
   }
   if (context.cache == nullptr) return attention(q, k, v, span_of(batch), scale);

@@ -344,9 +344,9 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
     context.tape->topk_weight.at(layer) = routing.topk_weight.detach();
   }
   if (context.batch.row_id.defined()) {
-    const Tensor balance = sequence_balance_loss(routing.probabilities, routing.topk_idx,
-                                                 context.batch.row_id, context.batch.num_rows,
-                                                 context.mesh.context);
+    const Tensor balance =
+        sequence_balance_loss(routing.probabilities, routing.topk_idx, context.batch.row_id,
+                              context.batch.num_rows, context.mesh.context);
     out.balance = balance.detach();
     if (context.router.balance_loss > 0) {
       const auto rows = static_cast<double>(context.batch.global_rows);

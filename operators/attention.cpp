@@ -72,7 +72,8 @@ Path choose_path(const Tensor& q, const AttentionSpan& span, bool causal = true)
   // cuDNN is the fastest, but its backward is not deterministic, and LibTorch builds a plan (about
   // 70 ms) for each new shape: so only for the fixed, round lengths of packed pretraining rows.
   const bool cudnn = head_dim <= 128 && round_length(span.max_q) && round_length(span.max_k) &&
-                     equal_documents(span, causal) && !at::globalContext().deterministicAlgorithms();
+                     equal_documents(span, causal) &&
+                     !at::globalContext().deterministicAlgorithms();
   return cudnn ? Path::cudnn : Path::flash;
 }
 
@@ -110,7 +111,7 @@ Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double sc
 
 // In the functions of a path, lse is as its kernel lays it out.
 AttentionPart products_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run,
-                      double scale) {
+                               double scale) {
   const int64_t groups = k.size(1);
   Tensor p = masked_scores(stack_heads(q, run.count, groups), stack_heads(k, run.count, groups),
                            run, scale);
@@ -155,7 +156,8 @@ Tensor unbatch_heads(const Tensor& x, int64_t repeat = 1) {
   return heads.transpose(1, 2).reshape({-1, heads.size(1), heads.size(3)});
 }
 
-AttentionPart cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
+AttentionPart cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run,
+                          double scale) {
   if (run.n != run.m) return products_forward(q, k, v, run, scale);
   const int64_t repeat = q.size(1) / k.size(1);
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
@@ -208,9 +210,9 @@ std::array<Tensor, 3> fused_backward(Path path, const Tensor& dout, const Tensor
         {}, span.max_q, span.max_k, 0.0, causal, scale);
     return {unbatch_heads(dq), unbatch_heads(dk), unbatch_heads(dv)};
   }
-  auto [dq, dk, dv] = at::_flash_attention_backward(
-      dout, q, k, v, part.out, part.lse, span.cu_q, span.cu_k, std::max<int64_t>(span.max_q, 2),
-      span.max_k, 0.0, causal, seed, offset, scale);
+  auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, part.out, part.lse, span.cu_q,
+                                                    span.cu_k, std::max<int64_t>(span.max_q, 2),
+                                                    span.max_k, 0.0, causal, seed, offset, scale);
   return {dq, dk, dv};
 }
 
@@ -395,7 +397,8 @@ AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
                              const AttentionSpan& span, bool causal, double scale) {
   const Path path = choose_path(q, span, causal);
   if (path == Path::cudnn || path == Path::flash) {
-    auto result = fused_forward(path, q, k, v, span, std::max<int64_t>(span.max_q, 2), causal, scale);
+    auto result =
+        fused_forward(path, q, k, v, span, std::max<int64_t>(span.max_q, 2), causal, scale);
     if (path == Path::flash) return {result[0], result[1].t().unsqueeze(2)};  // from (Hq, Tq)
     const int64_t documents = span.cu_q_host.numel() - 1;
     return {result[0], unbatch_heads(result[1].view({documents, q.size(1), span.max_q, 1}))};

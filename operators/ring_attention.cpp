@@ -20,8 +20,7 @@ using torch::autograd::variable_list;
 
 // A view where the rows are neighbours, else a copy.
 Tensor take(const Tensor& x, const RowSet& rows) {
-  return rows.index.defined() ? x.index_select(0, rows.index)
-                              : x.narrow(0, rows.first, rows.count);
+  return rows.index.defined() ? x.index_select(0, rows.index) : x.narrow(0, rows.first, rows.count);
 }
 
 // After rows from take(x, rows) were changed in place.

@@ -210,10 +210,10 @@ void balance_forward_cpu(const Tensor& probabilities, const Tensor& idx, const T
   for (int64_t r = 0; r < num_rows; ++r, count += num_experts + 1) {
     const auto n = static_cast<double>(count[num_experts]);
     for (int64_t e = 0; e < num_experts; ++e, ++cell) {
-      const double factor = n == 0 ? 0
-                                   : static_cast<double>(num_experts) *
-                                         static_cast<double>(count[e]) /
-                                         (static_cast<double>(k) * n * n);
+      const double factor = n == 0
+                                ? 0
+                                : static_cast<double>(num_experts) * static_cast<double>(count[e]) /
+                                      (static_cast<double>(k) * n * n);
       c[cell] = static_cast<T>(factor);
       total += factor * sum[cell];
     }

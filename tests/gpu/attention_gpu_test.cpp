@@ -122,13 +122,12 @@ TEST(AttentionGpu, PartsMatchTheReference) {
         const auto run = [&](at::Device device, at::ScalarType type, const AttentionPart& whole) {
           const auto to = [&](const Tensor& x) { return x.to(device, type); };
           const AttentionSpan span = make_span(c.cu_q, c.cu_k, device);
-          const AttentionPart part =
-              attention_part(to(q), to(k), to(v), span, c.causal, 0.2);
+          const AttentionPart part = attention_part(to(q), to(k), to(v), span, c.causal, 0.2);
           if (!whole.out.defined()) return std::vector<Tensor>{part.out, part.lse};
           const auto lse_type = type == at::kDouble ? at::kDouble : at::kFloat;
-          const auto grad = attention_part_backward(
-              to(dout), to(q), to(k), to(v), {to(whole.out), whole.lse.to(device, lse_type)}, span,
-              c.causal, 0.2);
+          const auto grad = attention_part_backward(to(dout), to(q), to(k), to(v),
+                                                    {to(whole.out), whole.lse.to(device, lse_type)},
+                                                    span, c.causal, 0.2);
           return std::vector<Tensor>{part.out, part.lse, grad[0], grad[1], grad[2]};
         };
         const Tensor lse = run(at::kCPU, at::kDouble, {})[1] + 0.5;

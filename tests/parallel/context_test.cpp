@@ -45,10 +45,10 @@ MicroBatch whole_batch(int64_t length, const std::vector<Begins>& documents) {
 TEST(Context, LabelsAndPositionsAreThoseOfTheUnsplitRow) {
   const MicroBatch whole = whole_batch(16, {{0, 6}, {0}});
   const MicroBatch low = split_context(whole, 0, 2, at::kCPU);
-  EXPECT_THAT(list<int64_t>(low.tokens), testing::ElementsAre(0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 18,
-                                                              19, 28, 29, 30, 31));
-  EXPECT_THAT(list<int64_t>(low.labels), testing::ElementsAre(1, 2, 3, 4, 13, 14, 15, 16, 17, 18, 19,
-                                                              20, 29, 30, 31, 32));
+  EXPECT_THAT(list<int64_t>(low.tokens),
+              testing::ElementsAre(0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 18, 19, 28, 29, 30, 31));
+  EXPECT_THAT(list<int64_t>(low.labels),
+              testing::ElementsAre(1, 2, 3, 4, 13, 14, 15, 16, 17, 18, 19, 20, 29, 30, 31, 32));
   EXPECT_THAT(list<int32_t>(low.positions),
               testing::ElementsAre(0, 1, 2, 3, 6, 7, 8, 9, 0, 1, 2, 3, 12, 13, 14, 15));
   EXPECT_EQ(low.trained_tokens, 16);
@@ -79,7 +79,8 @@ TEST(Context, RowsThatCannotBeCutAreRefused) {
               testing::AllOf(testing::HasSubstr("row 0 has 10 tokens"),
                              testing::HasSubstr("multiple of 4")));
   const MicroBatch part = split_context(whole_batch(8, {{0}}), 0, 2, at::kCPU);
-  EXPECT_THAT(error_text([&] { split_context(part, 0, 2, at::kCPU); }), testing::HasSubstr("unsplit"));
+  EXPECT_THAT(error_text([&] { split_context(part, 0, 2, at::kCPU); }),
+              testing::HasSubstr("unsplit"));
   const Tensor q = at::zeros({4, 2, 4});
   EXPECT_THAT(error_text([&] { ring_attention(q, q, q, part.ring, 1, Comm()); }),
               testing::HasSubstr("split for 4 tokens on 2 ranks"));
@@ -102,7 +103,7 @@ struct Case {
   int64_t heads, kv_heads, dim;
 };
 
-const Begins kOneToken = {0, 1, 2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15};
+const Begins kOneToken = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 const Case kCases[] = {
     {"one long document", 32, {{0}}, 4, 2, 8},
     {"two rows, one document each", 16, {{0}, {0}}, 2, 2, 4},
@@ -204,8 +205,7 @@ TEST(Context, ModelEqualsOneProcess) {
     for (const bool one_label : {false, true}) {
       SCOPED_TRACE(fmt::format("CP {}, {}", mesh.context.size(), one_label ? "one label" : "all"));
       std::vector<Row> rows = ragged_rows(4, 32, 61);
-      for (size_t r = 0; one_label && r < rows.size(); ++r)
-        std::ranges::fill(rows[r].labels, -100);
+      for (size_t r = 0; one_label && r < rows.size(); ++r) std::ranges::fill(rows[r].labels, -100);
       if (one_label) rows[2].labels[3] = 7;
       const auto run = [&](TinyModel& tiny, const std::vector<MicroBatch>& batches,
                            std::vector<RoutingTape>& tapes) {
