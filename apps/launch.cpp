@@ -22,9 +22,9 @@ namespace {
 namespace fs = std::filesystem;
 
 // The mpirun of the wheels this program was built with, else that of PATH; MPIRUN goes first.
-std::string find_mpirun(const fs::path& program) {
+std::string find_mpirun(const fs::path& self) {
   if (const char* chosen = std::getenv("MPIRUN")) return chosen;
-  const fs::path own = program.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun";
+  const fs::path own = self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun";
   return fs::exists(own) ? own.lexically_normal().string() : "mpirun";
 }
 
@@ -74,14 +74,13 @@ class Stream {
   bool told_failure_ = false;
 };
 
-int launch(int64_t processes, const std::vector<std::string>& command) {
+int launch(int64_t processes, const fs::path& program, const std::vector<std::string>& command) {
   const auto cores = static_cast<int64_t>(std::max(1U, std::thread::hardware_concurrency()));
-  const fs::path program = fs::read_symlink("/proc/self/exe");
-  const std::string mpirun = find_mpirun(program);
-  std::vector<std::string> words{mpirun,      "-n",   std::to_string(processes), "--oversubscribe",
-                                 "--bind-to", "none", "--output",                "tag"};
-  if (processes > cores)
-    words.insert(words.end(), {"--mca", "mpi_yield_when_idle", "1"});
+  const std::string mpirun = find_mpirun(fs::read_symlink("/proc/self/exe"));
+  std::vector<std::string> words{
+      mpirun,     "-n", std::to_string(processes), "--oversubscribe", "--bind-to", "none",
+      "--output", "tag"};
+  if (processes > cores) words.insert(words.end(), {"--mca", "mpi_yield_when_idle", "1"});
   words.push_back(program.string());
   words.insert(words.end(), command.begin(), command.end());
   std::vector<char*> arguments;
@@ -93,8 +92,8 @@ int launch(int64_t processes, const std::vector<std::string>& command) {
 
   install_signal_handlers();
   std::array<int, 2> out{}, err{};
-  PITH_CHECK(pipe2(out.data(), O_CLOEXEC) == 0 && pipe2(err.data(), O_CLOEXEC) == 0,
-             "no pipe: {}", strerror(errno));
+  PITH_CHECK(pipe2(out.data(), O_CLOEXEC) == 0 && pipe2(err.data(), O_CLOEXEC) == 0, "no pipe: {}",
+             strerror(errno));
   const pid_t child = fork();
   PITH_CHECK(child >= 0, "no process: {}", strerror(errno));
   if (child == 0) {
@@ -129,8 +128,8 @@ int launch(int64_t processes, const std::vector<std::string>& command) {
   if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return 0;
   std::string text = streams[0].of_mpirun() + streams[1].of_mpirun();
   if (streams[0].told_failure() || streams[1].told_failure() || text.empty()) text.clear();
-  fmt::print(stderr, "pithtrain launch: the job failed{}\n{}", text.empty() ? "" : "; mpirun says:",
-             text);
+  fmt::print(stderr, "pithtrain launch: the job failed{}\n{}",
+             text.empty() ? "" : "; mpirun says:", text);
   return 1;
 }
 
@@ -139,6 +138,7 @@ int launch(int64_t processes, const std::vector<std::string>& command) {
 void add_launch_command(CLI::App& app) {
   struct Options {
     int64_t processes = 0;
+    std::string program = fs::read_symlink("/proc/self/exe");
   };
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand(
@@ -146,16 +146,18 @@ void add_launch_command(CLI::App& app) {
   command->add_option("processes", options->processes, "How many")
       ->required()
       ->check(CLI::Range(int64_t{1}, int64_t{4096}));
+  command->add_option("--program", options->program)->group("");  // for tests
   command->prefix_command();
   command->footer(
-      "Each line of output starts with its rank. Ctrl-C or SIGTERM lets every rank finish its step\n"
+      "Each line of output starts with its rank. Ctrl-C or SIGTERM lets every rank finish its "
+      "step\n"
       "and save; a second one ends them at once. When one rank fails, all end.\n\n"
       "Example: pithtrain launch 2 pretrain run.toml");
   command->callback([options, command] {
     const std::vector<std::string> words = command->remaining();
     PITH_CHECK(!words.empty(), "no command to launch; try: launch {} pretrain run.toml",
                options->processes);
-    if (const int status = launch(options->processes, words); status != 0)
+    if (const int status = launch(options->processes, options->program, words); status != 0)
       throw CLI::RuntimeError(status);
   });
 }

@@ -67,7 +67,7 @@ void print_plan(const RunConfig& config, const ModelSize& size, at::ScalarType d
   fmt::print("# step        {} sequences x {} tokens = {} micro-batches of {}\n",
              config.training.global_batch, config.data.sequence_length, micro_batches,
              config.training.micro_batch);
-  const std::vector<Action> schedule = make_schedule(std::min<int64_t>(micro_batches, 8));
+  const std::vector<Action> schedule = make_schedule(1, 0, std::min<int64_t>(micro_batches, 8), false);
   fmt::print("# schedule    rank 0: {}{}\n", to_string(schedule), micro_batches > 8 ? " ..." : "");
 }
 

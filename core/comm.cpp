@@ -22,17 +22,8 @@ struct Comm::Impl {
 #endif
   int64_t operations = 0, rounds = 0;  // so far: collectives, gathers of strings
 
-  std::string describe() const { return fmt::format("group {} [{}]", name, fmt::join(ranks, ", ")); }
-
-  std::unique_ptr<Operation> begin(const char* operation, const Tensor& tensor) {
-    auto result = std::make_unique<Operation>();
-    result->what = fmt::format("{} #{} of {} in {}", operation, operations,
-                               pith::describe(tensor, "tensor"), describe());
-    if (!comm_context().empty()) result->what += ", " + comm_context();
-    result->limit_s = comm_timeout_s() * (operations == 0 ? 3 : 1);
-    note_operation(fmt::format("{} #{} of group {}", operation, operations, name));
-    ++operations;
-    return result;
+  std::string describe() const {
+    return fmt::format("group {} [{}]", name, fmt::join(ranks, ", "));
   }
 };
 
@@ -41,6 +32,11 @@ namespace {
 const std::vector<int64_t>& self() {
   static const std::vector<int64_t> ranks{launch_info().rank};
   return ranks;
+}
+
+std::string comma_context() {
+  const std::string context = comm_context();
+  return context.empty() ? "" : ", " + context;
 }
 
 // Sizes as the caller gave them, or all equal; checked against the tensors' elements.
@@ -64,12 +60,6 @@ void check_sum_type(const char* operation, const Tensor& tensor) {
              "{} cannot reduce {}", operation, describe(tensor, "tensor"));
 }
 
-void check_pair(const char* operation, const Tensor& out, const Tensor& in) {
-  PITH_CHECK(out.is_contiguous() && in.is_contiguous() && out.device() == in.device(),
-             "{}: {} and {} must be contiguous and on one device", operation, describe(out, "out"),
-             describe(in, "in"));
-}
-
 // Elements to and from each member, from rows.
 std::vector<int64_t> elements(const char* operation, std::span<const int64_t> splits,
                               const Comm& comm, const Tensor& tensor) {
@@ -85,12 +75,9 @@ std::vector<int64_t> elements(const char* operation, std::span<const int64_t> sp
   return result;
 }
 
-void copy_unless_same(const Tensor& out, const Tensor& in) {
-  if (out.data_ptr() != in.data_ptr()) out.view(-1).copy_(in.view(-1));
-}
-
 }  // namespace
 
+Work::Work() noexcept = default;
 Work::Work(std::unique_ptr<Operation> operation) : operation_(std::move(operation)) {}
 Work::Work(Work&&) noexcept = default;
 
@@ -128,92 +115,87 @@ const std::string& Comm::name() const {
   return impl_ ? impl_->name : alone;
 }
 
-template <class Start>
-Work Comm::start(const char* operation, const Tensor& tensor, const Start& start_on) const {
-  PITH_CHECK(tensor.is_contiguous(), "{}: {} is not contiguous", operation,
-             describe(tensor, "tensor"));
-  auto result = impl_->begin(operation, tensor);
+Work Comm::start(Operation&& given) const {
+  constexpr std::array kNames{"all_reduce", "all_gather", "reduce_scatter",
+                              "all_to_all", "exchange",   "broadcast"};
+  const std::string name = kNames[static_cast<size_t>(given.kind)];
+  const Tensor &out = given.out, &in = given.in;
+  PITH_CHECK(out.is_contiguous() && in.is_contiguous() && out.device() == in.device(),
+             "{}: {} and {} must be contiguous and on one device", name, describe(out, "out"),
+             describe(in, "in"));
+  PITH_CHECK(out.scalar_type() == in.scalar_type() || given.kind == Kind::reduce_scatter,
+             "{}: {} and {} differ in type", name, describe(out, "out"), describe(in, "in"));
   const at::NoGradGuard no_grad;
-  if (tensor.is_cpu()) {
+  if (size() == 1) {
+    if (out.data_ptr() != in.data_ptr()) out.view(-1).copy_(in.view(-1));
+    return {};
+  }
+  Impl& group = *impl_;
+  const std::string count = fmt::format("{} #{}", name, group.operations);
+  note_operation(fmt::format("{} of group {}", count, group.name));
+  auto operation = std::make_unique<Operation>(std::move(given));
+  operation->what = fmt::format("{} of {} in {}{}", count, describe(operation->in, "tensor"),
+                                group.describe(), comma_context());
+  operation->limit_s = comm_timeout_s() * (group.operations++ == 0 ? 3 : 1);
+  if (operation->in.is_cpu()) {
     if (!launch_info().mpi) {
       PITH_FAIL_HINT("start with pithtrain launch or mpirun, or use run.device = \"cuda\"",
                      "{}: CPU tensors travel through MPI, which this job was not started with",
-                     result->what);
+                     operation->what);
     }
-    if (!impl_->mpi) {
-      const Watched watched("setting up MPI for " + result->what, result->limit_s);
-      impl_->mpi.emplace(impl_->ranks);
+    if (!group.mpi) {
+      const Watched watched("setting up MPI for " + operation->what, operation->limit_s);
+      group.mpi.emplace(group.ranks);
     }
-    start_on(*impl_->mpi, *result);
-    return Work(std::move(result));
+    group.mpi->start(*operation);
+    return Work(std::move(operation));
   }
 #if PITH_CUDA
-  if (tensor.is_cuda()) {
-    if (!impl_->nccl) {
-      const Watched watched("setting up NCCL for " + result->what, result->limit_s);
-      const std::string key = impl_->key + "/nccl";
-      impl_->nccl.emplace(size(), rank(), tensor.device(), [&](const std::string& id) {
-        if (rank() == 0) store_set(key, id);
-        return store_get({key}).front();
+  if (operation->in.is_cuda()) {
+    if (!group.nccl) {
+      const Watched watched("setting up NCCL for " + operation->what, operation->limit_s);
+      group.nccl.emplace(size(), rank(), operation->in.device(), [&](const std::string& id) {
+        if (rank() == 0) store_set(group.key + "/nccl", id);
+        return store_get({group.key + "/nccl"}).front();
       });
     }
-    start_on(*impl_->nccl, *result);
-    return Work(std::move(result));
+    group.nccl->start(*operation);
+    return Work(std::move(operation));
   }
 #endif
-  PITH_FAIL("{}: no transport for this device", result->what);
+  PITH_FAIL("{}: no transport for this device", operation->what);
 }
 
 Work Comm::all_reduce_async(Tensor& tensor, Reduce op) const {
-  if (size() == 1) return {};
   check_sum_type("all_reduce", tensor);
-  return start("all_reduce", tensor, [&](auto& group, Operation& operation) {
-    group.all_reduce(operation, tensor, op);
-  });
+  return start({.kind = Kind::all_reduce, .out = tensor, .in = tensor, .reduce = op});
 }
 
 Work Comm::all_gather_async(Tensor& out, const Tensor& in, std::span<const int64_t> sizes) const {
-  const std::vector<int64_t> parts = part_sizes("all_gather", sizes, *this, out, in);
-  check_pair("all_gather", out, in);
-  check_dtype(out, "all_gather out", in.scalar_type());
-  if (size() == 1) {
-    copy_unless_same(out, in);
-    return {};
-  }
-  return start("all_gather", out, [&](auto& group, Operation& operation) {
-    group.all_gather(operation, out, in, parts);
-  });
+  return start({.kind = Kind::all_gather,
+                .out = out,
+                .in = in,
+                .recv = part_sizes("all_gather", sizes, *this, out, in)});
 }
 
 Work Comm::reduce_scatter_async(Tensor& out, const Tensor& in,
                                 std::span<const int64_t> sizes) const {
-  const std::vector<int64_t> parts = part_sizes("reduce_scatter", sizes, *this, in, out);
-  check_pair("reduce_scatter", out, in);
+  check_sum_type("reduce_scatter", in);
   PITH_CHECK(at::isFloatingType(in.scalar_type()), "reduce_scatter sums floating point, not {}",
              describe(in, "in"));
-  check_sum_type("reduce_scatter", in);
-  if (size() == 1) {
-    copy_unless_same(out, in);
-    return {};
-  }
-  return start("reduce_scatter", in, [&](auto& group, Operation& operation) {
-    group.reduce_scatter(operation, out, in, parts);
-  });
+  return start({.kind = Kind::reduce_scatter,
+                .out = out,
+                .in = in,
+                .send = part_sizes("reduce_scatter", sizes, *this, in, out)});
 }
 
 Work Comm::all_to_all_async(Tensor& out, const Tensor& in, std::span<const int64_t> recv_splits,
                             std::span<const int64_t> send_splits) const {
-  const auto recv = elements("all_to_all (out)", recv_splits, *this, out);
-  const auto send = elements("all_to_all (in)", send_splits, *this, in);
-  check_pair("all_to_all", out, in);
-  check_dtype(out, "all_to_all out", in.scalar_type());
-  if (size() == 1) {
-    copy_unless_same(out, in);
-    return {};
-  }
-  return start("all_to_all", in, [&](auto& group, Operation& operation) {
-    group.all_to_all(operation, out, in, recv, send);
-  });
+  return start({.kind = Kind::all_to_all,
+                .out = out,
+                .in = in,
+                .recv = elements("all_to_all (out)", recv_splits, *this, out),
+                .send = elements("all_to_all (in)", send_splits, *this, in)});
 }
 
 Work Comm::exchange_async(const std::vector<P2P>& messages) const {
@@ -224,32 +206,14 @@ Work Comm::exchange_async(const std::vector<P2P>& messages) const {
                "exchange in group {} of {}: {} cannot go to or come from member {}", name(), size(),
                describe(message.tensor, "tensor"), message.peer);
   }
-  return start("exchange", messages.front().tensor, [&](auto& group, Operation& operation) {
-    std::string peers;
-    for (const P2P& message : messages)
-      peers += fmt::format("{}{}", message.is_send ? " to " : " from ", ranks()[message.peer]);
-    operation.what += ", world ranks:" + peers;
-    group.exchange(operation, messages);
-  });
+  const Tensor& first = messages.front().tensor;
+  return start({.kind = Kind::exchange, .out = first, .in = first, .messages = messages});
 }
 
 Work Comm::broadcast_async(Tensor& tensor, int64_t root) const {
   PITH_CHECK(root >= 0 && root < size(), "broadcast in group {} of {}: no member {}", name(),
              size(), root);
-  if (size() == 1) return {};
-  return start("broadcast", tensor, [&](auto& group, Operation& operation) {
-    group.broadcast(operation, tensor, root);
-  });
-}
-
-void Comm::all_reduce(Tensor& tensor, Reduce op) const { all_reduce_async(tensor, op).wait(); }
-
-void Comm::all_gather(Tensor& out, const Tensor& in, std::span<const int64_t> sizes) const {
-  all_gather_async(out, in, sizes).wait();
-}
-
-void Comm::reduce_scatter(Tensor& out, const Tensor& in, std::span<const int64_t> sizes) const {
-  reduce_scatter_async(out, in, sizes).wait();
+  return start({.kind = Kind::broadcast, .out = tensor, .in = tensor, .root = root});
 }
 
 Tensor Comm::all_to_all(const Tensor& in, std::span<const int64_t> recv_splits,
@@ -265,16 +229,11 @@ Tensor Comm::all_to_all(const Tensor& in, std::span<const int64_t> recv_splits,
   return out;
 }
 
-void Comm::exchange(const std::vector<P2P>& messages) const { exchange_async(messages).wait(); }
-
-void Comm::broadcast(Tensor& tensor, int64_t root) const { broadcast_async(tensor, root).wait(); }
-
 std::vector<std::string> Comm::all_gather_strings(const std::string& mine) const {
   if (size() == 1) return {mine};
   const int64_t round = impl_->rounds++;
-  const std::string what = fmt::format("all_gather_strings #{} in {}{}{}", round,
-                                       impl_->describe(), comm_context().empty() ? "" : ", ",
-                                       comm_context());
+  const std::string what =
+      fmt::format("all_gather_strings #{} in {}{}", round, impl_->describe(), comma_context());
   const Watched watched(what, comm_timeout_s() * (round == 0 ? 3 : 1));
   note_operation(fmt::format("all_gather_strings #{} of group {}", round, name()));
   const auto key = [&](int64_t of_round, int64_t member) {

@@ -30,7 +30,7 @@ struct Operation;  // core/transport.h
 // of the process.
 class Work {
  public:
-  Work() = default;
+  Work() noexcept;
   explicit Work(std::unique_ptr<Operation> operation);
   Work(Work&&) noexcept;
   Work& operator=(Work&& other) noexcept;
@@ -93,14 +93,20 @@ class Comm {
   [[nodiscard]] Work exchange_async(const std::vector<P2P>& messages) const;
   [[nodiscard]] Work broadcast_async(Tensor& tensor, int64_t root) const;
 
-  void all_reduce(Tensor& tensor, Reduce op = Reduce::sum) const;
-  void all_gather(Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const;
-  void reduce_scatter(Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const;
+  void all_reduce(Tensor& tensor, Reduce op = Reduce::sum) const {
+    all_reduce_async(tensor, op).wait();
+  }
+  void all_gather(Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const {
+    all_gather_async(out, in, sizes).wait();
+  }
+  void reduce_scatter(Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const {
+    reduce_scatter_async(out, in, sizes).wait();
+  }
   // Returns the received rows; `in` itself in a group of one.
   Tensor all_to_all(const Tensor& in, std::span<const int64_t> recv_splits,
                     std::span<const int64_t> send_splits) const;
-  void exchange(const std::vector<P2P>& messages) const;
-  void broadcast(Tensor& tensor, int64_t root) const;
+  void exchange(const std::vector<P2P>& messages) const { exchange_async(messages).wait(); }
+  void broadcast(Tensor& tensor, int64_t root) const { broadcast_async(tensor, root).wait(); }
 
   // Small host data (hashes, metrics, errors) through the job's store, not for every layer: about
   // a millisecond each. Strings of all members in order; blocks.
@@ -112,8 +118,7 @@ class Comm {
  private:
   friend class World;
   explicit Comm(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
-  template <class Start>
-  Work start(const char* operation, const Tensor& tensor, const Start& start_on) const;
+  Work start(Operation&& operation) const;
 
   std::shared_ptr<Impl> impl_;  // null: a group of one
 };

@@ -61,8 +61,9 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
 
 int64_t data_parallel(const MeshShape& shape, int64_t world) {
   if (const std::string text = problem(shape, world); !text.empty()) {
-    PITH_FAIL_HINT(nearest(shape, world), "{} processes cannot be laid out as pp {} cp {} ep {}: {}",
-                   world, shape.pp, shape.cp, shape.ep, text);
+    PITH_FAIL_HINT(nearest(shape, world),
+                   "{} processes cannot be laid out as pp {} cp {} ep {}: {}", world, shape.pp,
+                   shape.cp, shape.ep, text);
   }
   return world / (shape.pp * shape.cp);
 }
@@ -126,6 +127,12 @@ Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device) {
   const MeshGroups groups = mesh_groups(shape, world.size(), world.rank());
   mesh.world = world.all();
   mesh.pipeline = world.group(groups.pipeline, "pipeline");
+  for (size_t i = 1; i < groups.pipeline.size(); ++i) {
+    const std::vector<int64_t> pair{groups.pipeline[i - 1], groups.pipeline[i]};
+    const bool first = pair[0] == world.rank();
+    if (!first && pair[1] != world.rank()) continue;
+    for (Comm& link : first ? mesh.next : mesh.previous) link = world.group(pair, "stage link");
+  }
   mesh.plane = world.group(groups.plane, "plane");
   mesh.data = world.group(groups.data, "data");
   mesh.context = world.group(groups.context, "context");

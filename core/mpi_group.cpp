@@ -17,11 +17,13 @@ namespace {
 
 // The functions and handles in use, under their names in Open MPI 5.
 struct Mpi {
-#define PITH_MPI_FUNCTIONS(F)                                                                   \
-  F(Init_thread) F(Finalize) F(Bcast) F(Comm_group) F(Group_incl) F(Group_free)                 \
-  F(Comm_create_group) F(Comm_rank) F(Comm_size) F(Comm_set_errhandler) F(Error_string)         \
-  F(Iallgatherv) F(Ialltoallv) F(Iallreduce) F(Ibcast) F(Isend) F(Irecv) F(Testall)             \
-  F(Type_contiguous) F(Type_commit) F(Type_free)
+#define PITH_MPI_FUNCTIONS(F)                                                                     \
+  F(Init_thread)                                                                                  \
+  F(Finalize)                                                                                     \
+  F(Bcast)                                                                                        \
+  F(Comm_group) F(Group_incl) F(Group_free) F(Comm_create_group) F(Comm_rank) F(Comm_size)        \
+      F(Comm_set_errhandler) F(Error_string) F(Iallgatherv) F(Ialltoallv) F(Iallreduce) F(Ibcast) \
+          F(Isend) F(Irecv) F(Testall) F(Type_contiguous) F(Type_commit) F(Type_free)
 #define PITH_MPI_DECLARE(name) decltype(&MPI_##name) name;
   PITH_MPI_FUNCTIONS(PITH_MPI_DECLARE)
   MPI_Comm world;
@@ -76,7 +78,6 @@ void check(int code, const char* call) {
 
 MPI_Request* request(Operation& operation) { return &operation.requests.emplace_back(); }
 
-// MPI reads counts until the operation is complete.
 const int* keep(Operation& operation, std::vector<int> counts) {
   return operation.counts.emplace_back(std::move(counts)).data();
 }
@@ -85,16 +86,12 @@ const int* keep(Operation& operation, std::vector<int> counts) {
 class Counts {
  public:
   // `sizes` in elements of `bytes` bytes each.
-  Counts(std::initializer_list<std::span<const int64_t>> lists, size_t bytes)
+  Counts(std::span<const int64_t> sizes, size_t bytes)
       : type_(mpi().byte), width_(static_cast<int64_t>(bytes)) {
     int64_t total = 0, common = 1 << 20;
-    for (const auto& sizes : lists) {
-      int64_t sum = 0;
-      for (const int64_t size : sizes) {
-        sum += size * width_;
-        common = std::gcd(common, size * width_);
-      }
-      total = std::max(total, sum);
+    for (const int64_t size : sizes) {
+      total += size * width_;
+      common = std::gcd(common, size * width_);
     }
     constexpr int64_t kLimit = std::numeric_limits<int>::max();
     if (total <= kLimit) return;
@@ -142,17 +139,18 @@ Tensor sum_in_order(const Tensor& parts) {
 
 }  // namespace
 
-void mpi_start(int64_t rank) {
+void mpi_start() {
   int level = 0, got = -1, size = 0;
   check(mpi().Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "Init_thread");
   PITH_CHECK(level == MPI_THREAD_MULTIPLE, "this MPI serves one thread only");
   check(mpi().Comm_set_errhandler(mpi().world, mpi().errors_return), "Comm_set_errhandler");
   check(mpi().Comm_rank(mpi().world, &got), "Comm_rank");
   check(mpi().Comm_size(mpi().world, &size), "Comm_size");
-  if (got != rank || size != launch_info().size) {
+  const Launch& launch = launch_info();
+  if (got != launch.rank || size != launch.size) {
     PITH_FAIL_HINT("start with the mpirun of .deps/bin (pithtrain launch) or srun --mpi=pmix",
                    "MPI says rank {} of {}, the launcher's environment rank {} of {}", got, size,
-                   rank, launch_info().size);
+                   launch.rank, launch.size);
   }
 }
 
@@ -202,95 +200,93 @@ MpiGroup::MpiGroup(const std::vector<int64_t>& ranks) : size_(std::ssize(ranks))
   rank_ = rank;
 }
 
-void MpiGroup::all_reduce(Operation& operation, Tensor& tensor, Reduce op) {
-  const bool floating = at::isFloatingType(tensor.scalar_type());
-  if (floating && op == Reduce::sum) {  // by rank order: gathered, then summed here
-    Tensor parts = at::empty({size_, tensor.numel()}, tensor.options());
-    const std::vector<int64_t> sizes(static_cast<size_t>(size_), tensor.numel());
-    all_gather(operation, parts, tensor, sizes);
-    operation.finish = [parts, tensor] {
-      tensor.copy_(sum_in_order(parts).view(tensor.sizes()));
-    };
-    return;
-  }
-  Tensor wide = floating ? sum_type(tensor) : tensor;
-  const auto dtype = wide.scalar_type();
-  const MPI_Datatype type = dtype == at::kFloat    ? mpi().float32
-                            : dtype == at::kDouble ? mpi().float64
-                            : dtype == at::kLong   ? mpi().int64
-                                                   : mpi().int32;
-  const MPI_Op mpi_op = op == Reduce::sum ? mpi().sum : op == Reduce::max ? mpi().max : mpi().min;
-  auto* data = static_cast<char*>(wide.data_ptr());
-  constexpr int64_t kMost = 1 << 30;
-  for (int64_t first = 0; first < wide.numel(); first += kMost) {
-    const auto count = static_cast<int>(std::min(kMost, wide.numel() - first));
-    check(mpi().Iallreduce(MPI_IN_PLACE, data + first * wide.element_size(), count, type, mpi_op,
-                           comm_, request(operation)),
-          "Iallreduce");
-  }
-  operation.keep.push_back(wide);
-  if (!wide.is_same(tensor)) operation.finish = [wide, tensor] { tensor.copy_(wide); };
-}
-
-void MpiGroup::all_gather(Operation& operation, Tensor& out, const Tensor& in,
-                          std::span<const int64_t> sizes) {
-  const Counts count({sizes}, in.element_size());
+// `in` of every member to every member; in place where `in` is this member's part of `out`.
+void MpiGroup::gather(Operation& operation, const Tensor& out, std::span<const int64_t> sizes) {
+  const Tensor& in = operation.in;
+  const Counts count(sizes, in.element_size());
   const int* counts = keep(operation, count(sizes));
   const int* starts = keep(operation, Counts::starts(operation.counts.back()));
   const int64_t before = std::reduce(sizes.begin(), sizes.begin() + rank_);
   const bool in_place =
       in.data_ptr() == static_cast<char*>(out.data_ptr()) + before * out.element_size();
   check(mpi().Iallgatherv(in_place ? MPI_IN_PLACE : in.data_ptr(), counts[rank_], count.type(),
-                          out.data_ptr(), counts, starts, count.type(), comm_,
-                          request(operation)),
+                          out.data_ptr(), counts, starts, count.type(), comm_, request(operation)),
         "Iallgatherv");
-  operation.keep.insert(operation.keep.end(), {out, in});
 }
 
-void MpiGroup::reduce_scatter(Operation& operation, Tensor& out, const Tensor& in,
-                              std::span<const int64_t> sizes) {
-  Tensor parts = at::empty({size_, out.numel()}, in.options());
-  const std::vector<int64_t> received(static_cast<size_t>(size_), out.numel());
-  all_to_all(operation, parts, in, received, sizes);
-  operation.finish = [parts, out] { out.copy_(sum_in_order(parts).view(out.sizes())); };
-}
-
-void MpiGroup::all_to_all(Operation& operation, Tensor& out, const Tensor& in,
-                          std::span<const int64_t> recv_sizes,
-                          std::span<const int64_t> send_sizes) {
-  // Each side counts in a unit of its own: signatures match in bytes.
-  const Counts recv({recv_sizes}, in.element_size()), send({send_sizes}, in.element_size());
-  const int* recv_counts = keep(operation, recv(recv_sizes));
-  const int* recv_starts = keep(operation, Counts::starts(operation.counts.back()));
-  const int* send_counts = keep(operation, send(send_sizes));
+// Part i of `in` to member i. Each side counts in a unit of its own: signatures match in bytes.
+void MpiGroup::scatter(Operation& operation, const Tensor& out, std::span<const int64_t> recv) {
+  const Counts in_count(operation.send, out.element_size()), out_count(recv, out.element_size());
+  const int* sends = keep(operation, in_count(operation.send));
   const int* send_starts = keep(operation, Counts::starts(operation.counts.back()));
-  check(mpi().Ialltoallv(in.data_ptr(), send_counts, send_starts, send.type(), out.data_ptr(),
-                         recv_counts, recv_starts, recv.type(), comm_, request(operation)),
-        "Ialltoallv");
-  operation.keep.insert(operation.keep.end(), {out, in});
+  const int* recvs = keep(operation, out_count(recv));
+  const int* recv_starts = keep(operation, Counts::starts(operation.counts.back()));
+  check(
+      mpi().Ialltoallv(operation.in.data_ptr(), sends, send_starts, in_count.type(), out.data_ptr(),
+                       recvs, recv_starts, out_count.type(), comm_, request(operation)),
+      "Ialltoallv");
 }
 
-void MpiGroup::exchange(Operation& operation, const std::vector<P2P>& messages) {
-  for (const P2P& message : messages) {
-    const int64_t size = message.tensor.numel();
-    const Counts count({{&size, 1}}, message.tensor.element_size());
-    const int peer = narrow<int>(message.peer);
-    void* data = message.tensor.data_ptr();
-    check(message.is_send
-              ? mpi().Isend(data, count(size), count.type(), peer, 0, comm_, request(operation))
-              : mpi().Irecv(data, count(size), count.type(), peer, 0, comm_, request(operation)),
-          message.is_send ? "Isend" : "Irecv");
-    operation.keep.push_back(message.tensor);
+void MpiGroup::start(Operation& operation) {
+  const Tensor &out = operation.out, &in = operation.in;
+  const bool floating = at::isFloatingType(in.scalar_type());
+  switch (operation.kind) {
+    case Kind::all_gather:
+      return gather(operation, out, operation.recv);
+    case Kind::all_to_all:
+      return scatter(operation, out, operation.recv);
+    case Kind::reduce_scatter: {
+      const Tensor parts = at::empty({size_, out.numel()}, in.options());
+      scatter(operation, parts, std::vector(static_cast<size_t>(size_), out.numel()));
+      operation.finish = [parts, out] { out.copy_(sum_in_order(parts).view(out.sizes())); };
+      return;
+    }
+    case Kind::all_reduce: {
+      if (floating && operation.reduce == Reduce::sum) {
+        const Tensor parts = at::empty({size_, in.numel()}, in.options());
+        gather(operation, parts, std::vector(static_cast<size_t>(size_), in.numel()));
+        operation.finish = [parts, out] { out.copy_(sum_in_order(parts).view(out.sizes())); };
+        return;
+      }
+      const Tensor wide = floating ? sum_type(in) : in;
+      const auto dtype = wide.scalar_type();
+      const MPI_Datatype type = dtype == at::kFloat    ? mpi().float32
+                                : dtype == at::kDouble ? mpi().float64
+                                : dtype == at::kLong   ? mpi().int64
+                                                       : mpi().int32;
+      const MPI_Op op = operation.reduce == Reduce::sum   ? mpi().sum
+                        : operation.reduce == Reduce::max ? mpi().max
+                                                          : mpi().min;
+      constexpr int64_t kMost = 1 << 30;
+      for (int64_t first = 0; first < wide.numel(); first += kMost) {
+        const auto count = static_cast<int>(std::min(kMost, wide.numel() - first));
+        auto* data = static_cast<char*>(wide.data_ptr()) + first * wide.element_size();
+        check(mpi().Iallreduce(MPI_IN_PLACE, data, count, type, op, comm_, request(operation)),
+              "Iallreduce");
+      }
+      operation.finish = [wide, out] {
+        if (!wide.is_same(out)) out.copy_(wide);
+      };
+      return;
+    }
+    case Kind::exchange:
+      for (const auto& [peer, tensor, is_send] : operation.messages) {
+        const int64_t size = tensor.numel();
+        const Counts count(std::span(&size, 1), tensor.element_size());
+        const int to = narrow<int>(peer), n = count(size);
+        void* data = tensor.data_ptr();
+        check(is_send ? mpi().Isend(data, n, count.type(), to, 0, comm_, request(operation))
+                      : mpi().Irecv(data, n, count.type(), to, 0, comm_, request(operation)),
+              is_send ? "Isend" : "Irecv");
+      }
+      return;
+    case Kind::broadcast:
+      const int64_t size = in.numel();
+      const Counts count(std::span(&size, 1), in.element_size());
+      check(mpi().Ibcast(in.data_ptr(), count(size), count.type(), narrow<int>(operation.root),
+                         comm_, request(operation)),
+            "Ibcast");
   }
-}
-
-void MpiGroup::broadcast(Operation& operation, Tensor& tensor, int64_t root) {
-  const int64_t size = tensor.numel();
-  const Counts count({{&size, 1}}, tensor.element_size());
-  check(mpi().Ibcast(tensor.data_ptr(), count(size), count.type(), narrow<int>(root), comm_,
-                     request(operation)),
-        "Ibcast");
-  operation.keep.push_back(tensor);
 }
 
 }  // namespace pith

@@ -16,9 +16,10 @@ namespace {
 
 struct Nccl {
 #define PITH_NCCL_FUNCTIONS(F)                                                                  \
-  F(GetUniqueId) F(CommInitRank) F(CommGetAsyncError) F(GetErrorString) F(GetLastError)         \
-  F(GroupStart) F(GroupEnd) F(AllReduce) F(AllGather) F(ReduceScatter) F(Reduce) F(Broadcast)   \
-  F(Send) F(Recv)
+  F(GetUniqueId)                                                                                \
+  F(CommInitRank)                                                                               \
+  F(CommGetAsyncError) F(GetErrorString) F(GetLastError) F(GroupStart) F(GroupEnd) F(AllReduce) \
+      F(AllGather) F(ReduceScatter) F(Reduce) F(Broadcast) F(Send) F(Recv)
 #define PITH_NCCL_DECLARE(name) decltype(&nccl##name) name;
   PITH_NCCL_FUNCTIONS(PITH_NCCL_DECLARE)
 
@@ -26,8 +27,8 @@ struct Nccl {
     void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_GLOBAL);
     if (library == nullptr)
       PITH_FAIL_HINT("./pith setup --cuda installs it", "NCCL cannot be opened: {}", dlerror());
-#define PITH_NCCL_LOAD(name)                                                  \
-  name = reinterpret_cast<decltype(name)>(dlsym(library, "nccl" #name));      \
+#define PITH_NCCL_LOAD(name)                                             \
+  name = reinterpret_cast<decltype(name)>(dlsym(library, "nccl" #name)); \
   PITH_CHECK(name != nullptr, "libnccl.so.2 has no nccl{}", #name);
     PITH_NCCL_FUNCTIONS(PITH_NCCL_LOAD)
   }
@@ -55,8 +56,6 @@ std::shared_ptr<CUevent_st> record_event(cudaStream_t stream) {
   return owner;
 }
 
-size_t bytes(const Tensor& tensor) { return tensor.nbytes(); }
-
 ncclDataType_t sum_type(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kDouble:
@@ -82,7 +81,7 @@ bool all_equal(std::span<const int64_t> sizes) {
 
 void nccl_wait(Operation& operation) {
   const cudaStream_t current =
-      c10::cuda::getCurrentCUDAStream(operation.keep.front().device().index()).stream();
+      c10::cuda::getCurrentCUDAStream(operation.in.device().index()).stream();
   check(cudaStreamWaitEvent(current, operation.done.get()));
 }
 
@@ -110,114 +109,87 @@ NcclGroup::NcclGroup(int64_t size, int64_t rank, at::Device device,
   });
 }
 
-// Runs `calls` on the group's stream, after what the current stream holds now.
-template <class Calls>
-void NcclGroup::enqueue(Operation& operation, const Calls& calls) {
-  const auto stream = static_cast<cudaStream_t>(stream_);
+void NcclGroup::start(Operation& operation) {
+  Tensor out = operation.out, in = operation.in;
+  if (operation.kind == Kind::all_reduce) {
+    out = in = widen(in);
+  } else if (operation.kind == Kind::reduce_scatter) {
+    in = widen(in);
+    if (out.scalar_type() != in.scalar_type()) out = at::empty(out.sizes(), in.options());
+  }
+  // After what the current stream holds now.
   const auto ready = record_event(c10::cuda::getCurrentCUDAStream(device_.index()).stream());
-  check(cudaStreamWaitEvent(stream, ready.get()));
+  check(cudaStreamWaitEvent(stream_, ready.get()));
   check(nccl().GroupStart());
-  calls(stream);
+  call(operation, out, in);
   check(nccl().GroupEnd());
-  operation.done = record_event(stream);
+  operation.done = record_event(stream_);
+  operation.finish = [out, in, to = operation.out] {
+    if (!out.is_same(to)) to.copy_(out);
+  };
   watch(operation.what, operation.limit_s, [device = device_.index(), event = operation.done] {
     cudaSetDevice(device);  // else a context on the first GPU would be made
     return cudaEventQuery(event.get()) != cudaErrorNotReady;
   });
 }
 
-void NcclGroup::all_reduce(Operation& operation, Tensor& tensor, Reduce op) {
-  const Tensor wide = widen(tensor);
-  operation.keep = {wide, tensor};
-  enqueue(operation, [&](cudaStream_t stream) {
-    const ncclRedOp_t nccl_op =
-        op == Reduce::sum ? ncclSum : op == Reduce::max ? ncclMax : ncclMin;
-    check(nccl().AllReduce(wide.data_ptr(), wide.data_ptr(), static_cast<size_t>(wide.numel()),
-                           sum_type(wide), nccl_op, comm_, stream));
-  });
-  if (!wide.is_same(tensor)) operation.finish = [wide, tensor] { tensor.copy_(wide); };
-}
-
-void NcclGroup::all_gather(Operation& operation, Tensor& out, const Tensor& in,
-                           std::span<const int64_t> sizes) {
-  operation.keep = {out, in};
-  enqueue(operation, [&](cudaStream_t stream) {
-    if (all_equal(sizes)) {
-      check(nccl().AllGather(in.data_ptr(), out.data_ptr(), bytes(in), ncclInt8, comm_, stream));
+// Bytes travel, except where they are summed.
+void NcclGroup::call(const Operation& operation, const Tensor& out, const Tensor& in) {
+  auto* to = static_cast<char*>(out.data_ptr());
+  auto* from = static_cast<char*>(in.data_ptr());
+  const size_t width = in.element_size();
+  switch (operation.kind) {
+    case Kind::all_reduce: {
+      const ncclRedOp_t op = operation.reduce == Reduce::sum   ? ncclSum
+                             : operation.reduce == Reduce::max ? ncclMax
+                                                               : ncclMin;
+      check(nccl().AllReduce(from, to, in.numel(), sum_type(in), op, comm_, stream_));
       return;
     }
-    auto* part = static_cast<char*>(out.data_ptr());
-    for (int64_t i = 0; i < size_; ++i) {
-      const size_t count = static_cast<size_t>(sizes[static_cast<size_t>(i)]) * out.element_size();
-      check(nccl().Broadcast(i == rank_ ? in.data_ptr() : part, part, count, ncclInt8,
-                             static_cast<int>(i), comm_, stream));
-      part += count;
-    }
-  });
-}
-
-void NcclGroup::reduce_scatter(Operation& operation, Tensor& out, const Tensor& in,
-                               std::span<const int64_t> sizes) {
-  const Tensor wide = widen(in);
-  const Tensor sum =
-      out.scalar_type() == wide.scalar_type() ? out : at::empty(out.sizes(), wide.options());
-  operation.keep = {sum, wide, out};
-  enqueue(operation, [&](cudaStream_t stream) {
-    const ncclDataType_t type = sum_type(wide);
-    if (all_equal(sizes)) {
-      check(nccl().ReduceScatter(wide.data_ptr(), sum.data_ptr(), static_cast<size_t>(sizes[0]),
-                                 type, ncclSum, comm_, stream));
+    case Kind::all_gather:
+      if (all_equal(operation.recv)) {
+        check(nccl().AllGather(from, to, in.nbytes(), ncclInt8, comm_, stream_));
+        return;
+      }
+      for (int i = 0; i < size_; ++i) {
+        const size_t size = operation.recv[i] * width;
+        check(nccl().Broadcast(i == rank_ ? from : to, to, size, ncclInt8, i, comm_, stream_));
+        to += size;
+      }
       return;
-    }
-    auto* part = static_cast<char*>(wide.data_ptr());
-    for (int64_t i = 0; i < size_; ++i) {
-      const auto count = static_cast<size_t>(sizes[static_cast<size_t>(i)]);
-      check(nccl().Reduce(part, i == rank_ ? sum.data_ptr() : nullptr, count, type, ncclSum,
-                          static_cast<int>(i), comm_, stream));
-      part += count * wide.element_size();
-    }
-  });
-  if (!sum.is_same(out)) operation.finish = [sum, out] { out.copy_(sum); };
-}
-
-void NcclGroup::all_to_all(Operation& operation, Tensor& out, const Tensor& in,
-                           std::span<const int64_t> recv_sizes,
-                           std::span<const int64_t> send_sizes) {
-  operation.keep = {out, in};
-  enqueue(operation, [&](cudaStream_t stream) {
-    auto* to = static_cast<char*>(out.data_ptr());
-    auto* from = static_cast<char*>(in.data_ptr());
-    for (int64_t i = 0; i < size_; ++i) {
-      const auto peer = static_cast<size_t>(i);
-      const size_t send = static_cast<size_t>(send_sizes[peer]) * in.element_size();
-      const size_t recv = static_cast<size_t>(recv_sizes[peer]) * in.element_size();
-      if (send > 0) check(nccl().Send(from, send, ncclInt8, static_cast<int>(i), comm_, stream));
-      if (recv > 0) check(nccl().Recv(to, recv, ncclInt8, static_cast<int>(i), comm_, stream));
-      from += send;
-      to += recv;
-    }
-  });
-}
-
-void NcclGroup::exchange(Operation& operation, const std::vector<P2P>& messages) {
-  for (const P2P& message : messages) operation.keep.push_back(message.tensor);
-  enqueue(operation, [&](cudaStream_t stream) {
-    for (const auto& [peer, tensor, is_send] : messages) {
-      if (tensor.numel() == 0) continue;
-      void* data = tensor.data_ptr();
-      const auto to = static_cast<int>(peer);
-      check(is_send ? nccl().Send(data, bytes(tensor), ncclInt8, to, comm_, stream)
-                    : nccl().Recv(data, bytes(tensor), ncclInt8, to, comm_, stream));
-    }
-  });
-}
-
-void NcclGroup::broadcast(Operation& operation, Tensor& tensor, int64_t root) {
-  operation.keep = {tensor};
-  enqueue(operation, [&](cudaStream_t stream) {
-    check(nccl().Broadcast(tensor.data_ptr(), tensor.data_ptr(), bytes(tensor), ncclInt8,
-                           static_cast<int>(root), comm_, stream));
-  });
+    case Kind::reduce_scatter:
+      if (all_equal(operation.send)) {
+        check(nccl().ReduceScatter(from, to, out.numel(), sum_type(in), ncclSum, comm_, stream_));
+        return;
+      }
+      for (int i = 0; i < size_; ++i) {
+        check(nccl().Reduce(from, i == rank_ ? to : nullptr, operation.send[i], sum_type(in),
+                            ncclSum, i, comm_, stream_));
+        from += operation.send[i] * width;
+      }
+      return;
+    case Kind::all_to_all:
+      for (int i = 0; i < size_; ++i) {
+        const size_t send = operation.send[i] * width, recv = operation.recv[i] * width;
+        if (send > 0) check(nccl().Send(from, send, ncclInt8, i, comm_, stream_));
+        if (recv > 0) check(nccl().Recv(to, recv, ncclInt8, i, comm_, stream_));
+        from += send;
+        to += recv;
+      }
+      return;
+    case Kind::exchange:
+      for (const auto& [peer, tensor, is_send] : operation.messages) {
+        const int other = narrow<int>(peer);
+        void* data = tensor.data_ptr();
+        if (tensor.numel() == 0) continue;
+        check(is_send ? nccl().Send(data, tensor.nbytes(), ncclInt8, other, comm_, stream_)
+                      : nccl().Recv(data, tensor.nbytes(), ncclInt8, other, comm_, stream_));
+      }
+      return;
+    case Kind::broadcast:
+      check(nccl().Broadcast(from, to, in.nbytes(), ncclInt8, narrow<int>(operation.root), comm_,
+                             stream_));
+  }
 }
 
 }  // namespace pith

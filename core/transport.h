@@ -9,73 +9,66 @@ struct ompi_communicator_t;  // MPI_Comm
 struct ompi_request_t;       // MPI_Request
 struct ncclComm;             // *ncclComm_t
 struct CUevent_st;           // *cudaEvent_t
+struct CUstream_st;          // *cudaStream_t
 
 namespace pith {
 
-// One collective under way.
+enum class Kind { all_reduce, all_gather, reduce_scatter, all_to_all, exchange, broadcast };
+
+// One collective, checked and under way.
 struct Operation {
-  std::string what;  // for a person: operation, tensor, group, step
+  Kind kind = Kind::all_reduce;
+  Tensor out = {}, in = {};                   // the same tensor where it works in place
+  std::vector<int64_t> recv = {}, send = {};  // elements from and to each member, where they matter
+  Reduce reduce = Reduce::sum;
+  int64_t root = 0;
+  std::vector<P2P> messages = {};
+  std::string what = {};  // for a person: operation, tensor, group, step
   double limit_s = 0;
-  std::vector<Tensor> keep;
-  std::vector<ompi_request_t*> requests;
-  std::deque<std::vector<int>> counts;
-  std::shared_ptr<CUevent_st> done;
-  std::function<void()> finish;  // last sums and conversions, run by wait()
+
+  std::vector<ompi_request_t*> requests = {};
+  std::deque<std::vector<int>> counts = {};  // MPI reads them until the end
+  std::shared_ptr<CUevent_st> done = {};
+  std::function<void()> finish = {};  // last sums and conversions, run by wait(); keeps tensors
 };
 
 // Starts MPI; throws when its library or the launcher's environment is unusable.
-void mpi_start(int64_t rank);
+void mpi_start();
 void mpi_finish();
 std::string mpi_broadcast_text(const std::string& text);  // from rank 0 of all
 // Completes the requests; sleeps between tries, so that oversubscribed cores serve other ranks.
 void mpi_wait(Operation& operation);
 
-// Sizes are elements; parts lie one after the other.
 class MpiGroup {
  public:
   explicit MpiGroup(const std::vector<int64_t>& ranks);
-  void all_reduce(Operation& operation, Tensor& tensor, Reduce op);
-  void all_gather(Operation& operation, Tensor& out, const Tensor& in,
-                  std::span<const int64_t> sizes);
-  void reduce_scatter(Operation& operation, Tensor& out, const Tensor& in,
-                      std::span<const int64_t> sizes);
-  void all_to_all(Operation& operation, Tensor& out, const Tensor& in,
-                  std::span<const int64_t> recv_sizes, std::span<const int64_t> send_sizes);
-  void exchange(Operation& operation, const std::vector<P2P>& messages);
-  void broadcast(Operation& operation, Tensor& tensor, int64_t root);
+  void start(Operation& operation);
 
  private:
+  void gather(Operation& operation, const Tensor& out, std::span<const int64_t> sizes);
+  void scatter(Operation& operation, const Tensor& out, std::span<const int64_t> recv);
+
   ompi_communicator_t* comm_ = nullptr;
   int64_t size_, rank_ = 0;
 };
 
 #if PITH_CUDA
-// The current stream waits for the operation.
-void nccl_wait(Operation& operation);
+void nccl_wait(Operation& operation);  // the current stream waits
 
 class NcclGroup {
  public:
   // `share` carries the group's id from its first member to the others.
   NcclGroup(int64_t size, int64_t rank, at::Device device,
             const std::function<std::string(const std::string&)>& share);
-  void all_reduce(Operation& operation, Tensor& tensor, Reduce op);
-  void all_gather(Operation& operation, Tensor& out, const Tensor& in,
-                  std::span<const int64_t> sizes);
-  void reduce_scatter(Operation& operation, Tensor& out, const Tensor& in,
-                      std::span<const int64_t> sizes);
-  void all_to_all(Operation& operation, Tensor& out, const Tensor& in,
-                  std::span<const int64_t> recv_sizes, std::span<const int64_t> send_sizes);
-  void exchange(Operation& operation, const std::vector<P2P>& messages);
-  void broadcast(Operation& operation, Tensor& tensor, int64_t root);
+  void start(Operation& operation);
 
  private:
-  template <class Calls>
-  void enqueue(Operation& operation, const Calls& calls);
+  void call(const Operation& operation, const Tensor& out, const Tensor& in);
 
   ncclComm* comm_ = nullptr;
   int64_t size_, rank_;
   at::Device device_;
-  void* stream_;  // cudaStream_t of its own, so that groups overlap with compute and each other
+  CUstream_st* stream_;  // of its own, so that groups overlap with compute and each other
 };
 #endif
 

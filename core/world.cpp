@@ -49,8 +49,7 @@ Launch read_launch() {
     PITH_CHECK(launch.size == 1 || (is_set("MASTER_ADDR") && is_set("MASTER_PORT")),
                "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT");
   } else if (number_in<int64_t>("SLURM_STEP_NUM_TASKS", 1) > 1) {  // srun
-    launch = {number_in<int64_t>("SLURM_PROCID", 0),
-              number_in<int64_t>("SLURM_STEP_NUM_TASKS", 1),
+    launch = {number_in<int64_t>("SLURM_PROCID", 0), number_in<int64_t>("SLURM_STEP_NUM_TASKS", 1),
               number_in<int64_t>("SLURM_LOCALID", 0), true};
     if (!is_set("PMIX_RANK"))
       PITH_FAIL_HINT("use srun --mpi=pmix", "srun started {} tasks that cannot meet", launch.size);
@@ -72,7 +71,7 @@ struct Job {
   double heartbeat_s = number_in("PITH_HEARTBEAT_S", 20.0);
   double interval_s = heartbeat_s / 10;
   std::string prefix;
-  c10::intrusive_ptr<c10d::TCPStore> store, beats;  // main thread's and heartbeat's connection
+  c10::intrusive_ptr<c10d::Store> store, beats;  // main thread's and heartbeat's connection
   std::thread heartbeat, watchdog;
 
   std::mutex mutex;  // guards what follows
@@ -221,14 +220,15 @@ void run_watchdog() {
       const std::lock_guard lock(job->mutex);
       for (const auto& [id, entry] : job->watches) {
         if (!late.empty() || entry.age_s <= entry.limit_s) continue;
-        late = fmt::format("timeout: {} has not finished after {:.0f} s", entry.what, entry.limit_s);
+        late =
+            fmt::format("timeout: {} has not finished after {:.0f} s", entry.what, entry.limit_s);
       }
     }
     if (!late.empty()) end_all_ranks(late);
   }
 }
 
-c10::intrusive_ptr<c10d::TCPStore> open_store() {
+c10::intrusive_ptr<c10d::Store> open_store() {
   // The C10d library reports lost connections in its own way as well; ours is enough.
   setenv("TORCH_CPP_LOG_LEVEL", "ERROR", /*overwrite=*/0);
   c10d::TCPStoreOptions options;
@@ -276,11 +276,11 @@ World::World() {
   job = new Job;
   job->prefix = "pith/";
   set_error_context(fmt::format("rank {}", job->rank));
-  if (launch_info().mpi) mpi_start(job->rank);
+  if (launch_info().mpi) mpi_start();
   job->store = open_store();
+  job->beats = job->store->clone();
   // Waits may last as long as a checkpoint of another rank; heartbeat and watchdog end them.
   job->store->setTimeout(std::chrono::hours(24 * 365));
-  job->beats = c10::static_intrusive_pointer_cast<c10d::TCPStore>(job->store->clone());
   job->beats->set(job->key(fmt::format("beat/{}", job->rank)), status_line(0));
   store_set(fmt::format("here/{}", job->rank), "");
   std::vector<std::string> all;

@@ -30,49 +30,66 @@ Tensor take_grad(Tensor& from) {
   return grad;
 }
 
-Tensor sum_defined(const Tensor& a, const Tensor& b) {
-  if (!a.defined()) return b;
-  return b.defined() ? a + b : a;
-}
-
 void accumulate(Tensor& total, const Tensor& part) {
-  if (part.defined()) total = sum_defined(total, part);
+  if (part.defined()) total = total.defined() ? total + part : part;
 }
 
 }  // namespace
 
-std::vector<Action> make_schedule(int64_t num_microbatches) {
-  std::vector<Action> schedule;
-  for (int64_t i = 0; i < num_microbatches; ++i) {
-    schedule.push_back({Action::Kind::forward, i});
-    schedule.push_back({Action::Kind::backward, i});
+ModelPart model_part(const std::vector<int64_t>& chunks, const Mesh& mesh, int64_t num_experts) {
+  const int64_t ranks = mesh.pipeline.size(), rank = mesh.place.pp;
+  PITH_CHECK(chunks.size() == static_cast<size_t>(2 * ranks),
+             "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks,
+             chunks.size());
+  const int64_t experts = div_exact(num_experts, mesh.expert.size());
+  ModelPart part{{}, rank == 0, rank == 0, experts * mesh.place.ep, experts * (mesh.place.ep + 1)};
+  int64_t layer = 0;
+  for (int64_t chunk = 0; chunk < 2 * ranks; ++chunk) {
+    for (int64_t i = 0; i < chunks[static_cast<size_t>(chunk)]; ++i, ++layer)
+      if (chunk == rank || chunk == 2 * ranks - 1 - rank) part.layers.push_back(layer);
   }
-  return schedule;
-}
-
-std::string to_string(const std::vector<Action>& schedule) {
-  std::string text;
-  for (const Action& action : schedule) {
-    text += fmt::format("{}{}{}", text.empty() ? "" : " ",
-                        action.kind == Action::Kind::forward ? 'F' : 'B', action.microbatch);
-  }
-  return text;
+  return part;
 }
 
 template <DecoderModel Model>
 struct Pipeline<Model>::Run {
-  const MicroBatch* batch;
+  const MicroBatch* batch = nullptr;
   std::span<LayerCache> caches;
-  RoutingTape* tape;
+  RoutingTape* tape = nullptr;
+  int chunk = 0;
+  int64_t microbatch = 0;
   Tensor embedded;               // (T, H) output of the embedding, inside its graph
   std::vector<LayerRun> layers;  // emptied from the back by the backward pass
   Tensor hidden;                 // (T, H) leaf of the head
   Tensor loss;                   // root of the head
+  Tensor handed_over;            // where both chunks meet on the last stage: hidden, then gradient
+  std::vector<WeightGradient> deferred;
 };
 
 template <DecoderModel Model>
-Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router)
-    : model_(model), mesh_(mesh), rotary_(model.rotary(positions, mesh.device)), router_(router) {}
+Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
+                          std::vector<int64_t> chunks)
+    : model_(model),
+      mesh_(mesh),
+      rotary_(model.rotary(positions, mesh.device)),
+      router_(router),
+      links_(mesh, model.config().hidden_size,
+             model.parameter_units().front().front()->value.scalar_type()) {
+  if (chunks.empty()) chunks = {model.config().num_layers, 0};
+  const int64_t ranks = mesh.pipeline.size();
+  PITH_CHECK(chunks.size() == static_cast<size_t>(2 * ranks),
+             "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks,
+             chunks.size());
+  int64_t layer = 0;
+  for (int64_t chunk = 0; chunk < 2 * ranks; ++chunk) {
+    for (int64_t i = 0; i < chunks[static_cast<size_t>(chunk)]; ++i, ++layer) {
+      if (chunk == mesh.place.pp) layers_[0].push_back(layer);
+      if (chunk == 2 * ranks - 1 - mesh.place.pp) layers_[1].push_back(layer);
+    }
+  }
+  PITH_CHECK(layer == model.config().num_layers, "chunks of {} layers for a model of {}", layer,
+             model.config().num_layers);
+}
 
 template <DecoderModel Model>
 void Pipeline<Model>::report(int64_t layer, const char* stage, const Tensor& tensor) const {
@@ -81,110 +98,282 @@ void Pipeline<Model>::report(int64_t layer, const char* stage, const Tensor& ten
 }
 
 template <DecoderModel Model>
-Tensor Pipeline<Model>::forward_layer(const LayerContext& context, const Tensor& hidden,
-                                      LayerRun& run) {
-  auto& layer = model_.layer(context.layer);
-  run.hidden = leaf(hidden);
-  run.attended = layer.attend(context, run.hidden);
-  report(context.layer, "attend.rows", run.attended.rows);
-  report(context.layer, "attend.residual", run.attended.residual);
-  run.joined = run.attended;
-  run.joined.residual = leaf(run.attended.residual);
-  run.joined.rows = run.shared_rows = leaf(run.attended.rows);
+LayerContext Pipeline<Model>::context(const Run& run, int64_t layer) const {
+  LayerCache* cache = run.caches.empty() ? nullptr : &run.caches[static_cast<size_t>(layer)];
+  return {*run.batch, mesh_, rotary_, router_, layer, cache, run.tape};
+}
 
-  run.shared = layer.shared(context, run.joined);
-  report(context.layer, "shared", run.shared);
-  run.shared_leaf = leaf(run.shared);
+// --- the five stages of a layer ---
 
-  if (run.attended.topk_idx.defined()) {
-    // Dispatch and combine: with one rank in the expert group every row stays where it is.
-    const std::vector<int64_t> all_rows{run.attended.rows.size(0)};
-    run.rows = leaf(mesh_.expert.all_to_all(run.attended.rows.detach(), all_rows, all_rows));
-    run.weight = leaf(mesh_.expert.all_to_all(run.attended.topk_weight.detach(), all_rows, all_rows));
-    run.plan = make_expert_plan(run.attended.topk_idx, model_.config().num_experts);
-    run.expert_out = layer.experts(context, run.rows, run.weight, run.plan);
-    report(context.layer, "experts", run.expert_out);
-    run.returned = leaf(mesh_.expert.all_to_all(run.expert_out.detach(), all_rows, all_rows));
+template <DecoderModel Model>
+LayerRun& Pipeline<Model>::attend(Run& run, int64_t index, const Tensor& hidden) {
+  LayerRun& layer = run.layers.emplace_back();
+  layer.layer = index;
+  layer.hidden = leaf(hidden);
+  layer.attended = model_.layer(index).attend(context(run, index), layer.hidden);
+  report(index, "attend.rows", layer.attended.rows);
+  report(index, "attend.residual", layer.attended.residual);
+  accumulate(result_.balance_sum, layer.attended.balance);
+  layer.joined = layer.attended;
+  layer.joined.residual = leaf(layer.attended.residual);
+  layer.joined.rows = layer.shared_rows = leaf(layer.attended.rows);
+  if (layer.attended.topk_idx.defined()) {
+    if (run.microbatch == 0) ++result_.num_moe_layers;
+    layer.exchange =
+        ExpertExchange(mesh_.expert, layer.attended.topk_idx, model_.config().num_experts);
   }
-  run.output = layer.aggregate(context, run.returned, run.joined, run.shared_leaf);
-  report(context.layer, "output", run.output);
-  return run.output;
+  return layer;
 }
 
 template <DecoderModel Model>
-Tensor Pipeline<Model>::backward_layer(LayerRun& run, const Tensor& grad_output) {
-  backward_stage({run.output}, {grad_output});
-  Tensor grad_residual = take_grad(run.joined.residual);
-  std::vector<Tensor> roots{run.attended.residual}, gradients{grad_residual};
+void Pipeline<Model>::dispatch(Run& run, LayerRun& layer) {
+  if (layer.attended.topk_idx.defined())
+    layer.exchange.dispatch(layer.attended.rows.detach(), layer.attended.topk_weight.detach());
+  layer.shared = model_.layer(layer.layer).shared(context(run, layer.layer), layer.joined);
+  report(layer.layer, "shared", layer.shared);
+  layer.shared_leaf = leaf(layer.shared);
+}
+
+template <DecoderModel Model>
+void Pipeline<Model>::experts(Run& run, LayerRun& layer) {
+  if (!layer.attended.topk_idx.defined()) return;
+  layer.arrived = layer.exchange.arrive();
+  layer.arrived.rows = leaf(layer.arrived.rows);
+  layer.arrived.weight = leaf(layer.arrived.weight);
+  layer.expert_out =
+      model_.layer(layer.layer)
+          .experts(context(run, layer.layer), layer.arrived.rows, layer.arrived.weight,
+                   layer.arrived.plan);
+  report(layer.layer, "experts", layer.expert_out);
+  layer.exchange.combine(layer.expert_out);
+}
+
+template <DecoderModel Model>
+Tensor Pipeline<Model>::aggregate(Run& run, LayerRun& layer) {
+  if (layer.attended.topk_idx.defined()) layer.returned = leaf(layer.exchange.combined());
+  layer.output = model_.layer(layer.layer)
+                     .aggregate(context(run, layer.layer), layer.returned, layer.joined,
+                                layer.shared_leaf);
+  report(layer.layer, "output", layer.output);
+  Tensor output = layer.output;
+  if (!c10::GradMode::is_enabled()) run.layers.pop_back();
+  return output;
+}
+
+template <DecoderModel Model>
+void Pipeline<Model>::aggregate_backward(LayerRun& layer, const Tensor& grad) {
+  backward_stage({layer.output}, {grad});
+  if (layer.returned.defined()) layer.exchange.combine_backward(take_grad(layer.returned));
+  if (layer.shared.defined()) backward_stage({layer.shared}, {take_grad(layer.shared_leaf)});
+}
+
+template <DecoderModel Model>
+void Pipeline<Model>::experts_backward(LayerRun& layer) {
+  if (!layer.returned.defined()) return;
+  backward_stage({layer.expert_out}, {layer.exchange.combined_grad()});
+  layer.exchange.dispatch_backward(take_grad(layer.arrived.rows), take_grad(layer.arrived.weight));
+}
+
+template <DecoderModel Model>
+Tensor Pipeline<Model>::attend_backward(LayerRun& layer) {
+  std::vector<Tensor> roots{layer.attended.residual}, gradients{take_grad(layer.joined.residual)};
   Tensor grad_rows;
-  if (run.shared.defined()) {
-    backward_stage({run.shared}, {take_grad(run.shared_leaf)});
-    grad_rows = take_grad(run.shared_rows);
-  }
-  if (run.returned.defined()) {
-    const std::vector<int64_t> all_rows{run.rows.size(0)};
-    backward_stage({run.expert_out}, {mesh_.expert.all_to_all(take_grad(run.returned), all_rows, all_rows)});
-    accumulate(grad_rows, mesh_.expert.all_to_all(take_grad(run.rows), all_rows, all_rows));
-    const Tensor grad_weight = mesh_.expert.all_to_all(take_grad(run.weight), all_rows, all_rows);
-    if (run.attended.topk_weight.requires_grad()) {
-      roots.push_back(run.attended.topk_weight);
-      gradients.push_back(grad_weight);
+  if (layer.shared.defined()) grad_rows = take_grad(layer.shared_rows);
+  if (layer.returned.defined()) {
+    const auto [rows, weight] = layer.exchange.dispatched_grad();
+    accumulate(grad_rows, rows);
+    if (layer.attended.topk_weight.requires_grad()) {
+      roots.push_back(layer.attended.topk_weight);
+      gradients.push_back(weight);
     }
   }
-  roots.push_back(run.attended.rows);
+  roots.push_back(layer.attended.rows);
   gradients.push_back(grad_rows);
-  if (run.attended.aux.defined()) {
-    roots.push_back(run.attended.aux);
+  if (layer.attended.aux.defined()) {
+    roots.push_back(layer.attended.aux);
     gradients.emplace_back();
   }
   backward_stage(std::move(roots), std::move(gradients));
-  return take_grad(run.hidden);
+  return take_grad(layer.hidden);
 }
 
+// --- one chunk of one micro-batch ---
+
 template <DecoderModel Model>
-template <class Objective>
-void Pipeline<Model>::forward(Run& run, const Objective& objective, BatchResult& result) {
+Tensor Pipeline<Model>::forward_begin(Run& run) {
   const MicroBatch& batch = *run.batch;
   PITH_CHECK(batch.max_seqlen <= rotary_.cos.size(0) || !run.caches.empty(),
              "a document of {} tokens is longer than the {} positions prepared", batch.max_seqlen,
              rotary_.cos.size(0));
-  const int64_t num_layers = model_.config().num_layers;
-  if (run.tape != nullptr && !run.tape->replay) {
-    run.tape->topk_idx.assign(static_cast<size_t>(num_layers), {});
-    run.tape->topk_weight.assign(static_cast<size_t>(num_layers), {});
-  }
+  if (links_.receives(Kind::hidden, run.chunk))
+    return links_.receive(Kind::hidden, run.chunk, batch.num_tokens());
+  if (run.chunk == 1)
+    return std::move(runs_[0][static_cast<size_t>(run.microbatch)].handed_over);
   run.embedded = model_.embed(batch.tokens);
-  Tensor hidden = run.embedded;
-  Tensor balance;
-  int64_t moe_layers = 0;
-  for (int64_t i = 0; i < num_layers; ++i) {
-    LayerCache* cache = run.caches.empty() ? nullptr : &run.caches[static_cast<size_t>(i)];
-    const LayerContext context{batch, mesh_, rotary_, router_, i, cache, run.tape};
-    LayerRun layer;
-    hidden = forward_layer(context, hidden, layer);
-    accumulate(balance, layer.attended.balance);
-    moe_layers += layer.attended.topk_idx.defined() ? 1 : 0;
-    if (c10::GradMode::is_enabled()) run.layers.push_back(std::move(layer));
-  }
-  run.hidden = leaf(hidden);
-  ObjectiveResult value = objective(model_.final_norm(run.hidden), model_.head_weight(), batch);
-  run.loss = value.loss;
-  result.num_moe_layers = moe_layers;
-  accumulate(result.loss_sum, value.loss_sum);
-  accumulate(result.balance_sum, balance);
-  result.per_token.push_back(value.per_token);
+  return run.embedded;
 }
 
 template <DecoderModel Model>
-void Pipeline<Model>::backward(Run& run) {
-  backward_stage({run.loss}, {Tensor()});
-  Tensor grad = take_grad(run.hidden);
-  run.loss.reset();
-  while (!run.layers.empty()) {
-    grad = backward_layer(run.layers.back(), grad);
-    run.layers.pop_back();  // frees its activations
+template <class Objective>
+void Pipeline<Model>::forward_end(Run& run, const Tensor& hidden, const Objective& objective) {
+  if (links_.sends(Kind::hidden, run.chunk)) {
+    links_.send(Kind::hidden, run.chunk, hidden.detach());
+  } else if (run.chunk == 0) {
+    run.handed_over = hidden.detach();
+  } else {
+    run.hidden = leaf(hidden);
+    ObjectiveResult value =
+        objective(model_.final_norm(run.hidden), model_.head_weight(), *run.batch);
+    run.loss = value.loss;
+    accumulate(result_.loss_sum, value.loss_sum);
+    result_.per_token[static_cast<size_t>(run.microbatch)] = value.per_token;
   }
-  backward_stage({run.embedded}, {grad});
+}
+
+template <DecoderModel Model>
+Tensor Pipeline<Model>::backward_begin(Run& run) {
+  if (links_.receives(Kind::gradient, run.chunk))
+    return links_.receive(Kind::gradient, run.chunk, run.batch->num_tokens());
+  if (run.chunk == 0)
+    return std::move(runs_[1][static_cast<size_t>(run.microbatch)].handed_over);
+  backward_stage({run.loss}, {Tensor()});
+  run.loss.reset();
+  Tensor grad = take_grad(run.hidden);
+  run.hidden.reset();
+  return grad;
+}
+
+template <DecoderModel Model>
+void Pipeline<Model>::backward_end(Run& run, const Tensor& grad) {
+  if (links_.sends(Kind::gradient, run.chunk)) {
+    links_.send(Kind::gradient, run.chunk, grad);
+  } else if (run.chunk == 1) {
+    run.handed_over = grad;
+  } else {
+    backward_stage({run.embedded}, {grad});
+    run.embedded.reset();
+  }
+}
+
+// Layers of one micro-batch forward against layers of another backward: while one waits for rows on
+// their way, the other computes. `hidden` and `grad` move through as many layers as both have.
+template <DecoderModel Model>
+void Pipeline<Model>::overlap(Run& forward, Tensor& hidden, Run& backward, Tensor& grad) {
+  const auto& indices = layers_[static_cast<size_t>(forward.chunk)];
+  const size_t pairs = std::min(indices.size(), backward.layers.size());
+  for (size_t i = 0; i < pairs; ++i) {
+    LayerRun& b = backward.layers.back();
+    aggregate_backward(b, grad);  // gradients start for the experts
+    LayerRun& f = attend(forward, indices[i], hidden);
+    std::vector<WeightGradient> weights;
+    {
+      const DeferWeightGradients defer(weights);
+      experts_backward(b);  // and come back during what follows
+    }
+    dispatch(forward, f);  // rows start for the experts
+    for (const WeightGradient& job : weights) add_weight_gradient(job);
+    experts(forward, f);  // results come back during the next line
+    grad = attend_backward(b);
+    backward.layers.pop_back();  // frees its activations
+    hidden = aggregate(forward, f);
+  }
+}
+
+// --- the schedule ---
+
+template <DecoderModel Model>
+void Pipeline<Model>::expect(const Action& action) {
+  using enum Action::Kind;
+  const auto post = [&](Kind kind, int chunk, int64_t microbatch) {
+    const Run& run = runs_[static_cast<size_t>(chunk)][static_cast<size_t>(microbatch)];
+    if (links_.receives(kind, chunk)) links_.expect(kind, chunk, run.batch->num_tokens());
+  };
+  if (action.kind == forward || action.kind == overlapped)
+    post(Kind::hidden, action.chunk, action.microbatch);
+  if (action.kind == backward || action.kind == backward_input)
+    post(Kind::gradient, action.chunk, action.microbatch);
+  if (action.kind == overlapped)
+    post(Kind::gradient, action.backward_chunk, action.backward_microbatch);
+}
+
+template <DecoderModel Model>
+template <class Objective>
+BatchResult Pipeline<Model>::execute(const std::vector<Action>& schedule,
+                                     std::span<const MicroBatch> batches,
+                                     const Objective& objective, std::span<LayerCache> caches,
+                                     std::span<RoutingTape> tapes) {
+  using enum Action::Kind;
+  result_ = {};
+  if (mesh_.place.pp == 0) result_.per_token.resize(batches.size());
+  for (const int chunk : {0, 1}) {
+    auto& runs = runs_[static_cast<size_t>(chunk)] = std::vector<Run>(batches.size());
+    for (size_t i = 0; i < runs.size(); ++i) {
+      runs[i].batch = &batches[i];
+      runs[i].caches = caches;
+      runs[i].tape = tapes.empty() ? nullptr : &tapes[i];
+      runs[i].chunk = chunk;
+      runs[i].microbatch = static_cast<int64_t>(i);
+    }
+  }
+  for (RoutingTape& tape : tapes) {
+    const auto layers = static_cast<size_t>(model_.config().num_layers);
+    if (!tape.replay) tape.topk_idx.assign(layers, {}), tape.topk_weight.assign(layers, {});
+  }
+  const auto finish_forward = [&](Run& run, Tensor hidden) {
+    const auto& indices = layers_[static_cast<size_t>(run.chunk)];
+    const bool grad = c10::GradMode::is_enabled();
+    for (size_t i = grad ? run.layers.size() : 0; i < indices.size(); ++i) {
+      LayerRun& layer = attend(run, indices[i], hidden);
+      dispatch(run, layer);
+      experts(run, layer);
+      hidden = aggregate(run, layer);
+    }
+    forward_end(run, hidden, objective);
+  };
+  const auto finish_backward = [&](Run& run, Tensor grad) {
+    while (!run.layers.empty()) {
+      LayerRun& layer = run.layers.back();
+      aggregate_backward(layer, grad);
+      experts_backward(layer);
+      grad = attend_backward(layer);
+      run.layers.pop_back();  // frees its activations
+    }
+    backward_end(run, grad);
+  };
+
+  if (!schedule.empty()) expect(schedule[0]);
+  for (size_t i = 0; i < schedule.size(); ++i) {
+    const Action& action = schedule[i];
+    Run& run = runs_[static_cast<size_t>(action.chunk)][static_cast<size_t>(action.microbatch)];
+    Tensor hidden, grad;
+    if (action.kind == forward || action.kind == overlapped) hidden = forward_begin(run);
+    if (action.kind == overlapped) {
+      Run& other = runs_[static_cast<size_t>(action.backward_chunk)]
+                        [static_cast<size_t>(action.backward_microbatch)];
+      grad = backward_begin(other);
+      if (i + 1 < schedule.size()) expect(schedule[i + 1]);
+      overlap(run, hidden, other, grad);
+      finish_backward(other, grad);
+      finish_forward(run, hidden);
+      continue;
+    }
+    if (action.kind == backward || action.kind == backward_input) grad = backward_begin(run);
+    if (i + 1 < schedule.size()) expect(schedule[i + 1]);  // arrives during this action
+    if (action.kind == forward) {
+      finish_forward(run, hidden);
+    } else if (action.kind == backward) {
+      finish_backward(run, grad);
+    } else if (action.kind == backward_input) {
+      const DeferWeightGradients defer(run.deferred);
+      finish_backward(run, grad);
+    } else {
+      for (const WeightGradient& job : run.deferred) add_weight_gradient(job);
+      run.deferred.clear();
+    }
+  }
+  links_.finish();
+  for (auto& runs : runs_) runs.clear();
+  return std::move(result_);
 }
 
 template <DecoderModel Model>
@@ -192,20 +381,10 @@ template <class Objective>
 BatchResult Pipeline<Model>::forward_backward(std::span<const MicroBatch> batches,
                                               const Objective& objective,
                                               std::span<RoutingTape> tapes) {
-  BatchResult result;
-  std::vector<Run> runs(batches.size());
-  for (const Action& action : make_schedule(static_cast<int64_t>(batches.size()))) {
-    const auto i = static_cast<size_t>(action.microbatch);
-    if (action.kind == Action::Kind::forward) {
-      runs[i].batch = &batches[i];
-      runs[i].tape = tapes.empty() ? nullptr : &tapes[i];
-      forward(runs[i], objective, result);
-    } else {
-      backward(runs[i]);
-      runs[i] = {};
-    }
-  }
-  return result;
+  const bool overlap = mesh_.pipeline.size() > 1 || mesh_.expert.size() > 1;
+  return execute(make_schedule(mesh_.pipeline.size(), mesh_.place.pp,
+                               static_cast<int64_t>(batches.size()), overlap),
+                 batches, objective, {}, tapes);
 }
 
 template <DecoderModel Model>
@@ -213,16 +392,10 @@ template <class Objective>
 BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch> batches,
                                           const Objective& objective, std::span<LayerCache> caches,
                                           std::span<RoutingTape> tapes) {
+  PITH_CHECK(caches.empty() || mesh_.world.size() == 1, "generation runs in one process only");
   const c10::AutoGradMode no_grad(false);
-  BatchResult result;
-  for (size_t i = 0; i < batches.size(); ++i) {
-    Run run;
-    run.batch = &batches[i];
-    run.caches = caches;
-    run.tape = tapes.empty() ? nullptr : &tapes[i];
-    forward(run, objective, result);
-  }
-  return result;
+  return execute(forward_schedule(static_cast<int64_t>(batches.size())), batches, objective, caches,
+                 tapes);
 }
 
 template class Pipeline<Qwen3MoeModel>;

@@ -1,18 +1,24 @@
-// Runs micro-batches through a model in five-stage layers: forward, backward, forward only.
+// Runs micro-batches through a model in five-stage layers: forward, backward, forward only; over
+// pipeline stages, with the forward of one micro-batch against the backward of another.
 #pragma once
 #include <functional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "engine/expert_parallel.h"
 #include "engine/objectives.h"
+#include "engine/schedule.h"
+#include "engine/stage_links.h"
 #include "models/model.h"
+#include "operators/matmul.h"
 
 namespace pith {
 
-// Sums over the micro-batches of one call, left on the device: nobody waits.
+// Sums over the micro-batches of one call, left on the device: nobody waits. Of this rank's tokens
+// and layers; losses and reports are on the first stage, which holds the head.
 struct BatchResult {
-  Tensor loss_sum;     // scalar float32: sum of token losses
+  Tensor loss_sum;     // scalar float32: sum of token losses, or undefined
   Tensor balance_sum;  // scalar float32: balance loss summed over rows and MoE layers, or undefined
   int64_t num_moe_layers = 0;
   std::vector<Tensor> per_token;  // the objective's report, one tensor a micro-batch
@@ -22,42 +28,53 @@ struct BatchResult {
 // for a NaN.
 using StageObserver = std::function<void(const std::string& name, const Tensor& tensor)>;
 
-// One action of the schedule: forward or backward of a micro-batch.
-struct Action {
-  enum class Kind { forward, backward } kind;
-  int64_t microbatch;
-};
-// What this process executes for n micro-batches, in order: F0 B0 F1 B1 ...
-std::vector<Action> make_schedule(int64_t num_microbatches);
-std::string to_string(const std::vector<Action>& schedule);
-
 // Everything one layer of one micro-batch keeps from its forward to its backward pass.
 struct LayerRun {
+  int64_t layer;
   Tensor hidden;        // (T, H) leaf
   Attended attended;    // outputs of stage 1, inside its graph
   Attended joined;      // the same values as leaves of the later stages
   Tensor shared_rows;   // (T, H) leaf of shared()
-  Tensor rows, weight;  // leaves of stage 3, after dispatch
-  ExpertPlan plan;
-  Tensor expert_out;             // output of stage 3
-  Tensor returned, shared_leaf;  // leaves of stage 5
-  Tensor shared;                 // output of shared()
-  Tensor output;                 // (T, H)
+  ExpertExchange exchange;
+  ExpertExchange::Arrived arrived;  // leaves of stage 3
+  Tensor expert_out;                // output of stage 3
+  Tensor returned, shared_leaf;     // leaves of stage 5
+  Tensor shared;                    // output of shared()
+  Tensor output;                    // (T, H)
 };
+
+// Layers of each of the model's 2 * PP chunks, balanced by their cost; on one stage without expert
+// parallelism all are in the first, since there is nothing to overlap with.
+template <class Config>
+std::vector<int64_t> default_chunks(const Config& config, const Mesh& mesh,
+                                    int64_t sequence_length) {
+  const auto layers = static_cast<int64_t>(config.num_layers);
+  if (mesh.pipeline.size() == 1 && mesh.expert.size() == 1) return {layers, 0};
+  const double head = 6.0 * static_cast<double>(config.vocab_size * config.hidden_size);
+  const double all = config.size(sequence_length).flops_per_token;
+  const double layer = (all - head) / static_cast<double>(layers);
+  return balance_chunks(mesh.pipeline.size(),
+                        std::vector<double>(static_cast<size_t>(layers), 1.0), head / layer);
+}
+// What this process holds of a model cut so.
+ModelPart model_part(const std::vector<int64_t>& chunks, const Mesh& mesh, int64_t num_experts);
 
 template <DecoderModel Model>
 class Pipeline {
  public:
-  // `positions`: rows of the rotary table, at least the longest document.
-  Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router);
+  // `positions`: rows of the rotary table, at least the longest document. `chunks`: as the model's
+  // part was made from; empty: everything here.
+  Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
+           std::vector<int64_t> chunks = {});
 
   // Adds the gradients of the mean loss over the global batch (and of the balance losses) to every
-  // Parameter::grad. `tapes`: one a micro-batch to record or replay routes, or empty.
+  // Parameter::grad. `tapes`: one a micro-batch to record or replay routes, or empty. Collective
+  // over the mesh; every stage gets the same batches.
   template <class Objective>
   BatchResult forward_backward(std::span<const MicroBatch> batches, const Objective& objective,
                                std::span<RoutingTape> tapes = {});
 
-  // The same schedule without gradients. `caches`: one a layer while generating, or empty.
+  // The same without gradients. `caches`: one a layer while generating (one process), or empty.
   template <class Objective>
   BatchResult forward_only(std::span<const MicroBatch> batches, const Objective& objective,
                            std::span<LayerCache> caches = {}, std::span<RoutingTape> tapes = {});
@@ -65,19 +82,42 @@ class Pipeline {
   void observe(StageObserver observer) { observer_ = std::move(observer); }
 
  private:
-  struct Run;  // one micro-batch in flight
+  struct Run;  // one chunk of one micro-batch in flight
+  using Kind = StageLinks::Kind;
+
   template <class Objective>
-  void forward(Run& run, const Objective& objective, BatchResult& result);
-  void backward(Run& run);
-  Tensor forward_layer(const LayerContext& context, const Tensor& hidden, LayerRun& run);
-  Tensor backward_layer(LayerRun& run, const Tensor& grad_output);
+  BatchResult execute(const std::vector<Action>& schedule, std::span<const MicroBatch> batches,
+                      const Objective& objective, std::span<LayerCache> caches,
+                      std::span<RoutingTape> tapes);
+  void expect(const Action& action);
+  Tensor forward_begin(Run& run);
+  template <class Objective>
+  void forward_end(Run& run, const Tensor& hidden, const Objective& objective);
+  Tensor backward_begin(Run& run);
+  void backward_end(Run& run, const Tensor& grad);
+  void overlap(Run& forward, Tensor& hidden, Run& backward, Tensor& grad);
+
+  LayerContext context(const Run& run, int64_t layer) const;
+  LayerRun& attend(Run& run, int64_t layer, const Tensor& hidden);
+  void dispatch(Run& run, LayerRun& layer);
+  void experts(Run& run, LayerRun& layer);
+  Tensor aggregate(Run& run, LayerRun& layer);
+  static void aggregate_backward(LayerRun& layer, const Tensor& grad);
+  static void experts_backward(LayerRun& layer);
+  static Tensor attend_backward(LayerRun& layer);
   void report(int64_t layer, const char* stage, const Tensor& tensor) const;
 
   Model& model_;
   const Mesh& mesh_;
   RotaryTable rotary_;
   RouterTraining router_;
+  std::array<std::vector<int64_t>, 2> layers_;  // of this rank's two chunks
+  StageLinks links_;
   StageObserver observer_;
+
+  // Of the call under way.
+  std::array<std::vector<Run>, 2> runs_;  // [chunk][micro-batch]
+  BatchResult result_;
 };
 
 }  // namespace pith

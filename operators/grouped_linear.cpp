@@ -70,12 +70,7 @@ struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
 
     Tensor dx;
     if (ctx->needs_input_grad(0)) dx = multiply(dy, weight->value, offsets, offsets_host);
-    if (ctx->needs_input_grad(1)) {
-      for_each_expert(offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
-        add_weight_gradient(weight->grad.select(0, e), dy.narrow(0, begin, count),
-                            x.narrow(0, begin, count));
-      });
-    }
+    if (ctx->needs_input_grad(1)) add_or_defer({weight, dy, x, offsets_host});
     return {dx, Tensor(), Tensor(), Tensor()};
   }
 };

@@ -42,9 +42,7 @@ struct Linear : torch::autograd::Function<Linear> {
     const Tensor& dy = grads[0];  // (T, out)
     Tensor dx;
     if (ctx->needs_input_grad(0)) dx = mm_rounded(dy, weight->value);
-    if (ctx->needs_input_grad(1)) {
-      add_weight_gradient(weight->grad, dy, ctx->get_saved_variables()[0]);
-    }
+    if (ctx->needs_input_grad(1)) add_or_defer({weight, dy, ctx->get_saved_variables()[0], {}});
     return {dx, Tensor(), Tensor()};
   }
 };

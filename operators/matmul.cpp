@@ -9,6 +9,8 @@ namespace {
 // LibTorch's products with an FP32 result exist on CUDA only; elsewhere the operands are widened.
 bool widen_first(const Tensor& a) { return !a.is_cuda() && a.scalar_type() == at::kBFloat16; }
 
+std::vector<WeightGradient>* deferred = nullptr;
+
 }  // namespace
 
 void mm_wide_out(Tensor& out, const Tensor& a, const Tensor& b) {
@@ -31,6 +33,29 @@ void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor&
   } else {
     at::addmm_out(out, out, dy.t(), x, out.scalar_type(), 1, alpha);
   }
+}
+
+void add_weight_gradient(const WeightGradient& job) {
+  if (!job.offsets_host.defined()) return add_weight_gradient(job.weight->grad, job.dy, job.x);
+  const int32_t* end = job.offsets_host.const_data_ptr<int32_t>();
+  int64_t begin = 0;
+  for (int64_t e = 0; e < job.offsets_host.numel(); begin = end[e++]) {
+    add_weight_gradient(job.weight->grad.select(0, e), job.dy.narrow(0, begin, end[e] - begin),
+                        job.x.narrow(0, begin, end[e] - begin));
+  }
+}
+
+DeferWeightGradients::DeferWeightGradients(std::vector<WeightGradient>& jobs) {
+  PITH_CHECK(deferred == nullptr, "weight gradients are already being deferred");
+  deferred = &jobs;
+}
+DeferWeightGradients::~DeferWeightGradients() { deferred = nullptr; }
+
+void add_or_defer(WeightGradient job) {
+  if (deferred != nullptr)
+    deferred->push_back(std::move(job));
+  else
+    add_weight_gradient(job);
 }
 
 }  // namespace pith

@@ -1,6 +1,6 @@
 // Matrix products with an FP32 result from BF16 operands: logits and weight gradients.
 #pragma once
-#include "core/tensor.h"
+#include "core/parameter.h"
 
 namespace pith {
 
@@ -15,5 +15,26 @@ void mm_wide_out(Tensor& out, const Tensor& a, const Tensor& b);
 // gradient (out, in) in wide_dtype += alpha * dy^T x, with dy (T, out) and x (T, in); T may be 0.
 void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor& x,
                          double alpha = 1);
+
+// The same into a parameter's buffer; with offsets_host (E) int32, the ends of the experts' rows, x
+// and dy hold rows by expert and the gradient is (E, out, in).
+struct WeightGradient {
+  Parameter* weight;
+  Tensor dy, x, offsets_host;
+};
+void add_weight_gradient(const WeightGradient& job);
+
+// While one lives, the backward passes of linear() and grouped_linear() collect their weight
+// gradients in `jobs` instead of computing them, so that the caller can fill a wait with them. One
+// at a time, for all threads (autograd has its own).
+class DeferWeightGradients {
+ public:
+  explicit DeferWeightGradients(std::vector<WeightGradient>& jobs);
+  ~DeferWeightGradients();
+  DeferWeightGradients(const DeferWeightGradients&) = delete;
+  DeferWeightGradients& operator=(const DeferWeightGradients&) = delete;
+};
+// Computes the gradient, now or later.
+void add_or_defer(WeightGradient job);
 
 }  // namespace pith

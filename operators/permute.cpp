@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/index_select.h>
 #include <torch/csrc/autograd/custom_function.h>
 #if PITH_CUDA
@@ -193,7 +194,8 @@ void plan_on_cpu(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan) 
 }
 
 #if PITH_CUDA
-void plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan) {
+void plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host,
+                  ExpertPlan& plan) {
   PITH_CHECK(num_experts <= 1024, "make_expert_plan: {} experts; CUDA takes at most 1024",
              num_experts);
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -208,16 +210,18 @@ void plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan)
                     plan.row_of_slot.mutable_data_ptr<int32_t>(),
                     plan.slot_of.mutable_data_ptr<int32_t>(), ends.mutable_data_ptr<int32_t>(),
                     workspace.mutable_data_ptr(), stream.stream());
-  Tensor host = at::empty({num_experts + 1}, at::TensorOptions(at::kInt).pinned_memory(true));
-  host.copy_(ends, /*non_blocking=*/true);
-  stream.synchronize();  // the one wait: sizes of what follows
-  const int32_t* values = host.const_data_ptr<int32_t>();
-  PITH_CHECK(values[num_experts] == 0,
-             "make_expert_plan: {} ids in topk_idx are neither -1 nor in [0, {})",
-             values[num_experts], num_experts);
   plan.offsets = ends.narrow(0, 0, num_experts);
-  plan.offsets_host = host.narrow(0, 0, num_experts);
-  plan.num_slots = values[num_experts - 1];
+  plan.offsets_host = offsets_host;
+  if (!offsets_host.defined()) {
+    Tensor host = at::empty({num_experts + 1}, at::TensorOptions(at::kInt).pinned_memory(true));
+    host.copy_(ends, /*non_blocking=*/true);
+    stream.synchronize();  // the one wait: sizes of what follows
+    const int32_t wrong = host.const_data_ptr<int32_t>()[num_experts];
+    PITH_CHECK(wrong == 0, "make_expert_plan: {} ids in topk_idx are neither -1 nor in [0, {})",
+               wrong, num_experts);
+    plan.offsets_host = host.narrow(0, 0, num_experts);
+  }
+  plan.num_slots = plan.offsets_host.const_data_ptr<int32_t>()[num_experts - 1];
   plan.row_of_slot = plan.row_of_slot.narrow(0, 0, plan.num_slots);
 }
 #endif
@@ -231,7 +235,8 @@ void check_rows(const Tensor& rows, const char* name) {
 
 }  // namespace
 
-ExpertPlan make_expert_plan(const Tensor& topk_idx, int64_t num_experts) {
+ExpertPlan make_expert_plan(const Tensor& topk_idx, int64_t num_experts,
+                            const Tensor& offsets_host) {
   at::NoGradGuard no_grad;
   check_shape(topk_idx, "make_expert_plan: topk_idx", {-1, -1});
   check_dtype(topk_idx, "make_expert_plan: topk_idx", at::kLong);
@@ -242,11 +247,13 @@ ExpertPlan make_expert_plan(const Tensor& topk_idx, int64_t num_experts) {
   ExpertPlan plan;
 #if PITH_CUDA
   if (topk_idx.is_cuda()) {
-    plan_on_cuda(topk_idx.contiguous(), num_experts, plan);
+    plan_on_cuda(topk_idx.contiguous(), num_experts, offsets_host, plan);
     return plan;
   }
 #endif
   plan_on_cpu(topk_idx.contiguous(), num_experts, plan);
+  PITH_CHECK(!offsets_host.defined() || at::equal(offsets_host, plan.offsets_host),
+             "make_expert_plan: the offsets given are not those of topk_idx");
   return plan;
 }
 

@@ -167,9 +167,6 @@ TEST(Pipeline, ADocumentLongerThanTheRotaryTableIsRefused) {
   EXPECT_THROW(pipeline.forward_only(cut(ragged_rows(1, 200, 61), 1), NextTokenLoss()), Error);
 }
 
-TEST(Schedule, IsOneForwardOneBackward) {
-  EXPECT_EQ(to_string(make_schedule(3)), "F0 B0 F1 B1 F2 B2");
-}
 
 }  // namespace
 }  // namespace pith

@@ -1,10 +1,10 @@
 // Runs under mpirun: every rank runs the same tests in the same order. Rank 0 reports; the others
 // print their failures only. With PITH_TEST_FAILURE the program is a job that fails instead; see
 // tests/integration/parallel_failures.sh.
-#include <ATen/ops/ones.h>
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <thread>
 
@@ -25,6 +25,8 @@ class FailuresOnly : public testing::EmptyTestEventListener {
   }
 };
 
+volatile std::sig_atomic_t stop = 0;
+
 // Steps with a collective each, for 100 s, until something happens to a rank.
 void fail_somehow(const std::string& how) {
   const pith::Comm all = the_world->all();
@@ -32,6 +34,7 @@ void fail_somehow(const std::string& how) {
   std::printf("rank %d pid %d\n", static_cast<int>(all.rank()), static_cast<int>(getpid()));
   std::fflush(stdout);
   check_same_everywhere(all, {{"configuration", how == "differ" && last ? "lr = 2" : "lr = 1"}});
+  std::signal(SIGUSR1, [](int) { stop = 1; });
   for (int step = 1; step < 2000; ++step) {
     pith::set_comm_context(fmt::format("step {}", step));
     if (how == "throw" && last && step == 20) PITH_FAIL("no row 7 in the corpus");
@@ -39,8 +42,13 @@ void fail_somehow(const std::string& how) {
       std::this_thread::sleep_for(std::chrono::seconds(100));
     if (how == "end" && step == 20) return;
     if (pith::launch_info().mpi) {
-      pith::Tensor x = at::ones({10}, at::kFloat);
-      all.all_reduce(x);
+      pith::Tensor x = at::full({1}, stop, at::kInt);
+      all.all_reduce(x, pith::Reduce::max);
+      if (x.item<int>() != 0) {  // a rank was asked to stop: all end after the same step
+        std::this_thread::sleep_for(std::chrono::seconds(2));
+        std::printf("saved after step %d\n", step);
+        return;
+      }
     } else {
       all.barrier();
     }

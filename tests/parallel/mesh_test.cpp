@@ -1,8 +1,6 @@
 // Who is where in every small layout, and the groups of this run's own processes.
 #include "core/mesh.h"
 
-#include <gmock/gmock.h>
-
 #include <numeric>
 #include <set>
 
@@ -13,17 +11,8 @@ namespace {
 
 using Ranks = std::vector<int64_t>;
 
-std::string error_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 // Every kind of group cuts the world into parts that its members agree on.
-void expect_partition(const MeshShape& shape, int64_t world_size, Ranks MeshGroups::*kind,
+void expect_partition(const MeshShape& shape, int64_t world_size, Ranks MeshGroups::* kind,
                       size_t members) {
   std::set<int64_t> covered;
   for (int64_t rank = 0; rank < world_size; ++rank) {
@@ -109,28 +98,30 @@ TEST(Mesh, ExpertsAreFoldedIntoThePlane) {
 }
 
 TEST(Mesh, ImpossibleLayoutsNameTheNearest) {
-  EXPECT_THAT(error_of([] { data_parallel({.pp = 3}, 8); }),
-              testing::AllOf(testing::HasSubstr("8 processes cannot be laid out as pp 3 cp 1 ep 1"),
-                             testing::HasSubstr("nearest possible layouts: pp 4 dp 2 cp 1 ep 1")));
-  EXPECT_THAT(error_of([] { data_parallel({.pp = 4, .ep = 4}, 8); }),
-              testing::HasSubstr("ep 4 does not divide the plane of DP x CP = 2 ranks"));
-  EXPECT_THAT(error_of([] { data_parallel({.ep = 4, .hsdp = true, .hsdp_size = 2}, 8); }),
-              testing::HasSubstr("ep 4 hsdp_size 4"));
+  const std::string text = error_text([] { data_parallel({.pp = 3}, 8); });
+  EXPECT_PRED2(contains, text, "8 processes cannot be laid out as pp 3 cp 1 ep 1");
+  EXPECT_PRED2(contains, text, "nearest possible layouts: pp 4 dp 2 cp 1 ep 1");
+  EXPECT_PRED2(contains, error_text([] { data_parallel({.pp = 4, .ep = 4}, 8); }),
+               "ep 4 does not divide the plane of DP x CP = 2 ranks");
+  EXPECT_PRED2(contains,
+               error_text([] { data_parallel({.ep = 4, .hsdp = true, .hsdp_size = 2}, 8); }),
+               "ep 4 hsdp_size 4");
 }
 
 TEST(Mesh, TableShowsEveryRank) {
   const std::string table = mesh_table({.pp = 2, .cp = 2, .ep = 2}, 8);
   EXPECT_EQ(std::ranges::count(table, '\n'), 10);
-  EXPECT_THAT(table, testing::HasSubstr("8 processes: pp 2 dp 2 cp 2 ep 2"));
-  EXPECT_THAT(table, testing::HasSubstr("    6    1    1    0    0  6..7             4..6 by 2"));
+  EXPECT_PRED2(contains, table, "8 processes: pp 2 dp 2 cp 2 ep 2");
+  EXPECT_PRED2(contains, table, "    6    1    1    0    0  6..7             4..6 by 2");
 }
 
 TEST(Mesh, GroupsOfThisRunSumTheirMembers) {
   for (const MeshShape& shape : {MeshShape{.ep = 2}, MeshShape{.cp = 2}, MeshShape{.pp = 2}}) {
     const Mesh mesh = make_mesh(shape, world(), device());
-    const Comm* comms[] = {&mesh.world, &mesh.pipeline, &mesh.plane, &mesh.data, &mesh.context,
-                           &mesh.expert, &mesh.expert_data, &mesh.dense_shard,
-                           &mesh.dense_replicate, &mesh.expert_shard, &mesh.expert_replicate};
+    const Comm* comms[] = {&mesh.world,        &mesh.pipeline,        &mesh.plane,
+                           &mesh.data,         &mesh.context,         &mesh.expert,
+                           &mesh.expert_data,  &mesh.dense_shard,     &mesh.dense_replicate,
+                           &mesh.expert_shard, &mesh.expert_replicate};
     for (const Comm* comm : comms) {
       Tensor sum = full({1}, static_cast<double>(world().rank()), at::kLong);
       comm->all_reduce(sum);

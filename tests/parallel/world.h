@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "core/comm.h"
+#include "tests/operators/error_text.h"
 
 namespace pith::test {
 

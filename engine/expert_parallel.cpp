@@ -1,0 +1,173 @@
+#include "engine/expert_parallel.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "operators/matmul.h"
+
+namespace pith {
+namespace {
+
+int64_t sum_of(const std::vector<int64_t>& values) {
+  return std::accumulate(values.begin(), values.end(), int64_t{0});
+}
+
+}  // namespace
+
+ExpertExchange::ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_t num_experts)
+    : group_(group), topk_idx_(topk_idx), local_experts_(div_exact(num_experts, group.size())) {
+  const int64_t ranks = group.size();
+  if (ranks == 1) return;
+  const at::NoGradGuard no_grad;
+  destination_ = topk_idx.div(local_experts_, "floor");
+  const Tensor same = destination_.unsqueeze(2) == destination_.unsqueeze(1);  // (T, K, K)
+  const Tensor repeated = same.tril(-1).any(-1);
+  const Tensor owner = destination_;
+  destination_ = destination_.masked_fill(repeated, -1);
+
+  // One count for each (rank, rows or expert); repeated entries count into a cell of their own.
+  const int64_t width = 1 + local_experts_, cells = ranks * width;
+  const Tensor rows = at::where(repeated, cells, owner * width).view({-1});
+  const Tensor slots = (topk_idx + owner + 1).view({-1});  // rank * width + 1 + local expert
+  const auto int32 = topk_idx.options().dtype(at::kInt);
+  const Tensor index = at::cat({rows, slots});
+  Tensor counts = at::zeros({2, cells}, int32);
+  counts[0] = at::zeros({cells + 1}, int32)
+                  .scatter_add_(0, index, at::ones({index.numel()}, int32))
+                  .narrow(0, 0, cells);
+  const std::vector<int64_t> one_each(static_cast<size_t>(ranks), 1);
+  Tensor received = counts[1].view({ranks, width});
+  group.all_to_all_async(received, counts[0].view({ranks, width}), one_each, one_each).wait();
+  counts_ = counts;
+  if (counts.is_cuda()) {
+    counts_ = at::empty(counts.sizes(), at::TensorOptions(at::kInt).pinned_memory(true));
+    counts_.copy_(counts, /*non_blocking=*/true);
+    counted_.emplace(at::kCUDA);
+    counted_->record(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(counts.device()));
+  }
+}
+
+Tensor ExpertExchange::take() {
+  Transfer transfer = std::move(transfers_.front());
+  transfers_.pop_front();
+  transfer.work.wait();
+  return transfer.tensor;
+}
+
+void ExpertExchange::send(const Tensor& slots) {
+  std::vector<int64_t> shape(slots.sizes().begin(), slots.sizes().end());
+  shape[0] = sum_of(received_);
+  Tensor out = at::empty(shape, slots.options());
+  Work work = group_.all_to_all_async(out, slots.contiguous(), received_, sent_);
+  transfers_.push_back({out, std::move(work)});
+}
+
+void ExpertExchange::fetch(const Tensor& rows) {
+  std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
+  shape[0] = sum_of(sent_);
+  Tensor out = at::empty(shape, rows.options());
+  Work work = group_.all_to_all_async(out, rows.contiguous(), sent_, received_);
+  transfers_.push_back({out, std::move(work)});
+}
+
+Tensor ExpertExchange::sum_copies(const Tensor& slots) const {
+  const auto wide = slots.options().dtype(wide_dtype(slots.scalar_type()));
+  return unpermute(slots, at::ones(destination_.sizes(), wide), by_rank_);
+}
+
+void ExpertExchange::dispatch(const Tensor& rows, const Tensor& weight) {
+  const at::NoGradGuard no_grad;
+  const int64_t ranks = group_.size();
+  if (ranks == 1) {
+    transfers_.push_back({rows, {}});
+    transfers_.push_back({weight, {}});
+    return;
+  }
+  if (counted_) counted_->synchronize();
+  const int32_t* count = counts_.const_data_ptr<int32_t>();
+  const int64_t width = 1 + local_experts_;
+  Tensor ends = at::empty({ranks}, at::kInt);
+  for (int64_t r = 0; r < ranks; ++r) {
+    sent_.push_back(count[r * width]);
+    received_.push_back(count[(ranks + r) * width]);
+    ends.mutable_data_ptr<int32_t>()[r] = static_cast<int32_t>(sum_of(sent_));
+  }
+  by_rank_ = make_expert_plan(destination_, ranks, ends);
+
+  send(permute(rows, by_rank_));
+  const Tensor row = by_rank_.row_of_slot;
+  send(weight.index_select(0, row));
+  // Each copy carries the ids of its rank's experts, counted from that rank's first.
+  const Tensor slot = at::arange(by_rank_.num_slots, by_rank_.offsets.options());
+  const Tensor rank = at::searchsorted(by_rank_.offsets, slot, /*out_int32=*/false, /*right=*/true);
+  const Tensor local = topk_idx_.index_select(0, row) - rank.unsqueeze(1) * local_experts_;
+  send(at::where((local >= 0).logical_and_(local < local_experts_), local, -1));
+}
+
+ExpertExchange::Arrived ExpertExchange::arrive() {
+  Arrived arrived;
+  arrived.rows = take();
+  arrived.weight = take();
+  if (group_.size() == 1) {
+    arrived.plan = make_expert_plan(topk_idx_, local_experts_);
+    return arrived;
+  }
+  const int64_t ranks = group_.size(), width = 1 + local_experts_;
+  const int32_t* count = counts_.const_data_ptr<int32_t>() + ranks * width;
+  Tensor ends = at::zeros({local_experts_}, at::kInt);
+  int32_t end = 0;
+  for (int64_t e = 0; e < local_experts_; ++e) {
+    for (int64_t r = 0; r < ranks; ++r) end += count[r * width + 1 + e];
+    ends.mutable_data_ptr<int32_t>()[e] = end;
+  }
+  arrived.plan = make_expert_plan(take(), local_experts_, ends);
+  return arrived;
+}
+
+void ExpertExchange::combine(const Tensor& expert_out) {
+  if (group_.size() == 1)
+    transfers_.push_back({expert_out.detach(), {}});
+  else
+    fetch(expert_out.detach());
+}
+
+Tensor ExpertExchange::combined() {
+  const at::NoGradGuard no_grad;
+  return group_.size() == 1 ? take() : sum_copies(take());
+}
+
+void ExpertExchange::combine_backward(const Tensor& grad) {
+  const at::NoGradGuard no_grad;
+  if (group_.size() == 1)
+    transfers_.push_back({grad, {}});
+  else
+    send(permute(grad, by_rank_));
+}
+
+Tensor ExpertExchange::combined_grad() { return take(); }
+
+void ExpertExchange::dispatch_backward(const Tensor& grad_rows, const Tensor& grad_weight) {
+  if (group_.size() == 1) {
+    transfers_.push_back({grad_rows, {}});
+    transfers_.push_back({grad_weight, {}});
+  } else {
+    fetch(grad_rows);
+    fetch(grad_weight);
+  }
+}
+
+std::pair<Tensor, Tensor> ExpertExchange::dispatched_grad() {
+  const at::NoGradGuard no_grad;
+  const Tensor rows = take(), weight = take();
+  if (group_.size() == 1) return {rows, weight};
+  return {sum_copies(rows), sum_copies(weight)};
+}
+
+}  // namespace pith

@@ -1,0 +1,69 @@
+// Expert parallelism: rows travel to the ranks that hold their experts, each row once to each rank,
+// and one row, the weighted sum of that rank's experts, comes back.
+#pragma once
+#include <c10/core/Event.h>
+
+#include <deque>
+#include <optional>
+
+#include "core/comm.h"
+#include "operators/permute.h"
+
+namespace pith {
+
+// The travels of one micro-batch's rows in one layer: T rows of this rank go out as S copies, R
+// rows arrive. Each step starts a transfer that the next one waits for, so that the caller can
+// compute in between. In a group of one nothing is copied.
+//   forward    ExpertExchange, dispatch, arrive, combine, combined
+//   backward   combine_backward, combined_grad, dispatch_backward, dispatched_grad
+class ExpertExchange {
+ public:
+  ExpertExchange() = default;
+  // topk_idx (T, K) int64 global expert ids; rank i of `group` holds the i-th num_experts / size of
+  // them. Starts the exchange of counts.
+  ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_t num_experts);
+
+  // Waits (the host too) for the counts, sends rows (T, H) and weight (T, K).
+  void dispatch(const Tensor& rows, const Tensor& weight);
+  // What came: rows (R, H), weight (R, K), and the plan over local experts.
+  struct Arrived {
+    Tensor rows, weight;
+    ExpertPlan plan;
+  };
+  Arrived arrive();
+  // (R, H), one sum for each row that came, goes back.
+  void combine(const Tensor& expert_out);
+  // (T, H): the plain sum, in FP32, of what came back for each row.
+  Tensor combined();
+
+  // The transposed steps: gradient (T, H) of combined() goes to the experts, arrives as (R, H);
+  // gradients (R, H) and (R, K) of the arrived rows and weights go back, arrive as (T, H) and (T,
+  // K).
+  void combine_backward(const Tensor& grad);
+  Tensor combined_grad();
+  void dispatch_backward(const Tensor& grad_rows, const Tensor& grad_weight);
+  std::pair<Tensor, Tensor> dispatched_grad();
+
+ private:
+  void send(const Tensor& slots);    // to the experts: (S, ...) -> (R, ...)
+  void fetch(const Tensor& rows);    // back: (R, ...) -> (S, ...)
+  Tensor take();                     // the oldest transfer under way, complete
+  Tensor sum_copies(const Tensor& slots) const;  // (S, N) -> (T, N)
+
+  Comm group_;
+  Tensor topk_idx_, destination_;  // (T, K): expert; rank, -1 where an earlier entry goes there too
+  int64_t local_experts_ = 0;
+  // Host (2, size, 1 + local experts) int32, sent and received: rows, then slots by expert, of each
+  // rank. On CUDA a copy under way until counted_.
+  Tensor counts_;
+  std::optional<c10::Event> counted_;
+  std::vector<int64_t> sent_, received_;  // rows by rank
+  ExpertPlan by_rank_;                    // T rows to S copies, sorted by rank
+  struct Transfer {
+    Tensor tensor;
+    Work work;
+  };
+  std::deque<Transfer> transfers_;
+};
+
+}  // namespace pith
