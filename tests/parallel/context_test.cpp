@@ -249,12 +249,13 @@ TEST(Context, ModelEqualsOneProcess) {
 
 TEST(Context, GeneratingWithACacheIsRefused) {
   for (const Mesh& mesh : meshes()) {
-    TinyModel tiny(tiny_config(), at::kFloat, device());
-    tiny.mesh = mesh;
-    auto pipeline = tiny.pipeline();
-    std::vector<LayerCache> caches(3);
-    const auto batches = cut(ragged_rows(1, 8, 61), 1, device());
-    EXPECT_THAT(error_text([&] { pipeline.forward_only(batches, AllLogits(), caches); }),
+    const MicroBatch part = split(whole_batch(8, {{0}}), mesh);
+    const RotaryTable rotary;
+    const RouterTraining router;
+    LayerCache cache;
+    const LayerContext context{part, mesh, rotary, router, 0, &cache, nullptr};
+    const Tensor q = zeros({part.num_tokens(), 2, 4}, at::kFloat);
+    EXPECT_THAT(error_text([&] { attend_documents(context, q, q, q, 1); }),
                 testing::HasSubstr("context parallelism"));
   }
 }
