@@ -2,14 +2,18 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/from_blob.h>
 
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
 #include <fstream>
+#include <numeric>
+#include <sstream>
 
 #include "apps/commands.h"
 #include "apps/families.h"
+#include "build_info.h"
 #include "core/device.h"
 #include "engine/batches.h"
 #include "engine/lr_schedule.h"
@@ -40,35 +44,97 @@ std::string with_unit(double value) {
   return fmt::format("{:.{}f}{}", value, unit == 0 ? 0 : 2, units[unit]);
 }
 
-// Bytes of one process that holds everything, in GiB by cause. Activations: one micro-batch.
-void print_plan(const RunConfig& config, const ModelSize& size, at::ScalarType dtype,
-                at::Device device) {
+// Layers of each chunk: parallel.chunks, or balanced by cost.
+template <class Config>
+std::vector<int64_t> chunks_of(const RunConfig& config, const Config& model, const Mesh& mesh) {
+  if (config.parallel.chunks.empty())
+    return default_chunks(model, mesh.shape, config.data.sequence_length);
+  std::vector<int64_t> chunks;
+  std::istringstream text(config.parallel.chunks);
+  for (std::string word; std::getline(text, word, ',');) {
+    size_t used = 0;
+    int64_t layers = -1;
+    try {
+      layers = std::stoll(word, &used);
+    } catch (const std::exception&) {
+    }
+    PITH_CHECK(layers >= 0 && word.find_first_not_of(' ', used) == word.npos,
+               "parallel.chunks: \"{}\" is not a number of layers", word);
+    chunks.push_back(layers);
+  }
+  const int64_t sum = std::accumulate(chunks.begin(), chunks.end(), int64_t{0});
+  PITH_CHECK(
+      static_cast<int64_t>(chunks.size()) == 2 * config.parallel.pp && sum == model.num_layers,
+      "parallel.chunks must be {} numbers with the sum {}, they are {}", 2 * config.parallel.pp,
+      model.num_layers, config.parallel.chunks);
+  return chunks;
+}
+
+int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
+  const int64_t rows = config.training.micro_batch * dp;
+  PITH_CHECK(config.training.global_batch % rows == 0,
+             "training.global_batch {} is not a multiple of micro_batch {} x data parallelism {}",
+             config.training.global_batch, config.training.micro_batch, dp);
+  return config.training.global_batch / rows;
+}
+
+// Parameters by the process that holds most, memory in GiB by cause (activations: those of the
+// schedule's peak), layout and schedule.
+template <class Model>
+void print_plan(const RunConfig& config, const typename Model::Config& model, const Mesh& mesh) {
   constexpr double kGib = 1 << 30;
-  const auto parameters = static_cast<double>(size.parameters);
-  const auto width = static_cast<double>(c10::elementSize(dtype));
-  const int64_t micro_batches =
-      div_exact(config.training.global_batch, config.training.micro_batch);
-  const auto tokens =
-      static_cast<double>(config.training.micro_batch * config.data.sequence_length);
-  const double weights = parameters * width / kGib, gradients = parameters * 4 / kGib;
-  const double optimizer = parameters * 12 / kGib;
-  const double activations =
-      tokens * static_cast<double>(size.activations_per_token) * width / kGib;
+  const ModelSize size = model.size(config.data.sequence_length);
+  const auto width = static_cast<double>(c10::elementSize(compute_dtype(config)));
+  const MeshShape& shape = mesh.shape;
+  const int64_t world = shape.pp * mesh.dp * shape.cp, plane = mesh.dp * shape.cp;
+  const int64_t micro_batches = micro_batches_of(config, mesh.dp);
   fmt::print(
       "\n# parameters  {} total, {} active per token; {} FLOP per token (forward and backward)\n",
-      with_unit(parameters), with_unit(static_cast<double>(size.active_parameters)),
-      with_unit(size.flops_per_token));
-  fmt::print("# device      {}\n", describe_device(device));
+      with_unit(static_cast<double>(size.parameters)),
+      with_unit(static_cast<double>(size.active_parameters)), with_unit(size.flops_per_token));
+  fmt::print("# device      {}\n", describe_device(mesh.device));
   fmt::print(
-      "# memory      rank 0: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and moments "
-      "{:.2f} "
-      "+ activations {:.2f}\n",
-      weights + gradients + optimizer + activations, weights, gradients, optimizer, activations);
-  fmt::print("# step        {} sequences x {} tokens = {} micro-batches of {}\n",
-             config.training.global_batch, config.data.sequence_length, micro_batches,
-             config.training.micro_batch);
-  const std::vector<Action> schedule = make_schedule(1, 0, std::min<int64_t>(micro_batches, 8), false);
-  fmt::print("# schedule    rank 0: {}{}\n", to_string(schedule), micro_batches > 8 ? " ..." : "");
+      "# step        {} sequences x {} tokens = {} micro-batches of {} on each of {} ranks\n",
+      config.training.global_batch, config.data.sequence_length, micro_batches,
+      config.training.micro_batch, mesh.dp);
+  const auto chunks = chunks_of(config, model, mesh);
+  const bool overlap = shape.pp > 1 || shape.ep > 1;
+  const Simulation plan =
+      simulate(shape.pp, micro_batches, overlap,
+               std::vector<StageCosts>(static_cast<size_t>(2 * shape.pp), StageCosts{}));
+  for (int64_t stage = 0; stage < shape.pp; ++stage) {
+    Mesh of_stage = mesh;
+    of_stage.place = mesh_place(shape, world, stage * plane);
+    const Model part(model, model_part(chunks, shape, of_stage.place, model.num_experts));
+    double dense = 0, expert = 0;
+    for (const auto& unit : const_cast<Model&>(part).parameter_units())
+      for (const Parameter* p : unit)
+        (p->group == ParameterGroup::expert ? expert : dense) += static_cast<double>(p->numel());
+    const bool hsdp = config.parallel.sharding == "hsdp";
+    const auto block = static_cast<double>(hsdp ? config.parallel.hsdp_size : plane);
+    const double part_of_dense = dense / block;
+    const double part_of_experts = expert / block * static_cast<double>(shape.ep);
+    const double parts = part_of_dense + part_of_experts;
+    const double whole = config.parallel.weights == "keep" ? dense + expert : parts;
+    const double layers = static_cast<double>(
+        chunks[static_cast<size_t>(stage)] + chunks[static_cast<size_t>(2 * shape.pp - 1 - stage)]);
+    const double kept = static_cast<double>(plan.peak_activations[static_cast<size_t>(stage)]) / 2;
+    const double activations =
+        static_cast<double>(config.training.micro_batch * config.data.sequence_length / shape.cp) *
+        static_cast<double>(size.activations_per_token) * layers /
+        static_cast<double>(model.num_layers) * std::max(kept, 1.0);
+    fmt::print(
+        "# memory      stage {}: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and "
+        "moments {:.2f} + activations {:.2f}\n",
+        stage, ((whole + activations) * width + whole * 4 + parts * 12) / kGib,
+        whole * width / kGib, whole * 4 / kGib, parts * 12 / kGib, activations * width / kGib);
+  }
+  if (world > 1) fmt::print("{}", mesh_table(shape, world));
+  fmt::print("# chunks      {} layers\n", fmt::join(chunks, ", "));
+  const auto schedule =
+      make_schedule(shape.pp, 0, std::min<int64_t>(micro_batches, 2 * shape.pp + 4), overlap);
+  fmt::print("# schedule    rank 0: {}{}\n", to_string(schedule),
+             micro_batches > 2 * shape.pp + 4 ? " ..." : "");
 }
 
 void write_text(const fs::path& path, const std::string& text) {
@@ -84,6 +150,26 @@ std::string read_text(const fs::path& path) {
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
+Packing packing_of(const RunConfig& config) {
+  return config.data.packing == "best_fit" ? Packing::best_fit : Packing::concat;
+}
+
+std::vector<Corpus> open_corpora(const std::vector<DataSource>& sources) {
+  std::vector<Corpus> corpora;
+  for (const DataSource& source : sources) corpora.emplace_back(source.path);
+  return corpora;
+}
+
+Blend open_blend(const RunConfig& config) {
+  std::vector<RowStream> streams;
+  std::vector<double> weights;
+  for (const Corpus& corpus : open_corpora(config.data.train))
+    streams.emplace_back(corpus, config.data.sequence_length, config.data.seed,
+                         config.data.document_mask, true, packing_of(config));
+  for (const DataSource& source : config.data.train) weights.push_back(source.weight);
+  return {std::move(streams), weights};
+}
+
 // One training run: everything that lives from the first to the last step.
 template <class Model>
 class Run {
@@ -92,59 +178,117 @@ class Run {
       : config_(config),
         mesh_(mesh),
         folder_(config.run.folder),
-        corpus_(config.data.train),
-        model_(model_config, whole_model(model_config.num_layers, model_config.num_experts)),
+        chunks_(chunks_of(config, model_config, mesh)),
+        model_(model_config, model_part(chunks_, mesh.shape, mesh.place, model_config.num_experts)),
         groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh.device,
                                   ShardGroup::Use::training)),
         pipeline_(model_, mesh_, config.data.sequence_length,
-                  {config.training.balance_loss, config.training.force_balance}),
-        rows_(corpus_, config.data.sequence_length, config.data.seed, config.data.document_mask,
-              true) {
-    check_vocabulary(corpus_);
-    if (!config.data.validation.empty() && config.validation.interval > 0) {
-      const Corpus validation(config.data.validation);
-      check_vocabulary(validation);
-      validation_.emplace(validation, config.data.sequence_length, config.data.seed,
-                          config.data.document_mask, false);
-    }
-    state_.corpus_fingerprint = corpus_.fingerprint();
+                  {config.training.balance_loss, config.training.force_balance}, chunks_),
+        rows_(open_blend(config)) {
+    std::vector<Corpus> corpora;
+    for (const RowStream& stream : rows_.sources()) corpora.push_back(stream.corpus());
+    if (config.validation.interval > 0)
+      for (const Corpus& corpus : open_corpora(config.data.validation)) {
+        corpora.push_back(corpus);
+        // Seed 0: the same tokens in all runs.
+        validation_.emplace_back(corpus, config.data.sequence_length, 0, config.data.document_mask,
+                                 true, packing_of(config));
+      }
+    check_same_tokenizer(corpora);
+    for (const Corpus& corpus : corpora) check_vocabulary(corpus);
+    for (size_t i = 0; i < rows_.sources().size(); ++i)
+      state_.sources.push_back({corpora[i].prefix(), corpora[i].fingerprint(),
+                                corpora[i].tokenizer_hash(), rows_.weights()[i]});
+    state_.packing = config.data.packing;
+    state_.schedule = schedule_settings(config.training);
     state_.sequence_length = config.data.sequence_length;
     state_.data_seed = config.data.seed;
     state_.document_mask = config.data.document_mask;
+    micro_batches_of(config, mesh.dp);
+    check_same_everywhere(mesh.world, {{"configuration", to_toml(config)},
+                                       {"model", model_.config().to_json(compute_dtype(config))},
+                                       {"corpus", state_.to_json()},
+                                       {"build", kBuildDescription}});
   }
 
   int train(Clock::time_point launched) {
-    fs::create_directories(folder_);
+    if (first_rank()) fs::create_directories(folder_);
     const std::string origin = load_or_initialize();
-    write_text(folder_ / "config.toml", to_toml(config_));
-    MetricsLog log(folder_, state_.step, config_.log.tensorboard);
-    log.event("start", fmt::format("{}; {}; weights ready {:.1f} s after launch", origin,
-                                   describe_device(mesh_.device), seconds_since(launched)));
+    if (first_rank()) {
+      write_text(folder_ / "config.toml", to_toml(config_));
+      log_.emplace(folder_, state_.step, config_.log.tensorboard);
+    }
+    event("start", fmt::format("{}; {}; weights ready {:.1f} s after launch", origin,
+                               describe_device(mesh_.device), seconds_since(launched)));
     if (config_.training.force_balance)
-      log.event("warning",
-                "training.force_balance replaces the router's choice: for measurements only");
+      event("warning",
+            "training.force_balance replaces the router's choice: for measurements only");
+    log_data();
     std::vector<MicroBatch> batch;
-    while (state_.step < config_.training.steps && !stop_requested()) {
+    while (!done() && !stopping_) {
+      set_comm_context(fmt::format("step {}", state_.step + 1));
       const auto start = Clock::now();
       if (batch.empty()) batch = next_batch(0);
       StepMetrics metrics = step(batch);
       metrics.seconds = seconds_since(start);
       metrics.mfu = model_flops(metrics.tokens) / metrics.seconds / peak_flops(mesh_.device);
       if (!std::isfinite(metrics.mfu)) metrics.mfu = 0;
-      if (validation_ && (state_.step % config_.validation.interval == 0 || done()))
-        metrics.extra.emplace_back("validation/loss", validation_loss());
-      log.write(metrics);
-      if (config_.checkpoint.save && checkpoint_due()) save(log);
+      std::string validated;
+      if (!validation_.empty() && (state_.step % config_.validation.interval == 0 || done()))
+        validated = validate(metrics);
+      if (log_) log_->write(metrics);
+      if (!validated.empty()) event("validation", validated);
+      if (config_.checkpoint.save && checkpoint_due()) save();
+      if (mesh_.world.size() == 1) stopping_ = stop_requested();
     }
-    if (config_.checkpoint.save && state_.step > saved_step_) save(log);  // the end, or a signal
+    if (config_.checkpoint.save && state_.step > saved_step_) save();  // the end, or a signal
     writer_.finish();
-    if (stop_requested())
-      log.event("stop", fmt::format("stopped by a signal after step {}", state_.step));
+    if (stopping_) event("stop", fmt::format("stopped by a signal after step {}", state_.step));
     return 0;
   }
 
  private:
-  bool done() const { return state_.step >= config_.training.steps; }
+  bool done() const { return state_.step >= last_step_; }
+  bool first_rank() const { return mesh_.world.rank() == 0; }
+  void event(const std::string& name, const std::string& text) {
+    if (log_) log_->event(name, text);
+  }
+  // Sums over all ranks; what a rank does not know is 0 there.
+  std::vector<double> sum_over_ranks(std::vector<double> values) const {
+    Tensor sums = at::from_blob(values.data(), {static_cast<int64_t>(values.size())}, at::kDouble)
+                      .to(mesh_.device);
+    mesh_.world.all_reduce(sums);
+    sums = sums.cpu();
+    return {sums.const_data_ptr<double>(), sums.const_data_ptr<double>() + sums.numel()};
+  }
+
+  // What is read, and the step after which the run ends.
+  void log_data() {
+    const auto total = std::accumulate(rows_.weights().begin(), rows_.weights().end(), 0.0);
+    for (size_t i = 0; i < rows_.sources().size(); ++i) {
+      const RowStream& stream = rows_.sources()[i];
+      std::string text = fmt::format("{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows",
+                                     stream.corpus().prefix(),
+                                     100 * static_cast<double>(rows_.weights()[i]) / total,
+                                     stream.corpus().num_tokens(), stream.rows_per_epoch());
+      if (packing_of(config_) == Packing::best_fit)
+        text += fmt::format(", {:.3g} % padding", 100 * stream.padding_share());
+      event("data", text);
+    }
+    last_step_ = config_.training.steps;
+    if (config_.data.exhausted == "repeat") return;
+    const int64_t rows = rows_.rows_before_repeat();
+    PITH_CHECK(rows >= config_.training.global_batch,
+               "data.exhausted = \"stop\", but the data ends after {} rows, before the first step",
+               rows);
+    const int64_t steps =
+        std::max<int64_t>(0, rows - state_.rows_read) / config_.training.global_batch;
+    if (state_.step + steps >= last_step_) return;
+    last_step_ = state_.step + steps;
+    event("data", fmt::format("a corpus ends after step {} of {}, and the run with it "
+                              "(data.exhausted = \"stop\")",
+                              last_step_, config_.training.steps));
+  }
 
   bool checkpoint_due() const {
     return config_.checkpoint.interval > 0 && state_.step % config_.checkpoint.interval == 0;
@@ -164,14 +308,19 @@ class Run {
   // Rows of the step after the next `ahead` ones.
   std::vector<MicroBatch> next_batch(int64_t ahead) const {
     return make_batch(rows_, state_.rows_read + ahead * config_.training.global_batch,
-                      config_.training.global_batch, config_.training.micro_batch,
-                      config_.data.document_mask, mesh_.device);
+                      config_.training.global_batch, config_.training.micro_batch, mesh_.place.dp,
+                      mesh_.dp, config_.data.document_mask, mesh_.device);
   }
 
   std::string load_or_initialize() {
-    std::vector<std::string> skipped;
-    const auto newest = newest_checkpoint(folder_ / "checkpoints", &skipped);
-    for (const std::string& reason : skipped) fmt::print(stderr, "warning: {}\n", reason);
+    std::optional<fs::path> newest;
+    if (first_rank()) {  // looks for all ranks
+      std::vector<std::string> skipped;
+      newest = newest_checkpoint(folder_ / "checkpoints", &skipped);
+      for (const std::string& reason : skipped) fmt::print(stderr, "warning: {}\n", reason);
+    }
+    const std::string found = mesh_.world.all_gather_strings(newest ? newest->string() : "")[0];
+    if (!found.empty()) newest = found;
     if (newest && !config_.checkpoint.resume) {
       PITH_FAIL_HINT("choose another run.folder, or set checkpoint.resume = true",
                      "{} already holds checkpoints and checkpoint.resume is off", folder_.string());
@@ -180,11 +329,21 @@ class Run {
       const fs::path file = *newest / "training_state.json";
       const TrainingState saved = TrainingState::from_json(read_text(file), file.string());
       saved.check_same_data(state_, newest->string());
+      const std::string schedule = saved.schedule_differences(state_);
+      if (!schedule.empty() && !config_.checkpoint.allow_schedule_change) {
+        PITH_FAIL_HINT(
+            "restore these settings; or set checkpoint.allow_schedule_change = true to go on with "
+            "the present ones",
+            "{} was saved under another learning-rate schedule:{}", newest->string(), schedule);
+      }
       check_same_model(*newest);
       restore_state(groups_, *newest);
-      state_ = saved;
-      saved_step_ = saved.step;
-      return fmt::format("resumed from {} at step {}", newest->string(), state_.step);
+      saved_step_ = state_.step = saved.step;
+      state_.rows_read = saved.rows_read;
+      state_.tokens_seen = saved.tokens_seen;
+      return fmt::format(
+          "resumed from {} at step {}{}{}", newest->string(), state_.step,
+          schedule.empty() ? "" : ", with another learning-rate schedule:", schedule);
     }
     if (!config_.model.init.empty()) {
       restore_weights(groups_, config_.model.init, model_.config().tie_embeddings);
@@ -214,20 +373,22 @@ class Run {
     const Tensor norm = grad_norm(groups_, mesh_);
     StepMetrics metrics;
     metrics.step = state_.step + 1;
-    metrics.total_steps = config_.training.steps;
-    for (const MicroBatch& micro : batch) metrics.tokens += micro.num_tokens();
+    metrics.total_steps = last_step_;
+    metrics.tokens = config_.training.global_batch * config_.data.sequence_length;
     metrics.trained_tokens = batch.front().global_trained_tokens;
     const std::vector<MicroBatch> current = std::move(batch);
     batch = next_batch(1);
 
     metrics.grad_norm = norm.item<double>();
-    metrics.loss = result.loss_sum.item<double>() /
-                   static_cast<double>(std::max<int64_t>(metrics.trained_tokens, 1));
-    if (result.balance_sum.defined()) {
-      metrics.balance_loss =
-          result.balance_sum.item<double>() /
-          static_cast<double>(config_.training.global_batch * result.num_moe_layers);
-    }
+    const auto value = [](const Tensor& sum) { return sum.defined() ? sum.item<double>() : 0.0; };
+    const auto plane = static_cast<double>(mesh_.plane.size());
+    const std::vector<double> sums = sum_over_ranks(
+        {value(result.loss_sum), value(result.balance_sum),
+         static_cast<double>(result.num_moe_layers) / plane, stop_requested() ? 1.0 : 0.0});
+    metrics.loss = sums[0] / static_cast<double>(std::max<int64_t>(metrics.trained_tokens, 1));
+    if (sums[2] > 0)
+      metrics.balance_loss = sums[1] / static_cast<double>(config_.training.global_batch) / sums[2];
+    stopping_ = sums[3] > 0;
     if (config_.log.check_finite &&
         !(std::isfinite(metrics.loss) && std::isfinite(metrics.grad_norm)))
       fail_non_finite(current, metrics);
@@ -249,13 +410,23 @@ class Run {
   // finite.
   [[noreturn]] void fail_non_finite(const std::vector<MicroBatch>& batch,
                                     const StepMetrics& metrics) {
-    std::string first = first_non_finite(groups_);
+    // The first rank that has something to say.
+    const auto first_of_ranks = [&](const std::string& mine) {
+      const std::vector<std::string> all = mesh_.world.all_gather_strings(mine);
+      for (size_t rank = 0; rank < all.size(); ++rank) {
+        if (!all[rank].empty())
+          return all.size() == 1 ? all[rank] : fmt::format("{} on rank {}", all[rank], rank);
+      }
+      return std::string();
+    };
+    std::string first = first_of_ranks(first_non_finite(groups_));
     if (!first.starts_with("weight")) {
       std::string stage;
       pipeline_.observe([&](const std::string& name, const Tensor& tensor) {
         if (stage.empty() && !tensor.isfinite().all().item<bool>()) stage = "output " + name;
       });
       pipeline_.forward_only(batch, NextTokenLoss());
+      stage = first_of_ranks(stage);
       if (!stage.empty()) first = stage;
     }
     PITH_FAIL_HINT(
@@ -268,22 +439,48 @@ class Run {
         state_.rows_read, state_.rows_read + config_.training.global_batch - 1);
   }
 
-  double validation_loss() {
-    const int64_t rows =
-        std::max<int64_t>(1, config_.validation.tokens / config_.data.sequence_length);
-    double sum = 0;
-    int64_t trained = 0;
-    for (int64_t first = 0; first < rows; first += config_.training.micro_batch) {
-      const int64_t count = std::min(config_.training.micro_batch, rows - first);
-      const auto batch =
-          make_batch(*validation_, first, count, count, config_.data.document_mask, mesh_.device);
-      sum += pipeline_.forward_only(batch, NextTokenLoss()).loss_sum.template item<double>();
-      trained += batch.front().trained_tokens;
+  // Loss and perplexity of each validation corpus and the mean over all their trained tokens, into
+  // metrics.extra; returns them for a person. A corpus is read from the same row on each time, at
+  // most once.
+  std::string validate(StepMetrics& metrics) {
+    std::string text;
+    double all = 0, all_trained = 0;
+    for (size_t i = 0; i < validation_.size(); ++i) {
+      const RowStream& stream = validation_[i];
+      const int64_t wanted = config_.validation.tokens / config_.data.sequence_length;
+      const int64_t rows = std::max<int64_t>(1, std::min(wanted, stream.rows_per_epoch()));
+      double sum = 0, trained = 0;
+      const int64_t mine = config_.training.micro_batch;
+      for (int64_t first = 0; first < rows; first += mine * mesh_.dp) {
+        std::vector<Row>
+            part;  // of this data-parallel rank; beyond the end rows that count nothing
+        for (int64_t row = first + mesh_.place.dp * mine; std::ssize(part) < mine; ++row) {
+          part.push_back(stream.row(std::min(row, rows - 1)));
+          if (row >= rows) std::ranges::fill(part.back().labels, -100);
+        }
+        const std::vector<MicroBatch> batch{
+            make_microbatch(part, config_.data.document_mask, 1, 1, mesh_.device)};
+        const Tensor loss = pipeline_.forward_only(batch, NextTokenLoss()).loss_sum;
+        if (!loss.defined()) continue;
+        sum += loss.item<double>();
+        trained += static_cast<double>(batch.front().trained_tokens);
+      }
+      const std::vector<double> sums = sum_over_ranks({sum, trained});
+      sum = sums[0], trained = sums[1];
+      const double loss = sum / std::max(trained, 1.0);
+      const std::string name = config_.data.validation[i].label();
+      metrics.extra.emplace_back(fmt::format("validation/{}/loss", name), loss);
+      metrics.extra.emplace_back(fmt::format("validation/{}/perplexity", name), std::exp(loss));
+      text += fmt::format("{} loss {:.4f}, perplexity {:.4g}; ", name, loss, std::exp(loss));
+      all += sum;
+      all_trained += trained;
     }
-    return sum / static_cast<double>(std::max<int64_t>(trained, 1));
+    all /= std::max(all_trained, 1.0);
+    metrics.extra.emplace_back("validation/loss", all);
+    return text + fmt::format("mean loss {:.4f} over {} tokens", all, all_trained);
   }
 
-  void save(MetricsLog& log) {
+  void save() {
     const auto start = Clock::now();
     CheckpointContent content;
     content.step = state_.step;
@@ -293,35 +490,38 @@ class Run {
     content.files.emplace_back("generation_config.json", model_.config().generation_json());
     content.files.emplace_back("run.toml", to_toml(config_));
     for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
-      const fs::path file = fs::path(corpus_.prefix() + ".tokenizer") / name;
+      const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_text(file));
     }
     writer_.start(folder_ / "checkpoints", std::move(content), config_.checkpoint.keep_last);
     saved_step_ = state_.step;
-    log.event("save",
-              fmt::format("checkpoint of step {} on its way to {} (copied in {:.2f} s)",
-                          state_.step, (folder_ / "checkpoints").string(), seconds_since(start)));
+    event("save",
+          fmt::format("checkpoint of step {} on its way to {} (copied in {:.2f} s)", state_.step,
+                      (folder_ / "checkpoints").string(), seconds_since(start)));
   }
 
   const RunConfig& config_;
   const Mesh& mesh_;
   fs::path folder_;
-  Corpus corpus_;
+  std::vector<int64_t> chunks_;
   Model model_;
   std::vector<ShardGroup> groups_;
   Pipeline<Model> pipeline_;
-  RowStream rows_;
-  std::optional<RowStream> validation_;
+  Blend rows_;
+  std::vector<RowStream> validation_;
   TrainingState state_;
-  int64_t saved_step_ = 0;
+  int64_t saved_step_ = 0, last_step_ = 0;
+  bool stopping_ = false;          // agreed by all ranks
+  std::optional<MetricsLog> log_;  // on the first rank
   CheckpointWriter writer_;
 };
 
 template <class Model>
-int pretrain(const RunConfig& config, bool dry_run, Clock::time_point launched) {
+int pretrain(const RunConfig& config, int64_t processes, Clock::time_point launched) {
   if (config.run.threads > 0) at::set_num_threads(static_cast<int>(config.run.threads));
-  Mesh mesh;
-  mesh.device = select_device(config.run.device);
+  const at::Device device = select_device(config.run.device);
+  const MeshShape shape{config.parallel.pp, config.parallel.cp, config.parallel.ep,
+                        config.parallel.sharding == "hsdp", config.parallel.hsdp_size};
   if (config.training.deterministic) {
     // cuBLAS sums in one order only with a fixed workspace; LibTorch then refuses what is not
     // deterministic.
@@ -334,12 +534,17 @@ int pretrain(const RunConfig& config, bool dry_run, Clock::time_point launched) 
   PITH_CHECK(config.data.sequence_length <= model_config.max_positions,
              "data.sequence_length {} is longer than the model's max_position_embeddings {}",
              config.data.sequence_length, model_config.max_positions);
-  if (dry_run) {
+  if (processes > 0) {  // --dry-run: a mesh without processes
+    Mesh mesh;
+    mesh.shape = shape;
+    mesh.dp = data_parallel(shape, processes);
+    mesh.device = device;
     fmt::print("{}", to_toml(config));
-    print_plan(config, model_config.size(config.data.sequence_length), compute_dtype(config),
-               mesh.device);
+    print_plan<Model>(config, model_config, mesh);
     return 0;
   }
+  const World world;
+  const Mesh mesh = make_mesh(shape, world, device);
   install_signal_handlers();
   return Run<Model>(config, std::move(model_config), mesh).train(launched);
 }
@@ -351,6 +556,7 @@ void add_pretrain_command(CLI::App& app) {
     std::string file;
     std::vector<std::string> overrides;
     bool dry_run = false;
+    int64_t processes = 1;
   };
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand(
@@ -363,14 +569,17 @@ void add_pretrain_command(CLI::App& app) {
   command->add_flag(
       "--dry-run", options->dry_run,
       "Print the resolved configuration, parameter counts, memory and schedule, then exit");
+  command->add_option("--processes", options->processes, "--dry-run: of a job of this many")
+      ->check(CLI::PositiveNumber);
   command->footer(
       "Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
       describe_config_keys());
   command->callback([options] {
     const auto launched = Clock::now();
     const RunConfig config = load_run_config(options->file, options->overrides);
-    with_family(config.model.config,
-                [&]<class Model>() { return pretrain<Model>(config, options->dry_run, launched); });
+    with_family(config.model.config, [&]<class Model>() {
+      return pretrain<Model>(config, options->dry_run ? options->processes : 0, launched);
+    });
   });
 }
 

@@ -42,13 +42,13 @@ if(PITH_CUDA AND gpu_sources)
   target_compile_options(test_gpu PRIVATE $<$<CONFIG:Release>:-O1>)
 endif()
 
-# tests/parallel/*.cpp -> test_parallel, run as 2 and as 4 processes by the mpirun of .deps.
+# tests/parallel/*.cpp -> test_parallel, run as 2, 4 and 8 processes by the mpirun of .deps.
 file(GLOB sources CONFIGURE_DEPENDS tests/parallel/*.cpp)
 if(sources)
   pith_executable(test_parallel SOURCES ${sources} LINK pith_engine pith::gtest)
   pith_use_pch(test_parallel core)
   target_compile_options(test_parallel PRIVATE $<$<CONFIG:Release>:-O1>)
-  foreach(processes 2 4)
+  foreach(processes 2 4 8)
     set(name parallel${processes})
     add_test(NAME ${name} COMMAND ${PITH_DEPS}/bin/mpirun -n ${processes} --oversubscribe
       --bind-to none --mca mpi_yield_when_idle 1 $<TARGET_FILE:test_parallel>

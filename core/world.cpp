@@ -2,6 +2,7 @@
 // of them when one is lost. One thread talks to the store (the heartbeat); the other, the watchdog,
 // only looks at clocks, so that a store that hangs cannot stop it.
 #include <c10/util/Exception.h>
+#include <c10/util/Flags.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +15,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "core/transport.h"
+
+C10_DECLARE_int(caffe2_log_level);
 
 namespace pith {
 namespace {
@@ -87,6 +90,19 @@ struct Job {
 };
 
 Job* job = nullptr;
+
+constexpr const char* kStoreLost =
+    "rank 0 has ended or lost its connection: its store does not answer";
+
+// A call to the store by the main thread.
+template <class Call>
+void with_store(const Call& call) {
+  try {
+    call();
+  } catch (const c10::Error&) {
+    end_all_ranks(kStoreLost);
+  }
+}
 
 void print_failure(const std::string& text) {
   const std::string line = fmt::format("FAILED rank {}: {}\n", job->rank, text);
@@ -182,7 +198,7 @@ void run_heartbeat() {
       job->since_beat_s = 0;
     } catch (const std::exception&) {
       if (!failure.empty()) leave_without_store(failure);
-      leave_without_store("rank 0 has ended or lost its connection: its store does not answer");
+      leave_without_store(kStoreLost);
     }
   }
 }
@@ -230,7 +246,7 @@ void run_watchdog() {
 
 c10::intrusive_ptr<c10d::Store> open_store() {
   // The C10d library reports lost connections in its own way as well; ours is enough.
-  setenv("TORCH_CPP_LOG_LEVEL", "ERROR", /*overwrite=*/0);
+  FLAGS_caffe2_log_level = 2;
   c10d::TCPStoreOptions options;
   options.isServer = job->rank == 0;
   options.waitWorkers = false;
@@ -361,17 +377,21 @@ void unwatch(uint64_t id) {
 }
 
 void store_set(const std::string& key, const std::string& value) {
-  job->store->set(job->key(key), value);
+  with_store([&] { job->store->set(job->key(key), value); });
 }
 
 std::vector<std::string> store_get(const std::vector<std::string>& keys) {
   std::vector<std::string> full, result;
   for (const std::string& key : keys) full.push_back(job->key(key));
-  for (const std::vector<uint8_t>& value : job->store->multiGet(full))
-    result.emplace_back(value.begin(), value.end());
+  with_store([&] {
+    for (const std::vector<uint8_t>& value : job->store->multiGet(full))
+      result.emplace_back(value.begin(), value.end());
+  });
   return result;
 }
 
-void store_delete(const std::string& key) { job->store->deleteKey(job->key(key)); }
+void store_delete(const std::string& key) {
+  with_store([&] { job->store->deleteKey(job->key(key)); });
+}
 
 }  // namespace pith

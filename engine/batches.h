@@ -1,7 +1,7 @@
-// From a corpus to micro-batches: a deterministic stream of tokens and a cursor that is one
-// integer.
+// From corpora to micro-batches: a deterministic stream of rows and a cursor that is one integer.
 #pragma once
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "core/microbatch.h"
@@ -21,34 +21,82 @@ struct Row {
   }
 };
 
-// The endless stream: epoch after epoch, each with its documents in an order shuffled by (seed,
-// epoch), joined and cut every sequence_length tokens; the token after a row's last is its last
-// label. Every token of every document is an input exactly once an epoch. Row i is a function of
-// (corpus, seed, sequence_length, i) alone, so the batch does not depend on ranks or micro-batches
-// and the cursor is the number of rows consumed. With shuffle, the rows inside an epoch change
-// places as well, so that a long document does not fill a batch. With document_mask labels never
-// cross a document border (-100 there), and a document that goes on in another row is a new span of
-// attention there, from position 0; without it a row is one document. A corpus shorter than a row
-// repeats in it.
+enum class Packing {
+  concat,   // documents joined and cut every sequence_length tokens
+  best_fit  // no document cut unless longer than a row; rows are filled up with padding
+};
+
+// The endless stream of one corpus: epoch after epoch, each with its documents in an order shuffled
+// by (seed, epoch). Every token of every document is an input exactly once an epoch. Row i is a
+// function of (corpus, seed, sequence_length, packing, i) alone, so a batch does not depend on
+// ranks or micro-batches and the cursor is the number of rows consumed. With shuffle, the rows
+// inside an epoch change places as well, so that a long document does not fill a batch. With
+// document_mask labels never cross a document border (-100 there), and a document that goes on in
+// another row is a new span of attention there, from position 0; without it a row is one document.
+//
+// concat: the token after a row's last is its last label; a corpus shorter than a row repeats in
+// it, and a row may hold the end of an epoch and the beginning of the next.
+// best_fit: whole rows are cut off long documents; what is left of each goes, longest first, into
+// the row with the least room that holds it (best-fit decreasing; Ding et al. 2024, arXiv
+// 2404.10830). Padding is token 0, trained nowhere and a document of its own. How many rows an
+// epoch has depends on the lengths alone, so all epochs have the same. Needs document_mask.
+// Kept in memory for two epochs: 8 bytes a document (best_fit) or 16 (concat).
 class RowStream {
  public:
-  RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask,
-            bool shuffle);
+  RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask, bool shuffle,
+            Packing packing = Packing::concat);
   Row row(int64_t index) const;
-  int64_t rows_per_epoch() const;  // floor(tokens / sequence_length)
+  int64_t trained_tokens(int64_t index) const;  // of row(index), without reading tokens
+  int64_t rows_per_epoch() const;  // concat: whole ones, floor(tokens / sequence_length)
+  double padding_share() const;    // of an epoch's tokens; 0 with concat
+  const Corpus& corpus() const;
 
  private:
   struct State;
   std::shared_ptr<State> state_;
 };
 
+// Throws, naming both, where two corpora were made with different tokenizers or vocabularies. A
+// corpus without a side file does not say and is let through.
+void check_same_tokenizer(const std::vector<Corpus>& corpora);
+
+// Several streams mixed by weight. Row i comes from a source that depends on i alone, and over any
+// prefix of rows each source's count is within one of its share. Weights stand in a ratio of
+// integers (0.7 and 0.3: 7 to 3) whose sum, the period, is at most 2^20; weights without so small a
+// common measure are rounded to multiples of 2^-20 of their sum. A period is scheduled once: job j
+// of a source of share w may run in slots floor(j / w) to ceil((j + 1) / w) - 1, and the earliest
+// deadline goes first (Tijdeman 1980, "The chairman assignment problem"; Baruah et al. 1996,
+// "Proportionate progress"), which meets all of them.
+class Blend {
+ public:
+  struct Place {
+    size_t source;
+    int64_t row;  // of the source's own stream
+  };
+  Blend(std::vector<RowStream> sources, const std::vector<double>& weights);
+  Blend(const RowStream& only) : Blend({only}, {1}) {}  // implicit: a stream is a blend of one
+  Place place(int64_t index) const;
+  Row row(int64_t index) const;
+  int64_t trained_tokens(int64_t index) const;
+  int64_t rows_before_repeat() const;  // until a source would begin its second epoch
+  const std::vector<RowStream>& sources() const { return sources_; }
+  const std::vector<int64_t>& weights() const { return weights_; }  // reduced integers
+
+ private:
+  std::vector<RowStream> sources_;
+  std::vector<int64_t> weights_;
+  std::vector<std::pair<uint32_t, uint32_t>> slots_;  // of a period: source, its row in the period
+};
+
 // Packs rows into one micro-batch on `device`. global_* counts are those of the whole batch.
 MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
                            int64_t global_trained_tokens, int64_t global_rows, at::Device device);
 
-// Rows [first, first + global_batch) of the stream as micro-batches of micro_batch rows, counts
-// filled in.
-std::vector<MicroBatch> make_batch(const RowStream& stream, int64_t first, int64_t global_batch,
-                                   int64_t micro_batch, bool document_mask, at::Device device);
+// The part of rank dp_rank of dp_size in rows [first, first + global_batch), as micro-batches of
+// micro_batch rows: its micro-batch m begins at row (m * dp_size + dp_rank) * micro_batch. global_*
+// counts are those of all ranks' rows, found without communication.
+std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
+                                   int64_t micro_batch, int64_t dp_rank, int64_t dp_size,
+                                   bool document_mask, at::Device device);
 
 }  // namespace pith

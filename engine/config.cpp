@@ -11,6 +11,7 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <utility>
 #include <variant>
@@ -23,7 +24,8 @@
 namespace pith {
 namespace {
 
-using Field = std::variant<std::string*, int64_t*, uint64_t*, double*, bool*>;
+using Field =
+    std::variant<std::string*, int64_t*, uint64_t*, double*, bool*, std::vector<DataSource>*>;
 
 template <auto section, auto member>
 Field field_of(RunConfig& config) {
@@ -56,13 +58,28 @@ const Key kKeys[] = {
      "precision"},
     {KEY(model, num_layers), "[0, 100000]", "cut to the first N layers; 0 = all",
      "num_hidden_layers layers"},
-    {KEY(data, train), "path", "corpus, as a path without .bin or .idx", "path dataset"},
-    {KEY(data, validation), "path", "held-out corpus; empty = none", "valid eval"},
+    {KEY(parallel, pp), "[1, 1024]", "pipeline stages", "pipeline_parallel_size pipeline pp_size"},
+    {KEY(parallel, cp), "[1, 1024]", "ranks that share a sequence",
+     "context_parallel_size context cp_size"},
+    {KEY(parallel, ep), "[1, 1024]", "ranks that divide the experts among them",
+     "expert_parallel_size expert_model_parallel_size ep_size"},
+    {KEY(parallel, sharding), "fsdp|hsdp", "over all ranks of a stage, or in replicated blocks",
+     "strategy"},
+    {KEY(parallel, hsdp_size), "[0, 1000000]", "hsdp: ranks of a block, a multiple of ep"},
+    {KEY(parallel, weights), "keep|reshard", "hold a stage's weights whole, or gather for each use",
+     "reshard_after_forward"},
+    {KEY(parallel, chunks), "", "layers of each of 2 pp chunks, as \"2,2,4,0\"; empty = by cost"},
+    {KEY(data, train), "path", "corpus, as a path without .bin or .idx, or a blend of several",
+     "path dataset blend"},
+    {KEY(data, validation), "path", "held-out corpus or corpora; empty = none", "valid eval"},
     {KEY(data, sequence_length), "[1, 100000000]", "tokens a sequence",
      "seq_len seq_length max_length context_length block_size"},
     {KEY(data, document_mask), "", "attention and positions stop at document borders",
      "reset_attention_mask"},
     {KEY(data, seed), "[0, inf)", "order of documents", "shuffle_seed"},
+    {KEY(data, packing), "concat|best_fit", "cut documents at row ends, or pad rows instead"},
+    {KEY(data, exhausted), "repeat|stop",
+     "what the end of a corpus does: next epoch, or end of run", "epochs num_epochs"},
     {KEY(training, steps), "[1, 1000000000]", "optimizer steps of the whole run",
      "max_steps train_iters num_steps iterations"},
     {KEY(training, global_batch), "[1, 100000000]", "sequences a step",
@@ -95,13 +112,15 @@ const Key kKeys[] = {
      "initializer_range init_method_std"},
     {KEY(validation, interval), "[0, 1000000000]", "validate every so many steps; 0 = never",
      "eval_interval eval_steps"},
-    {KEY(validation, tokens), "[1, inf)", "tokens a validation reads", "eval_iters"},
+    {KEY(validation, tokens), "[1, inf)", "tokens a validation reads of each corpus", "eval_iters"},
     {KEY(checkpoint, interval), "[0, 1000000000]", "save every so many steps; 0 = at the end only",
      "save_interval save_steps"},
     {KEY(checkpoint, keep_last), "[0, 1000000]", "newest checkpoints to keep; 0 = all",
      "save_total_limit"},
     {KEY(checkpoint, resume), "", "go on from the newest complete checkpoint in run.folder"},
     {KEY(checkpoint, save), "", "false: never write one"},
+    {KEY(checkpoint, allow_schedule_change), "",
+     "resume with another learning-rate schedule than saved"},
     {KEY(log, tensorboard), "", "write TensorBoard event files too"},
     {KEY(log, check_finite), "", "stop at the first NaN or Inf and name the tensor"},
 };
@@ -153,17 +172,32 @@ std::string quote(std::string_view text) {
   return quoted + '"';
 }
 
+std::string toml_of_number(double number) {
+  const std::string text = fmt::format("{}", number);
+  return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
+}
+
+std::string toml_of_sources(const std::vector<DataSource>& sources) {
+  if (sources.empty()) return quote("");
+  if (sources.size() == 1 && sources[0].name.empty()) return quote(sources[0].path);
+  std::string text;
+  for (const DataSource& source : sources) {
+    text += fmt::format("{}{{path = {}, weight = {}", text.empty() ? "" : ", ", quote(source.path),
+                        toml_of_number(source.weight));
+    text += source.name.empty() ? "}" : fmt::format(", name = {}}}", quote(source.name));
+  }
+  return fmt::format("[{}]", text);
+}
+
 // The value of a field as TOML that reads back to the same bits.
 std::string toml_of(const Field& field) {
-  return std::visit(Overloaded{[](const std::string* text) { return quote(*text); },
-                               [](const bool* on) { return std::string(*on ? "true" : "false"); },
-                               [](const double* number) {
-                                 std::string text = fmt::format("{}", *number);
-                                 if (text.find_first_of(".e") == std::string::npos) text += ".0";
-                                 return text;
-                               },
-                               [](const auto* integer) { return fmt::format("{}", *integer); }},
-                    field);
+  return std::visit(
+      Overloaded{[](const std::string* text) { return quote(*text); },
+                 [](const bool* on) { return std::string(*on ? "true" : "false"); },
+                 [](const double* number) { return toml_of_number(*number); },
+                 [](const std::vector<DataSource>* sources) { return toml_of_sources(*sources); },
+                 [](const auto* integer) { return fmt::format("{}", *integer); }},
+      field);
 }
 
 std::string describe_value(const toml::node& node) {
@@ -183,6 +217,47 @@ std::string describe_value(const toml::node& node) {
     default:
       return "a date or time";
   }
+}
+
+// Reads a path, or an array of {path, weight, name}; returns what is wrong, or nothing.
+std::string assign_sources(const toml::node& node, std::vector<DataSource>& sources) {
+  std::vector<DataSource> read;
+  if (node.is_string()) {
+    if (!(**node.as_string()).empty()) read.push_back({**node.as_string()});
+  } else if (!node.is_array()) {
+    return fmt::format("must be a path or an array of {{path, weight}}, not {}",
+                       describe_value(node));
+  } else {
+    for (const toml::node& element : *node.as_array()) {
+      const toml::table* table = element.as_table();
+      if (!table)
+        return fmt::format("source {} must be {{path = \"...\", weight = 0.5}}, not {}",
+                           read.size() + 1, describe_value(element));
+      DataSource source;
+      for (const auto& [key, value] : *table) {
+        const std::string_view name = key.str();
+        if (name == "weight" && value.is_number()) {
+          source.weight = *value.value<double>();
+        } else if ((name == "path" || name == "name") && value.is_string()) {
+          (name == "path" ? source.path : source.name) = **value.as_string();
+        } else {
+          return fmt::format(
+              "source {}: {} = {} is not one of path (text), weight (a number), "
+              "name (text)",
+              read.size() + 1, name, describe_value(value));
+        }
+      }
+      if (source.path.empty()) return fmt::format("source {} has no path", read.size() + 1);
+      if (!(source.weight > 0) || std::isinf(source.weight))
+        return fmt::format("source {}: weight {} is outside (0, inf)", read.size() + 1,
+                           source.weight);
+      read.push_back(std::move(source));
+    }
+  }
+  for (const DataSource& source : read)
+    if ((source.path + source.name).find('\0') != std::string::npos) return "holds a NUL character";
+  sources = std::move(read);
+  return "";
 }
 
 // Stores the value; returns what is wrong with it, or nothing.
@@ -212,6 +287,7 @@ std::string assign(const Key& key, const toml::node& node, const Field& field) {
                    *target = value;
                    return "";
                  },
+                 [&](std::vector<DataSource>* target) { return assign_sources(node, *target); },
                  [&](bool* target) -> std::string {
                    if (!node.is_boolean()) return expected("true or false");
                    *target = **node.as_boolean();
@@ -399,11 +475,14 @@ void Reader::read_override(const std::string& text) {
   const std::string value = trimmed(equals + 1, text.size());
   const auto key = std::ranges::find_if(
       kKeys, [&](const Key& k) { return section == k.section && name == k.name; });
+  const Field field = key == std::end(kKeys) ? Field() : key->field(config_);
+  const bool wants_sources = std::holds_alternative<std::vector<DataSource>*>(field);
   const bool wants_text =
-      key != std::end(kKeys) && std::holds_alternative<std::string*>(key->field(config_));
+      wants_sources || (key != std::end(kKeys) && std::holds_alternative<std::string*>(field));
   auto parsed = parse_value(value);
-  if (wants_text && !(parsed && parsed->begin()->second.is_string()))
-    parsed = parse_value(quote(value));
+  const bool is_wanted = parsed && (parsed->begin()->second.is_string() ||
+                                    (wants_sources && parsed->begin()->second.is_array()));
+  if (wants_text && !is_wanted) parsed = parse_value(quote(value));
   if (parsed) return set(section, name, parsed->begin()->second, place);
   // What is no TOML is text, which set() refuses for this key; only invalid UTF-8 isn't even that.
   if (parsed = parse_value(quote(value)); parsed) {
@@ -432,12 +511,21 @@ void Reader::check_together() {
   rule(!config_.model.config.empty() || !config_.model.init.empty(), {"model.config", "model.init"},
        "one of model.config and model.init must be given");
   rule(!config_.data.train.empty(), {"data.train"}, "must be given");
-  for (const auto& [name, path] : {std::pair{"data.train", &config_.data.train},
-                                   std::pair{"data.validation", &config_.data.validation}}) {
-    const bool extension = path->ends_with(".bin") || path->ends_with(".idx");
-    rule(!extension && !path->ends_with('/'), {name},
-         fmt::format("{} must name a corpus by its path without extension", quote(*path)));
+  for (const auto& [name, sources] : {std::pair{"data.train", &config_.data.train},
+                                      std::pair{"data.validation", &config_.data.validation}}) {
+    for (const DataSource& source : *sources) {
+      const std::string& path = source.path;
+      const bool extension = path.ends_with(".bin") || path.ends_with(".idx");
+      rule(!extension && !path.ends_with('/'), {name},
+           fmt::format("{} must name a corpus by its path without extension", quote(path)));
+    }
   }
+  std::set<std::string> labels;
+  for (const DataSource& source : config_.data.validation)
+    rule(labels.insert(source.label()).second, {"data.validation"},
+         fmt::format("two corpora are called {}; give them a name = ...", quote(source.label())));
+  rule(config_.data.packing == "concat" || config_.data.document_mask,
+       {"data.packing", "data.document_mask"}, "best_fit needs data.document_mask");
   rule(t.global_batch % t.micro_batch == 0, {"training.micro_batch", "training.global_batch"},
        fmt::format("{} does not divide training.global_batch = {}", t.micro_batch, t.global_batch));
   rule(t.warmup_steps <= t.steps, {"training.warmup_steps", "training.steps"},
@@ -516,8 +604,8 @@ std::string describe_config_keys() {
       text += fmt::format("{}[{}]\n", text.empty() ? "" : "\n", key.section);
     section = key.section;
     const Field field = key.field(defaults);
-    const char* const types[] = {"text", "integer", "integer", "float", "bool"};
-    text += fmt::format("  {:<19}{:<9}{:<12}{:<21}{}\n", key.name, types[field.index()],
+    const char* const types[] = {"text", "integer", "integer", "float", "bool", "corpora"};
+    text += fmt::format("  {:<22}{:<9}{:<12}{:<21}{}\n", key.name, types[field.index()],
                         toml_of(field), key.limits, key.description);
   }
   return text;
@@ -545,6 +633,16 @@ Rules between keys:
 - `training.warmup_steps` is at most `training.steps`; the schedule `wsd` needs
   `training.decay_steps`, at most what warm-up leaves of the steps; no other schedule has it.
 - `validation.interval` needs `data.validation`, and `validation.tokens` at least one sequence.
+- `data.packing = "best_fit"` needs `data.document_mask`.
+
+`data.train` and `data.validation` take a path or an array: `train = [{path = "a", weight = 0.7},
+{path = "b", weight = 0.3}]`. A weight is a share of the rows read in training; weights need not add
+up to 1. A corpus may have a `name`, which metrics use (`validation/NAME/loss`); else it is the last
+part of its path. `exhausted = "stop"` ends the run before a corpus would begin its second epoch.
+
+A resumed run refuses other `[data]` settings, corpora or weights than those of its checkpoint, and
+another learning-rate schedule (`training.steps` among it, where the schedule depends on it) unless
+`checkpoint.allow_schedule_change` is on.
 
 Relative paths start at the working directory. An integer is written as one (`1000`, `1_000`, not
 `1e3`), a number begins with a digit (`0.1`, not `.1`). All mistakes of a file are reported at

@@ -8,6 +8,16 @@
 
 namespace pith {
 
+// One corpus of several.
+struct DataSource {
+  std::string path;       // without extension
+  double weight = 1;      // of its rows in the blend; means nothing for validation
+  std::string name = {};  // in metrics; empty = the last part of path
+  std::string label() const {
+    return name.empty() ? std::filesystem::path(path).filename().string() : name;
+  }
+};
+
 // Defaults are the values below; docs/configuration.md and `pithtrain pretrain --help` are made
 // from the table in config.cpp, so each field has one description, one range, one place.
 struct RunConfig {
@@ -22,12 +32,20 @@ struct RunConfig {
     std::string dtype = "bfloat16";  // compute dtype: bfloat16, float32
     int64_t num_layers = 0;          // cut to the first N layers; 0 = all
   } model;
+  struct Parallel {  // processes = pp x dp x cp; dp follows from their number
+    int64_t pp = 1, cp = 1, ep = 1;
+    std::string sharding = "fsdp";  // fsdp: over all ranks of a stage; hsdp: within blocks of them
+    int64_t hsdp_size = 0;
+    std::string weights = "keep";  // between uses: keep them whole, or reshard
+    std::string chunks;            // layers of each of 2 pp chunks: "2,2,4,0"; empty = by cost
+  } parallel;
   struct Data {
-    std::string train;       // corpus path without extension
-    std::string validation;  // empty = none
+    std::vector<DataSource> train, validation;
     int64_t sequence_length = 4096;
-    bool document_mask = true;  // attention and positions stop at document borders
-    uint64_t seed = 1;          // order of documents
+    bool document_mask = true;         // attention and positions stop at document borders
+    uint64_t seed = 1;                 // order of documents
+    std::string packing = "concat";    // concat, best_fit
+    std::string exhausted = "repeat";  // repeat, stop
   } data;
   struct Training {
     int64_t steps = 1000;
@@ -57,6 +75,7 @@ struct RunConfig {
     int64_t keep_last = 2;  // 0 = all
     bool resume = true;     // continue from the newest complete checkpoint of run.folder
     bool save = true;       // false: never write one (benchmarks)
+    bool allow_schedule_change = false;  // of the learning rate, on resume
   } checkpoint;
   struct Log {
     bool tensorboard = true;

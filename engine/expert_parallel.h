@@ -45,9 +45,9 @@ class ExpertExchange {
   std::pair<Tensor, Tensor> dispatched_grad();
 
  private:
-  void send(const Tensor& slots);    // to the experts: (S, ...) -> (R, ...)
-  void fetch(const Tensor& rows);    // back: (R, ...) -> (S, ...)
-  Tensor take();                     // the oldest transfer under way, complete
+  void send(const Tensor& slots);                // to the experts: (S, ...) -> (R, ...)
+  void fetch(const Tensor& rows);                // back: (R, ...) -> (S, ...)
+  Tensor take();                                 // the oldest transfer under way, complete
   Tensor sum_copies(const Tensor& slots) const;  // (S, N) -> (T, N)
 
   Comm group_;

@@ -28,4 +28,16 @@ double learning_rate(const RunConfig::Training& training, int64_t step) {
   return floor + (t.lr - floor) * share;
 }
 
+std::map<std::string, std::string> schedule_settings(const RunConfig::Training& t) {
+  std::map<std::string, std::string> settings = {
+      {"training.lr", fmt::format("{}", t.lr)},
+      {"training.schedule", t.schedule},
+      {"training.warmup_steps", fmt::format("{}", t.warmup_steps)}};
+  if (t.schedule == "constant") return settings;
+  settings["training.steps"] = fmt::format("{}", t.steps);
+  settings["training.min_lr_ratio"] = fmt::format("{}", t.min_lr_ratio);
+  if (t.schedule == "wsd") settings["training.decay_steps"] = fmt::format("{}", t.decay_steps);
+  return settings;
+}
+
 }  // namespace pith

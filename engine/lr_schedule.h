@@ -1,5 +1,7 @@
 // The learning rate as a closed form of the step number; no state, so resuming cannot shift it.
 #pragma once
+#include <map>
+
 #include "engine/config.h"
 
 namespace pith {
@@ -12,5 +14,9 @@ namespace pith {
 //   wsd       lr, then linear over the last decay_steps steps to min_lr_ratio * lr;
 //             Hu et al. 2024, arXiv 2404.06395
 double learning_rate(const RunConfig::Training& training, int64_t step);
+
+// The keys that the rate depends on, with their values: "training.lr" -> "0.0003", ... Two runs
+// with equal settings have the same rate at every step.
+std::map<std::string, std::string> schedule_settings(const RunConfig::Training& training);
 
 }  // namespace pith

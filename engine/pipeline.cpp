@@ -36,13 +36,16 @@ void accumulate(Tensor& total, const Tensor& part) {
 
 }  // namespace
 
-ModelPart model_part(const std::vector<int64_t>& chunks, const Mesh& mesh, int64_t num_experts) {
-  const int64_t ranks = mesh.pipeline.size(), rank = mesh.place.pp;
+ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
+                     const MeshPlace& place, int64_t num_experts) {
+  const int64_t ranks = shape.pp, rank = place.pp;
   PITH_CHECK(chunks.size() == static_cast<size_t>(2 * ranks),
              "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks,
              chunks.size());
-  const int64_t experts = div_exact(num_experts, mesh.expert.size());
-  ModelPart part{{}, rank == 0, rank == 0, experts * mesh.place.ep, experts * (mesh.place.ep + 1)};
+  PITH_CHECK(num_experts % shape.ep == 0, "parallel.ep {} does not divide the model's {} experts",
+             shape.ep, num_experts);
+  const int64_t experts = num_experts / shape.ep;
+  ModelPart part{{}, rank == 0, rank == 0, experts * place.ep, experts * (place.ep + 1)};
   int64_t layer = 0;
   for (int64_t chunk = 0; chunk < 2 * ranks; ++chunk) {
     for (int64_t i = 0; i < chunks[static_cast<size_t>(chunk)]; ++i, ++layer)
@@ -50,21 +53,6 @@ ModelPart model_part(const std::vector<int64_t>& chunks, const Mesh& mesh, int64
   }
   return part;
 }
-
-template <DecoderModel Model>
-struct Pipeline<Model>::Run {
-  const MicroBatch* batch = nullptr;
-  std::span<LayerCache> caches;
-  RoutingTape* tape = nullptr;
-  int chunk = 0;
-  int64_t microbatch = 0;
-  Tensor embedded;               // (T, H) output of the embedding, inside its graph
-  std::vector<LayerRun> layers;  // emptied from the back by the backward pass
-  Tensor hidden;                 // (T, H) leaf of the head
-  Tensor loss;                   // root of the head
-  Tensor handed_over;            // where both chunks meet on the last stage: hidden, then gradient
-  std::vector<WeightGradient> deferred;
-};
 
 template <DecoderModel Model>
 Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
@@ -140,10 +128,9 @@ void Pipeline<Model>::experts(Run& run, LayerRun& layer) {
   layer.arrived = layer.exchange.arrive();
   layer.arrived.rows = leaf(layer.arrived.rows);
   layer.arrived.weight = leaf(layer.arrived.weight);
-  layer.expert_out =
-      model_.layer(layer.layer)
-          .experts(context(run, layer.layer), layer.arrived.rows, layer.arrived.weight,
-                   layer.arrived.plan);
+  layer.expert_out = model_.layer(layer.layer)
+                         .experts(context(run, layer.layer), layer.arrived.rows,
+                                  layer.arrived.weight, layer.arrived.plan);
   report(layer.layer, "experts", layer.expert_out);
   layer.exchange.combine(layer.expert_out);
 }
@@ -151,9 +138,9 @@ void Pipeline<Model>::experts(Run& run, LayerRun& layer) {
 template <DecoderModel Model>
 Tensor Pipeline<Model>::aggregate(Run& run, LayerRun& layer) {
   if (layer.attended.topk_idx.defined()) layer.returned = leaf(layer.exchange.combined());
-  layer.output = model_.layer(layer.layer)
-                     .aggregate(context(run, layer.layer), layer.returned, layer.joined,
-                                layer.shared_leaf);
+  layer.output =
+      model_.layer(layer.layer)
+          .aggregate(context(run, layer.layer), layer.returned, layer.joined, layer.shared_leaf);
   report(layer.layer, "output", layer.output);
   Tensor output = layer.output;
   if (!c10::GradMode::is_enabled()) run.layers.pop_back();
@@ -207,8 +194,7 @@ Tensor Pipeline<Model>::forward_begin(Run& run) {
              rotary_.cos.size(0));
   if (links_.receives(Kind::hidden, run.chunk))
     return links_.receive(Kind::hidden, run.chunk, batch.num_tokens());
-  if (run.chunk == 1)
-    return std::move(runs_[0][static_cast<size_t>(run.microbatch)].handed_over);
+  if (run.chunk == 1) return std::move(runs_[0][static_cast<size_t>(run.microbatch)].handed_over);
   run.embedded = model_.embed(batch.tokens);
   return run.embedded;
 }
@@ -234,8 +220,7 @@ template <DecoderModel Model>
 Tensor Pipeline<Model>::backward_begin(Run& run) {
   if (links_.receives(Kind::gradient, run.chunk))
     return links_.receive(Kind::gradient, run.chunk, run.batch->num_tokens());
-  if (run.chunk == 0)
-    return std::move(runs_[1][static_cast<size_t>(run.microbatch)].handed_over);
+  if (run.chunk == 0) return std::move(runs_[1][static_cast<size_t>(run.microbatch)].handed_over);
   backward_stage({run.loss}, {Tensor()});
   run.loss.reset();
   Tensor grad = take_grad(run.hidden);

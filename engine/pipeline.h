@@ -31,10 +31,10 @@ using StageObserver = std::function<void(const std::string& name, const Tensor& 
 // Everything one layer of one micro-batch keeps from its forward to its backward pass.
 struct LayerRun {
   int64_t layer;
-  Tensor hidden;        // (T, H) leaf
-  Attended attended;    // outputs of stage 1, inside its graph
-  Attended joined;      // the same values as leaves of the later stages
-  Tensor shared_rows;   // (T, H) leaf of shared()
+  Tensor hidden;       // (T, H) leaf
+  Attended attended;   // outputs of stage 1, inside its graph
+  Attended joined;     // the same values as leaves of the later stages
+  Tensor shared_rows;  // (T, H) leaf of shared()
   ExpertExchange exchange;
   ExpertExchange::Arrived arrived;  // leaves of stage 3
   Tensor expert_out;                // output of stage 3
@@ -43,21 +43,37 @@ struct LayerRun {
   Tensor output;                    // (T, H)
 };
 
+// One chunk of one micro-batch in flight.
+struct ChunkRun {
+  const MicroBatch* batch = nullptr;
+  std::span<LayerCache> caches;
+  RoutingTape* tape = nullptr;
+  int chunk = 0;
+  int64_t microbatch = 0;
+  Tensor embedded;               // (T, H) output of the embedding, inside its graph
+  std::vector<LayerRun> layers;  // emptied from the back by the backward pass
+  Tensor hidden;                 // (T, H) leaf of the head
+  Tensor loss;                   // root of the head
+  Tensor handed_over;            // where both chunks meet on the last stage: hidden, then gradient
+  std::vector<WeightGradient> deferred;
+};
+
 // Layers of each of the model's 2 * PP chunks, balanced by their cost; on one stage without expert
 // parallelism all are in the first, since there is nothing to overlap with.
 template <class Config>
-std::vector<int64_t> default_chunks(const Config& config, const Mesh& mesh,
+std::vector<int64_t> default_chunks(const Config& config, const MeshShape& shape,
                                     int64_t sequence_length) {
   const auto layers = static_cast<int64_t>(config.num_layers);
-  if (mesh.pipeline.size() == 1 && mesh.expert.size() == 1) return {layers, 0};
+  if (shape.pp == 1 && shape.ep == 1) return {layers, 0};
   const double head = 6.0 * static_cast<double>(config.vocab_size * config.hidden_size);
   const double all = config.size(sequence_length).flops_per_token;
   const double layer = (all - head) / static_cast<double>(layers);
-  return balance_chunks(mesh.pipeline.size(),
-                        std::vector<double>(static_cast<size_t>(layers), 1.0), head / layer);
+  return balance_chunks(shape.pp, std::vector<double>(static_cast<size_t>(layers), 1.0),
+                        head / layer);
 }
-// What this process holds of a model cut so.
-ModelPart model_part(const std::vector<int64_t>& chunks, const Mesh& mesh, int64_t num_experts);
+// What the process at `place` holds of a model cut so.
+ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
+                     const MeshPlace& place, int64_t num_experts);
 
 template <DecoderModel Model>
 class Pipeline {
@@ -82,7 +98,7 @@ class Pipeline {
   void observe(StageObserver observer) { observer_ = std::move(observer); }
 
  private:
-  struct Run;  // one chunk of one micro-batch in flight
+  using Run = ChunkRun;
   using Kind = StageLinks::Kind;
 
   template <class Objective>

@@ -27,8 +27,7 @@ bool runs_backward(const Action& action) {
 }
 // Which (chunk, micro-batch) the backward half of an action is about.
 std::pair<int, int64_t> backward_of(const Action& action) {
-  if (action.kind == Kind::overlapped)
-    return {action.backward_chunk, action.backward_microbatch};
+  if (action.kind == Kind::overlapped) return {action.backward_chunk, action.backward_microbatch};
   return {action.chunk, action.microbatch};
 }
 
@@ -179,8 +178,8 @@ Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<St
           ready = ready && end != kNever;
           begin = std::max(begin, end);
         };
-        const auto f = static_cast<size_t>(global_chunk(ranks, static_cast<int64_t>(r),
-                                                        action.chunk));
+        const auto f =
+            static_cast<size_t>(global_chunk(ranks, static_cast<int64_t>(r), action.chunk));
         const auto [local, microbatch] = backward_of(action);
         const auto b = static_cast<size_t>(global_chunk(ranks, static_cast<int64_t>(r), local));
         const auto m = static_cast<size_t>(action.microbatch), bm = static_cast<size_t>(microbatch);

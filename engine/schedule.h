@@ -1,6 +1,6 @@
 // The pipeline schedule as data: what each rank executes, in order. DualPipeV (DeepSeek-AI,
-// "DualPipe", cut-in-half form): of P ranks, rank r holds chunks r and 2 P - 1 - r of the layers, so
-// that rank 0 holds both embedding and head.
+// "DualPipe", cut-in-half form): of P ranks, rank r holds chunks r and 2 P - 1 - r of the layers,
+// so that rank 0 holds both embedding and head.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -49,9 +49,9 @@ struct Simulation {
   std::vector<double> bubble;                    // idle time by rank
   std::vector<int64_t> peak_activations;         // chunks kept at once by rank
 };
-// costs[chunk of the whole model], 2 * ranks of them. Throws when the schedules wait for each other.
-// The bubble with equal costs is (ranks - 1) (F&B + B - 3 W), B the whole backward, F&B a forward
-// against a backward.
+// costs[chunk of the whole model], 2 * ranks of them. Throws when the schedules wait for each
+// other. The bubble with equal costs is (ranks - 1) (F&B + B - 3 W), B the whole backward, F&B a
+// forward against a backward.
 Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs);
 
 std::string draw_text(const Simulation& simulation, size_t columns = 100);

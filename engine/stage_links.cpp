@@ -42,8 +42,7 @@ const Comm& StageLinks::link(Kind kind, int chunk, bool sending) const {
 
 void StageLinks::expect(Kind kind, int chunk, int64_t tokens) {
   const Comm& from = link(kind, chunk, false);
-  Tensor buffer =
-      at::empty({tokens, hidden_size_}, at::TensorOptions(mesh_.device).dtype(dtype_));
+  Tensor buffer = at::empty({tokens, hidden_size_}, at::TensorOptions(mesh_.device).dtype(dtype_));
   Work work = from.exchange_async({{1 - from.rank(), buffer, false}});
   expected_[flow_of(kind, chunk)].push_back({buffer, std::move(work)});
 }

@@ -2,8 +2,10 @@
 // from a checkpoint.
 #pragma once
 #include <filesystem>
+#include <map>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "engine/checkpoint.h"
 #include "engine/sharding.h"
@@ -12,19 +14,29 @@ namespace pith {
 
 // The small part, kept as training_state.json.
 struct TrainingState {
+  // A corpus of data.train. Paths may change; the rest may not.
+  struct Source {
+    std::string path, fingerprint, tokenizer_hash;
+    int64_t weight = 1;  // Blend::weights
+  };
   int64_t step = 0;       // updates done
-  int64_t rows_read = 0;  // the data cursor: rows of the RowStream consumed
+  int64_t rows_read = 0;  // the data cursor: rows of the blend consumed
   int64_t tokens_seen = 0;
   // What the cursor counts in; a difference on resume is refused by name.
-  std::string corpus_fingerprint;
+  std::vector<Source> sources;
   int64_t sequence_length = 0;
   uint64_t data_seed = 0;
   bool document_mask = true;
+  std::string packing = "concat";
+  std::map<std::string, std::string> schedule;  // schedule_settings
 
   std::string to_json() const;
   static TrainingState from_json(const std::string& text, const std::string& source);
   // Throws unless this state's cursor means the same rows under `other`'s data settings.
   void check_same_data(const TrainingState& other, const std::string& source) const;
+  // "\n  training.steps: 20 in the checkpoint, 40 now" for each setting of the learning rate that
+  // differs; empty where none does.
+  std::string schedule_differences(const TrainingState& other) const;
 };
 
 // Host copies of everything that a checkpoint holds of these groups.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The demo: a small MoE learns to write C++ from the C++ headers that the build has installed. Each step is one
+# The demo: a tokenizer and a small MoE learn C++ from the headers that the build has installed. Each step is one
 # call of the program, printed before it runs, so that it can be repeated by hand.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,7 +13,9 @@ run() {
   "$@"
 }
 
-run "$program" corpus build --out runs/demo/corpus/train --extensions .h,.hpp \
+[ -e runs/demo/tokenizer/tokenizer.json ] ||
+  run "$program" tokenizer train --whole-files --vocab-size 8192 --out runs/demo/tokenizer "$headers"
+run "$program" corpus build --tokenizer runs/demo/tokenizer --out runs/demo/corpus/train --extensions .h,.hpp \
   --validation-share 0.02 --validation-out runs/demo/corpus/validation "$headers"
 run "$program" pretrain examples/demo.toml
 checkpoint=$(ls -d runs/demo/checkpoints/step-* | tail -n 1)
@@ -24,7 +26,8 @@ run "$program" generate "$checkpoint" --max-tokens 400 --temperature 0.6 --seed 
 cat <<END
 
 Where everything lies:
-  runs/demo/corpus/       tokens of the headers (.bin, .idx, .json) and the tokenizer
+  runs/demo/tokenizer/    the tokenizer of 8,192 tokens
+  runs/demo/corpus/       the headers as tokens (.bin, .idx, .json), each corpus with its tokenizer
   runs/demo/config.toml   the resolved configuration
   runs/demo/metrics.jsonl one JSON object a step; runs/demo/tensorboard/ the same for TensorBoard
   $checkpoint   the model: a Hugging Face folder, plus optimizer state and manifest

@@ -36,6 +36,7 @@ void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor&
 }
 
 void add_weight_gradient(const WeightGradient& job) {
+  const at::NoGradGuard no_grad;
   if (!job.offsets_host.defined()) return add_weight_gradient(job.weight->grad, job.dy, job.x);
   const int32_t* end = job.offsets_host.const_data_ptr<int32_t>();
   int64_t begin = 0;

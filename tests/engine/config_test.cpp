@@ -35,7 +35,7 @@ std::string read(const fs::path& path) {
 TEST(Config, DefaultsAreThoseOfTheStruct) {
   RunConfig wanted;
   wanted.model.config = "model";
-  wanted.data.train = "corpus";
+  wanted.data.train = {{"corpus"}};
   EXPECT_EQ(to_toml(parse("")), to_toml(wanted));
 }
 
@@ -119,6 +119,27 @@ TEST(Config, RefusesWithLineKeyAndReason) {
        "run.toml:3: data.validation: \"a.bin\" must name a corpus by its path without extension"},
       {"data.validation = 'a/'",
        "run.toml:3: data.validation: \"a/\" must name a corpus by its path without extension"},
+      {"data.validation = 3",
+       "run.toml:3: data.validation: must be a path or an array of {path, weight}, not the integer "
+       "3"},
+      {"data.validation = ['a']",
+       "run.toml:3: data.validation: source 1 must be {path = \"...\", weight = 0.5}, not the text "
+       "\"a\""},
+      {"data.validation = [{path = 'a'}, {weight = 2}]",
+       "run.toml:3: data.validation: source 2 has no path"},
+      {"data.validation = [{path = 'a', weight = 0}]",
+       "run.toml:3: data.validation: source 1: weight 0 is outside (0, inf)"},
+      {"data.validation = [{path = 'a', weight = nan}]",
+       "run.toml:3: data.validation: source 1: weight nan is outside (0, inf)"},
+      {"data.validation = [{path = 'a', wieght = 2}]",
+       "run.toml:3: data.validation: source 1: wieght = the integer 2 is not one of path (text), "
+       "weight (a number), name (text)"},
+      {"data.validation = [{path = 'a/x'}, {path = 'b/x'}]",
+       "run.toml:3: data.validation: two corpora are called \"x\"; give them a name = ..."},
+      {"data.validation = [{path = 'a'}, {path = 'b.idx'}]",
+       "run.toml:3: data.validation: \"b.idx\" must name a corpus by its path without extension"},
+      {"data.packing = 'best_fit'\ndata.document_mask = false",
+       "run.toml:3: data.packing: best_fit needs data.document_mask"},
   };
   for (const Refusal& c : cases) EXPECT_EQ(refusal(c.line), c.message) << c.line;
 }
@@ -204,6 +225,30 @@ TEST(Config, TomlRoundTripIsExact) {
   EXPECT_EQ(again.data.seed, 123456789012345678u);
   EXPECT_EQ(parse_run_config("\xEF\xBB\xBF" + to_toml(config), "bom", {}).training.clip_norm,
             1e300);
+}
+
+TEST(Config, BlendsInEverySpelling) {
+  const std::string two =
+      "[{path = \"a\", weight = 0.7}, {path = 'd/ü b', weight = 3, name = 'n'}]";
+  const std::string tables =
+      "[[data.validation]]\npath = \"a\"\nweight = 0.7\n"
+      "[[data.validation]]\npath = 'd/ü b'\nweight = 3\nname = 'n'";
+  for (const RunConfig& config :
+       {parse("data.validation = " + two), parse("", {"data.validation=" + two}), parse(tables)}) {
+    for (const RunConfig& same : {config, parse_run_config(to_toml(config), "again", {})}) {
+      const auto& sources = same.data.validation;
+      ASSERT_EQ(sources.size(), 2u);
+      EXPECT_EQ(sources[0].path, "a");
+      EXPECT_EQ(sources[0].weight, 0.7);
+      EXPECT_EQ(sources[0].label(), "a");
+      EXPECT_EQ(sources[1].path, "d/ü b");
+      EXPECT_EQ(sources[1].weight, 3);
+      EXPECT_EQ(sources[1].label(), "n");
+    }
+  }
+  EXPECT_EQ(parse("", {"data.train=/x/y z"}).data.train.at(0).path, "/x/y z");
+  EXPECT_EQ(parse("", {"data.train=/x/y z"}).data.train[0].label(), "y z");
+  EXPECT_TRUE(parse("data.validation = ''").data.validation.empty());
 }
 
 TEST(Config, FilesThatCannotBeRead) {

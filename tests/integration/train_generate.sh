@@ -65,7 +65,8 @@ done
 # Validation does not change training; the loss falls; held-out loss is reported.
 train validated --set validation.interval=5 >validated.log
 diff <(numbers straight) <(numbers validated) || fail "validation changed training"
-[ "$(grep -c 'validation/loss' validated/metrics.jsonl)" -eq 4 ] || fail "4 validation losses expected"
+[ "$(grep -c '"validation/loss"' validated/metrics.jsonl)" -eq 4 ] || fail "4 validation losses expected"
+grep -q 'validation: held loss [0-9.]*, perplexity [0-9.]*; mean loss' validated.log || fail "no line of validation"
 grep '"loss"' straight/metrics.jsonl | grep -oE '"loss":[0-9.]+' | cut -d: -f2 |
   awk 'NR == 1 { first = $1 } { last = $1 } END { exit !(last < 0.8 * first) }' || fail "the loss does not fall"
 
@@ -79,6 +80,51 @@ last=$(ls stopped/checkpoints | tail -n 1)
 stopped_at=$((10#${last#step-}))
 train stopped --set training.steps=$((stopped_at + 2)) --set training.schedule=constant >stopped2.log
 grep -q "at step $stopped_at" stopped2.log || fail "resumed elsewhere than at step $stopped_at"
+
+# Another shape of the learning rate is an explicit choice, key by key; a constant rate does not depend on steps.
+refused 'training.steps: 20 in the checkpoint, 25 now' train straight --set training.steps=25
+refused 'training.lr: 0.01 in the checkpoint, 0.002 now' train straight --set training.lr=2e-3
+train resumed --set training.steps=22 --set checkpoint.allow_schedule_change=true >changed.log
+grep -q 'training.steps: 20 in the checkpoint, 22 now' changed.log || fail "the change is not logged"
+[ -e resumed/checkpoints/step-00000022 ] || fail "it did not go on to step 22"
+train resumed --set training.steps=22 >again.log || fail "the change was not saved"
+
+# A blend, packed: resumes to the same numbers; validation per corpus, the same for any micro-batch; what changed is named.
+for i in $(seq 1 30); do seq 1000 $((1000 + i * 7)) >"text/b$i.txt"; done
+"$PITHTRAIN" corpus build --out corpus/b --validation-share 0.3 --validation-out corpus/held_b text/b*.txt >/dev/null
+blend() { # blend FOLDER [--set ...]
+  train "$@" --set 'data.train=[{path = "corpus/train", weight = 0.7}, {path = "corpus/b", weight = 0.3}]' \
+    --set 'data.validation=[{path = "corpus/held"}, {path = "corpus/held_b", name = "b"}]' \
+    --set data.packing=best_fit --set validation.interval=10
+}
+blend blend >blend.log
+grep -qE 'data: corpus/b: 30 % of the rows; an epoch is [0-9]+ tokens in [0-9]+ rows, [0-9.]+ % padding' blend.log ||
+  { cat blend.log; fail "the blend is not described"; }
+blend halves --set checkpoint.interval=10 >/dev/null
+rm -r halves/checkpoints/step-00000020
+blend halves >halves.log
+grep -q 'at step 10' halves.log || fail "the blend did not resume at step 10"
+diff <(numbers blend) <(numbers halves) || fail "resuming changed the numbers of a blend"
+validations() { grep '"loss"' "$1/metrics.jsonl" | grep -oE '"validation/[^,}]*'; }
+[ "$(validations blend | cut -d: -f1 | sort -u | tr -d '\n"')" = \
+  validation/b/lossvalidation/b/perplexityvalidation/held/lossvalidation/held/perplexityvalidation/loss ] || fail "names"
+blend one --set training.micro_batch=1 >/dev/null
+paste -d: <(validations blend) <(validations one) |
+  awk -F: '{ d = $2 / $4 - 1; if (d > 1e-4 || d < -1e-4) exit 1 }' || fail "validation depends on the micro-batch"
+refused 'corpus corpus/b: fingerprint' env -C . bash -c \
+  "mv corpus/b.idx b.idx; mv corpus/b.bin b.bin; mv corpus/b.json b.json;
+   for e in idx bin json; do cp corpus/held_b.\$e corpus/b.\$e; done;
+   '$PITHTRAIN' pretrain blend/config.toml"
+for e in idx bin json; do mv b.$e corpus/b.$e; done
+refused 'corpus corpus/train: weight, as an integer ratio: 7 in the checkpoint, 1 now' \
+  "$PITHTRAIN" pretrain blend/config.toml --set 'data.train=[{path = "corpus/train"}, {path = "corpus/b"}]'
+refused 'data.packing: best_fit in the checkpoint, concat now' \
+  "$PITHTRAIN" pretrain blend/config.toml --set data.packing=concat
+
+# The end of the data ends the run, with a save.
+train once --set data.train=corpus/b --set data.exhausted=stop --set training.steps=10000 >once.log
+grep -q 'a corpus ends after step [0-9]* of 10000' once.log || fail "the end of the data is not foretold"
+[ "$(ls once/checkpoints | wc -l)" -eq 1 ] || fail "no save at the end of the data"
 
 # What is refused.
 refused 'data.sequence_length: 32 in the checkpoint, 16 now' train straight --set data.sequence_length=16
