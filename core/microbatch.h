@@ -1,22 +1,49 @@
 // The unit of work that flows through the pipeline: packed rows of tokens.
 #pragma once
+#include <vector>
+
 #include "core/tensor.h"
 
 namespace pith {
 
+// Borders of the documents in packed (T, ...) tensors. Document d has queries cu_q[d] .. cu_q[d+1]
+// and keys cu_k[d] .. cu_k[d+1]: the same in training, while decoding there are more keys than
+// queries.
+struct AttentionSpan {
+  Tensor cu_q, cu_k;             // (D + 1) int32 on the compute device
+  Tensor cu_q_host, cu_k_host;   // the same on the CPU
+  int64_t max_q = 0, max_k = 0;  // longest document in each
+};
+
+// Rows of a (T, ...) tensor: neighbours from `first` on, or, where it is defined, those in `index`.
+struct RowSet {
+  int64_t first = 0, count = 0;
+  Tensor index;  // (count) int64 on the compute device, ascending
+};
+
+// Step i of ring attention on context-parallel rank r: which of its queries meet which keys of rank
+// (r - i) mod C. The span has a document for each that has both. Step 0 is causal; in the others
+// every query sees every key.
+struct RingStep {
+  RowSet queries, keys;
+  AttentionSpan span;
+};
+
 // One packed row set; T tokens on this context-parallel rank. A row is one training sequence; it
 // holds one or more documents. Attention and positions stop at documents, the balance loss is
-// counted per row. All tensors lie on the compute device except where stated.
+// counted per row. All tensors lie on the compute device except where stated. Labels, positions and
+// borders are made before rows are split over context-parallel ranks (engine/context_parallel.h).
 struct MicroBatch {
   Tensor tokens;           // (T) int64
   Tensor labels;           // (T) int64, the token to predict at each position; -100 is not trained
   Tensor positions;        // (T) int32, position inside the unsplit document
   Tensor cu_seqlens;       // (D + 1) int32, document borders of the unsplit rows
-  Tensor row_id;           // (T) int32, row of each token, 0 .. num_rows - 1
+  Tensor row_id;           // (T) int32, row of each token, 0 .. num_rows - 1, ascending
   Tensor cu_seqlens_host;  // the same borders as cu_seqlens, on the CPU: no kernel waits for a copy
+  std::vector<RingStep> ring;  // one a context-parallel rank; empty where rows are whole
   int64_t num_rows = 0;
   int64_t max_seqlen = 0;      // longest document
-  int64_t trained_tokens = 0;  // labels != -100 in this micro-batch
+  int64_t trained_tokens = 0;  // labels != -100 among these tokens
 
   // Counts of the whole global batch, equal in all its micro-batches: losses are divided by these.
   int64_t global_trained_tokens = 0;

@@ -20,6 +20,7 @@
 #include "core/parameter.h"
 #include "operators/kv_cache.h"
 #include "operators/permute.h"
+#include "operators/ring_attention.h"
 #include "operators/rotary.h"
 
 namespace pith {
@@ -55,6 +56,24 @@ struct LayerContext {
 inline AttentionSpan span_of(const MicroBatch& batch) {
   return {batch.cu_seqlens,      batch.cu_seqlens, batch.cu_seqlens_host,
           batch.cu_seqlens_host, batch.max_seqlen, batch.max_seqlen};
+}
+
+// Causal attention inside the micro-batch's documents: round the ring where rows are split over
+// context-parallel ranks, with the keys of earlier positions while generating. Shapes as in
+// attention().
+inline Tensor attend_documents(const LayerContext& context, const Tensor& q, const Tensor& k,
+                               const Tensor& v, double scale) {
+  const MicroBatch& batch = context.batch;
+  if (context.mesh.context.size() > 1) {
+    PITH_CHECK(context.cache == nullptr,
+               "generating with a cache of keys is not possible with "
+               "context parallelism ({} ranks)",
+               context.mesh.context.size());
+    return ring_attention(q, k, v, batch.ring, scale, context.mesh.context);
+  }
+  if (context.cache == nullptr) return attention(q, k, v, span_of(batch), scale);
+  const CachedKeys all = append_to_cache(context.cache->kv, k, v, span_of(batch));
+  return attention(q, all.k, all.v, all.span, scale);
 }
 
 // Result of stage 1.

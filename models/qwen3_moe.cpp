@@ -7,7 +7,6 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "operators/attention.h"
 #include "operators/embedding.h"
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"
@@ -321,15 +320,8 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   Tensor v = parts[2].view({tokens, config_.num_kv_heads, d});
   q = rotary(rms_norm(q, q_norm_, config_.rms_norm_eps), context.batch.positions, context.rotary);
   k = rotary(rms_norm(k, k_norm_, config_.rms_norm_eps), context.batch.positions, context.rotary);
-  AttentionSpan span = span_of(context.batch);
-  if (context.cache != nullptr) {
-    CachedKeys all = append_to_cache(context.cache->kv, k, v, span);
-    k = all.k;
-    v = all.v;
-    span = all.span;
-  }
   const Tensor mixed =
-      attention(q, k, v, span, 1.0 / std::sqrt(static_cast<double>(d)));  // (T, Hq, D)
+      attend_documents(context, q, k, v, 1.0 / std::sqrt(static_cast<double>(d)));  // (T, Hq, D)
 
   Attended out;
   out.residual = hidden + linear(mixed.reshape({tokens, q_size}), o_);
@@ -352,8 +344,9 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
     context.tape->topk_weight.at(layer) = routing.topk_weight.detach();
   }
   if (context.batch.row_id.defined()) {
-    const Tensor balance = sequence_balance_loss(routing.probabilities, routing.topk_idx,
-                                                 context.batch.row_id, context.batch.num_rows);
+    const Tensor balance =
+        sequence_balance_loss(routing.probabilities, routing.topk_idx, context.batch.row_id,
+                              context.batch.num_rows, context.mesh.context);
     out.balance = balance.detach();
     if (context.router.balance_loss > 0) {
       const auto rows = static_cast<double>(context.batch.global_rows);

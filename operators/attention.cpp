@@ -29,6 +29,7 @@ using torch::autograd::variable_list;
 struct Run {
   int64_t first_q, first_k;  // rows where it starts
   int64_t count, n, m;       // documents; queries and keys of each
+  bool causal = true;
 };
 
 // Documents with queries, neighbours of equal shape together, at most `limit` scores (n * m) in a
@@ -45,7 +46,7 @@ std::vector<Run> runs_of(const Tensor& cu_q_host, const Tensor& cu_k_host, int64
     if (joins) {
       ++runs.back().count;
     } else {
-      runs.push_back({q[d], k[d], 1, n, m});
+      runs.push_back({.first_q = q[d], .first_k = k[d], .count = 1, .n = n, .m = m});
     }
   }
   return runs;
@@ -55,21 +56,23 @@ std::vector<Run> runs_of(const Tensor& cu_q_host, const Tensor& cu_k_host, int64
 
 enum class Path { cudnn, flash, cpu, products };
 
-bool equal_documents(const AttentionSpan& span) {
+bool equal_documents(const AttentionSpan& span, bool causal) {
   const auto runs = runs_of(span.cu_q_host, span.cu_k_host, std::numeric_limits<int64_t>::max());
   const int64_t documents = span.cu_q_host.numel() - 1;
-  return runs.size() == 1 && runs[0].count == documents && runs[0].n == runs[0].m;
+  return runs.size() == 1 && runs[0].count == documents && (!causal || runs[0].n == runs[0].m);
 }
 
-Path choose_path(const Tensor& q, const AttentionSpan& span) {
+bool round_length(int64_t length) { return length >= 128 && length % 128 == 0; }
+
+Path choose_path(const Tensor& q, const AttentionSpan& span, bool causal = true) {
   if (q.is_cpu()) return Path::cpu;
   const int64_t head_dim = q.size(2);
   const bool half = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
   if (!half || head_dim % 8 != 0 || head_dim > 256 || q.size(0) == 0) return Path::products;
   // cuDNN is the fastest, but its backward is not deterministic, and LibTorch builds a plan (about
   // 70 ms) for each new shape: so only for the fixed, round lengths of packed pretraining rows.
-  const bool round_length = span.max_q >= 128 && span.max_q % 128 == 0;
-  const bool cudnn = head_dim <= 128 && round_length && equal_documents(span) &&
+  const bool cudnn = head_dim <= 128 && round_length(span.max_q) && round_length(span.max_k) &&
+                     equal_documents(span, causal) &&
                      !at::globalContext().deterministicAlgorithms();
   return cudnn ? Path::cudnn : Path::flash;
 }
@@ -95,10 +98,10 @@ Tensor unstack_heads(const Tensor& x, int64_t count, int64_t heads) {
 
 // q, k as stacked -> scale * q k^T with -inf above the causal diagonal, (count * groups, per_group
 // * n, m).
-Tensor masked_scores(const Tensor& q, const Tensor& k, int64_t n, double scale) {
+Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double scale) {
   Tensor scores = at::bmm(q, k.transpose(1, 2)).mul_(scale);
-  const int64_t m = k.size(1);
-  if (n > 1) {
+  const int64_t n = run.n, m = run.m;
+  if (n > 1 && run.causal) {
     const Tensor hidden = at::ones({n, m}, q.options().dtype(at::kBool)).triu(m - n + 1);
     scores.view({q.size(0), -1, n, m})
         .masked_fill_(hidden, -std::numeric_limits<double>::infinity());
@@ -106,15 +109,12 @@ Tensor masked_scores(const Tensor& q, const Tensor& k, int64_t n, double scale) 
   return scores;
 }
 
-struct Part {
-  Tensor out, lse;  // (rows, heads, D), and what the backward of that path needs
-};
-
-Part products_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run,
-                      double scale) {
+// In the functions of a path, lse is as its kernel lays it out.
+AttentionPart products_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run,
+                               double scale) {
   const int64_t groups = k.size(1);
   Tensor p = masked_scores(stack_heads(q, run.count, groups), stack_heads(k, run.count, groups),
-                           run.n, scale);
+                           run, scale);
   const Tensor lse = at::logsumexp(p, -1, true);
   p.sub_(lse).exp_();
   return {unstack_heads(at::bmm(p, stack_heads(v, run.count, groups)), run.count, q.size(1)), lse};
@@ -122,13 +122,13 @@ Part products_forward(const Tensor& q, const Tensor& k, const Tensor& v, const R
 
 // dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale dS^T Q.
 std::array<Tensor, 3> products_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                        const Tensor& v, const Part& part, const Run& run,
+                                        const Tensor& v, const AttentionPart& part, const Run& run,
                                         double scale) {
   const int64_t groups = k.size(1);
   const Tensor qs = stack_heads(q, run.count, groups), ks = stack_heads(k, run.count, groups);
   const Tensor d = stack_heads(dout, run.count, groups),
                o = stack_heads(part.out, run.count, groups);
-  const Tensor p = masked_scores(qs, ks, run.n, scale).sub_(part.lse).exp_();
+  const Tensor p = masked_scores(qs, ks, run, scale).sub_(part.lse).exp_();
   const Tensor dv = at::bmm(p.transpose(1, 2), d);
   Tensor ds = at::bmm(d, stack_heads(v, run.count, groups).transpose(1, 2));
   ds.sub_((d * o).sum(-1, true)).mul_(p).mul_(scale);
@@ -156,7 +156,8 @@ Tensor unbatch_heads(const Tensor& x, int64_t repeat = 1) {
   return heads.transpose(1, 2).reshape({-1, heads.size(1), heads.size(3)});
 }
 
-Part cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
+AttentionPart cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run,
+                          double scale) {
   if (run.n != run.m) return products_forward(q, k, v, run, scale);
   const int64_t repeat = q.size(1) / k.size(1);
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
@@ -167,7 +168,7 @@ Part cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& r
 }
 
 std::array<Tensor, 3> cpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                   const Tensor& v, const Part& part, const Run& run,
+                                   const Tensor& v, const AttentionPart& part, const Run& run,
                                    double scale) {
   if (run.n != run.m) return products_backward(dout, q, k, v, part, run, scale);
   const int64_t repeat = q.size(1) / k.size(1);
@@ -176,6 +177,43 @@ std::array<Tensor, 3> cpu_backward(const Tensor& dout, const Tensor& q, const Te
       batch_heads(v, run.count, repeat), batch_heads(part.out, run.count), part.lse, 0.0,
       /*is_causal=*/true, {}, scale);
   return {unbatch_heads(dq), unbatch_heads(dk, repeat), unbatch_heads(dv, repeat)};
+}
+
+// --- The fused CUDA kernels ---
+
+// out, and what the kernel's backward needs: lse, and two tensors that matter with dropout only.
+std::array<Tensor, 4> fused_forward(Path path, const Tensor& q, const Tensor& k, const Tensor& v,
+                                    const AttentionSpan& span, int64_t max_q, bool causal,
+                                    double scale) {
+  if (path == Path::cudnn) {
+    const int64_t documents = span.cu_q_host.numel() - 1;
+    auto result = at::_cudnn_attention_forward(
+        batch_heads(q, documents), batch_heads(k, documents), batch_heads(v, documents), {}, {}, {},
+        max_q, span.max_k, /*compute_log_sumexp=*/true, 0.0, causal, false, scale);
+    return {unbatch_heads(std::get<0>(result)), std::get<1>(result), std::get<6>(result),
+            std::get<7>(result)};
+  }
+  auto result = at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k, max_q, span.max_k, 0.0,
+                                             causal, false, scale);
+  return {std::get<0>(result), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
+}
+
+std::array<Tensor, 3> fused_backward(Path path, const Tensor& dout, const Tensor& q,
+                                     const Tensor& k, const Tensor& v, const AttentionPart& part,
+                                     const Tensor& seed, const Tensor& offset,
+                                     const AttentionSpan& span, bool causal, double scale) {
+  if (path == Path::cudnn) {
+    const int64_t documents = span.cu_q_host.numel() - 1;
+    auto [dq, dk, dv] = at::_cudnn_attention_backward(
+        batch_heads(dout, documents), batch_heads(q, documents), batch_heads(k, documents),
+        batch_heads(v, documents), batch_heads(part.out, documents), part.lse, seed, offset, {}, {},
+        {}, span.max_q, span.max_k, 0.0, causal, scale);
+    return {unbatch_heads(dq), unbatch_heads(dk), unbatch_heads(dv)};
+  }
+  auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, part.out, part.lse, span.cu_q,
+                                                    span.cu_k, std::max<int64_t>(span.max_q, 2),
+                                                    span.max_k, 0.0, causal, seed, offset, scale);
+  return {dq, dk, dv};
 }
 
 // --- All documents, path by path ---
@@ -230,30 +268,18 @@ struct Attention : torch::autograd::Function<Attention> {
     const AttentionSpan span = path == Path::flash ? without_empty(given, record) : given;
     variable_list saved;  // what that path's backward needs besides q, k, v, out
     Tensor out;
-    if (path == Path::cudnn) {
-      const int64_t documents = span.cu_q_host.numel() - 1;
-      auto result = at::_cudnn_attention_forward(
-          batch_heads(q, documents), batch_heads(k, documents), batch_heads(v, documents), {}, {},
-          {}, span.max_q, span.max_k, /*compute_log_sumexp=*/true, 0.0, /*is_causal=*/true, false,
-          scale);
-      out = unbatch_heads(std::get<0>(result));
-      saved = {std::get<1>(result), std::get<6>(result),
-               std::get<7>(result)};  // lse, Philox seed, offset
-    } else if (path == Path::flash) {
-      // At max_q = 1 the kernel may swap heads and queries: fast decoding, but only right for one
-      // query in every document, and unknown to its backward.
+    if (path == Path::cudnn || path == Path::flash) {
+      // At max_q = 1 the flash kernel may swap heads and queries: fast decoding, but only right for
+      // one query in every document, and unknown to its backward.
       const bool one_each = !record && q.size(0) == span.cu_q.numel() - 1;
       const int64_t max_q = one_each ? span.max_q : std::max<int64_t>(span.max_q, 2);
-      auto result =
-          at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k, max_q, span.max_k, 0.0,
-                                       /*is_causal=*/true, false, scale);
-      out = std::get<0>(result);
-      // lse, Philox state, unused
-      saved = {std::get<1>(result), std::get<2>(result), std::get<3>(result)};
+      auto result = fused_forward(path, q, k, v, span, max_q, /*causal=*/true, scale);
+      out = result[0];
+      saved.assign(result.begin() + 1, result.end());
     } else {
       const auto runs = runs_for(path, q, span);
       for (const Run& run : runs) {
-        Part part = (path == Path::cpu ? cpu_forward : products_forward)(
+        AttentionPart part = (path == Path::cpu ? cpu_forward : products_forward)(
             rows_q(q, run), rows_k(k, run), rows_k(v, run), run, scale);
         saved.push_back(part.lse);
         if (runs.size() == 1) {
@@ -291,17 +317,10 @@ struct Attention : torch::autograd::Function<Attention> {
     const double scale = ctx->saved_data["scale"].toDouble();
     const Tensor dout = grads[0].contiguous();
     Tensor dq, dk, dv;
-    if (path == Path::cudnn) {
-      const int64_t documents = span.cu_q_host.numel() - 1;
-      std::tie(dq, dk, dv) = at::_cudnn_attention_backward(
-          batch_heads(dout, documents), batch_heads(q, documents), batch_heads(k, documents),
-          batch_heads(v, documents), batch_heads(out, documents), saved[4], saved[5], saved[6], {},
-          {}, {}, span.max_q, span.max_k, 0.0, /*is_causal=*/true, scale);
-      dq = unbatch_heads(dq), dk = unbatch_heads(dk), dv = unbatch_heads(dv);
-    } else if (path == Path::flash) {
-      std::tie(dq, dk, dv) = at::_flash_attention_backward(
-          dout, q, k, v, out, saved[4], span.cu_q, span.cu_k, std::max<int64_t>(span.max_q, 2),
-          span.max_k, 0.0, /*is_causal=*/true, saved[5], saved[6], scale);
+    if (path == Path::cudnn || path == Path::flash) {
+      auto grad = fused_backward(path, dout, q, k, v, {out, saved[4]}, saved[5], saved[6], span,
+                                 /*causal=*/true, scale);
+      dq = grad[0], dk = grad[1], dv = grad[2];
     } else {
       // Zeros where no run will write: keys of documents without queries.
       const auto runs = runs_for(path, q, span);
@@ -315,7 +334,7 @@ struct Attention : torch::autograd::Function<Attention> {
         const Run& run = runs[i];
         auto part = (path == Path::cpu ? cpu_backward : products_backward)(
             rows_q(dout, run), rows_q(q, run), rows_k(k, run), rows_k(v, run),
-            Part{rows_q(out, run), saved[4 + i]}, run, scale);
+            AttentionPart{rows_q(out, run), saved[4 + i]}, run, scale);
         if (whole) {
           dq = part[0].to(q.scalar_type()), dk = part[1].to(k.scalar_type());
           dv = part[2].to(v.scalar_type());
@@ -372,6 +391,57 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
       at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
   return Attention::apply(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), span, scale,
                           record);
+}
+
+AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
+                             const AttentionSpan& span, bool causal, double scale) {
+  const Path path = choose_path(q, span, causal);
+  if (path == Path::cudnn || path == Path::flash) {
+    auto result =
+        fused_forward(path, q, k, v, span, std::max<int64_t>(span.max_q, 2), causal, scale);
+    if (path == Path::flash) return {result[0], result[1].t().unsqueeze(2)};  // from (Hq, Tq)
+    const int64_t documents = span.cu_q_host.numel() - 1;
+    return {result[0], unbatch_heads(result[1].view({documents, q.size(1), span.max_q, 1}))};
+  }
+  const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
+  AttentionPart part{at::empty(q.sizes(), wide), at::empty({q.size(0), q.size(1), 1}, wide)};
+  for (Run run : runs_for(Path::products, q, span)) {
+    run.causal = causal;
+    const AttentionPart piece =
+        products_forward(rows_q(q, run), rows_k(k, run), rows_k(v, run), run, scale);
+    rows_q(part.out, run).copy_(piece.out);
+    rows_q(part.lse, run).copy_(unstack_heads(piece.lse, run.count, q.size(1)));
+  }
+  return part;
+}
+
+std::array<Tensor, 3> attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                              const Tensor& v, const AttentionPart& whole,
+                                              const AttentionSpan& span, bool causal,
+                                              double scale) {
+  const Path path = choose_path(q, span, causal);
+  if (path == Path::cudnn || path == Path::flash) {
+    const int64_t documents = span.cu_q_host.numel() - 1;
+    const Tensor lse =
+        path == Path::flash ? whole.lse.squeeze(2).t() : batch_heads(whole.lse, documents);
+    const Tensor unused = at::empty({2}, q.options().dtype(at::kLong));
+    return fused_backward(path, dout, q, k, v, {whole.out, lse.contiguous()}, unused, unused, span,
+                          causal, scale);
+  }
+  const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
+  std::array<Tensor, 3> grad{at::empty(q.sizes(), wide), at::empty(k.sizes(), wide),
+                             at::empty(v.sizes(), wide)};
+  for (Run run : runs_for(Path::products, q, span)) {
+    run.causal = causal;
+    const AttentionPart part{rows_q(whole.out, run),
+                             stack_heads(rows_q(whole.lse, run), run.count, k.size(1))};
+    const auto piece = products_backward(rows_q(dout, run), rows_q(q, run), rows_k(k, run),
+                                         rows_k(v, run), part, run, scale);
+    rows_q(grad[0], run).copy_(piece[0]);
+    rows_k(grad[1], run).copy_(piece[1]);
+    rows_k(grad[2], run).copy_(piece[2]);
+  }
+  return grad;
 }
 
 const char* attention_path(const Tensor& q, const AttentionSpan& span) {

@@ -1,17 +1,10 @@
 // Causal grouped-query attention over packed documents of unequal length.
 #pragma once
-#include "core/tensor.h"
+#include <array>
+
+#include "core/microbatch.h"
 
 namespace pith {
-
-// Borders of the documents in a packed (T, ...) tensor. Document d has queries cu_q[d] .. cu_q[d+1]
-// and keys cu_k[d] .. cu_k[d+1]; in training both are the same, while decoding there are more keys
-// than queries.
-struct AttentionSpan {
-  Tensor cu_q, cu_k;             // (D + 1) int32 on the compute device
-  Tensor cu_q_host, cu_k_host;   // the same on the CPU
-  int64_t max_q = 0, max_k = 0;  // longest document in each
-};
 
 // q (Tq, Hq, D), k and v (Tk, Hkv, D), Hkv divides Hq -> (Tq, Hq, D). Query head h reads key head
 // h / (Hq / Hkv). Causal, aligned at the documents' ends: query i of n sees keys 0 .. i + (keys -
@@ -21,6 +14,22 @@ struct AttentionSpan {
 // at::globalContext().deterministicAlgorithms() is set; the path then avoids cuDNN.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span,
                  double scale);
+
+// What queries get from a part of their keys. Parts are merged by weights exp(lse).
+struct AttentionPart {
+  Tensor out;  // (Tq, Hq, D)
+  Tensor lse;  // (Tq, Hq, 1) FP32 or wider: log of the sum of exp(scale * q k)
+};
+
+// Attention without autograd, for ring_attention: causal with as many queries as keys in each
+// document, or every query sees every key of its document. No document may lack either.
+AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
+                             const AttentionSpan& span, bool causal, double scale);
+// Gradients of q, k and v through these keys. `whole`: out and lse over all keys that the queries
+// see; out in q's dtype.
+std::array<Tensor, 3> attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                              const Tensor& v, const AttentionPart& whole,
+                                              const AttentionSpan& span, bool causal, double scale);
 
 // Name of the kernel that attention() takes for such inputs, for the log: the one place that
 // chooses.

@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/index_select.h>
@@ -180,13 +181,15 @@ struct Route : torch::autograd::Function<Route> {
 // loss, and coefficient (num_rows, E): dloss / dprobability, equal for all tokens of a row.
 template <class T>
 void balance_forward_cpu(const Tensor& probabilities, const Tensor& idx, const Tensor& row_id,
-                         Tensor& loss, Tensor& coefficient) {
+                         const Comm& context, Tensor& loss, Tensor& coefficient) {
   const int64_t tokens = probabilities.size(0), num_experts = probabilities.size(1),
                 k = idx.size(1);
   const int64_t num_rows = coefficient.size(0);
   const auto cells = static_cast<size_t>(num_rows * num_experts);
-  std::vector<int64_t> count(cells, 0), length(static_cast<size_t>(num_rows), 0);
   std::vector<double> sum(cells, 0.0);
+  // Choices of each expert in each row and, last, the row's tokens.
+  Tensor counts = at::zeros({num_rows, num_experts + 1}, idx.options());
+  int64_t* count = counts.mutable_data_ptr<int64_t>();
   const T* p = probabilities.const_data_ptr<T>();
   const int64_t* chosen = idx.const_data_ptr<int64_t>();
   const int32_t* row = row_id.const_data_ptr<int32_t>();
@@ -194,45 +197,63 @@ void balance_forward_cpu(const Tensor& probabilities, const Tensor& idx, const T
     PITH_CHECK(row[t] >= (t > 0 ? row[t - 1] : 0) && row[t] < num_rows,
                "sequence_balance_loss: row_id[{}] = {} is not ascending in [0, {})", t, row[t],
                num_rows);
+    int64_t* of_row = count + row[t] * (num_experts + 1);
+    for (int64_t j = 0; j < k; ++j) ++of_row[chosen[j]];
+    ++of_row[num_experts];
     const auto first = static_cast<size_t>(row[t] * num_experts);
-    ++length[static_cast<size_t>(row[t])];
-    for (int64_t j = 0; j < k; ++j) ++count[first + static_cast<size_t>(chosen[j])];
     for (size_t e = 0; e < static_cast<size_t>(num_experts); ++e) sum[first + e] += p[e];
   }
+  context.all_reduce(counts);
   T* c = coefficient.mutable_data_ptr<T>();
   double total = 0;
-  for (size_t cell = 0; cell < cells; ++cell) {
-    const auto n = static_cast<double>(length[cell / static_cast<size_t>(num_experts)]);
-    const double factor = n == 0 ? 0
-                                 : static_cast<double>(num_experts) *
-                                       static_cast<double>(count[cell]) /
-                                       (static_cast<double>(k) * n * n);
-    c[cell] = static_cast<T>(factor);
-    total += factor * sum[cell];
+  size_t cell = 0;
+  for (int64_t r = 0; r < num_rows; ++r, count += num_experts + 1) {
+    const auto n = static_cast<double>(count[num_experts]);
+    for (int64_t e = 0; e < num_experts; ++e, ++cell) {
+      const double factor = n == 0
+                                ? 0
+                                : static_cast<double>(num_experts) * static_cast<double>(count[e]) /
+                                      (static_cast<double>(k) * n * n);
+      c[cell] = static_cast<T>(factor);
+      total += factor * sum[cell];
+    }
   }
   *loss.mutable_data_ptr<T>() = static_cast<T>(total);
 }
 
 struct BalanceLoss : torch::autograd::Function<BalanceLoss> {
   static Tensor forward(AutogradContext* ctx, const Tensor& probabilities, const Tensor& idx,
-                        const Tensor& row_id, int64_t num_rows) {
+                        const Tensor& row_id, int64_t num_rows, const Comm* context) {
+    const int64_t num_experts = probabilities.size(1);
     Tensor loss = at::empty({}, probabilities.options());
-    Tensor coefficient = at::empty({num_rows, probabilities.size(1)}, probabilities.options());
+    Tensor coefficient = at::empty({num_rows, num_experts}, probabilities.options());
 #if PITH_CUDA
     if (probabilities.is_cuda()) {
-      Tensor workspace = at::empty({cuda::balance_workspace(num_rows, probabilities.size(1))},
-                                   probabilities.options().dtype(at::kByte));
-      cuda::balance_forward(probabilities.const_data_ptr<float>(), idx.const_data_ptr<int64_t>(),
-                            row_id.const_data_ptr<int32_t>(), loss.mutable_data_ptr<float>(),
-                            coefficient.mutable_data_ptr<float>(), probabilities.size(0),
-                            probabilities.size(1), idx.size(1), num_rows,
-                            workspace.mutable_data_ptr(), current_stream());
+      const auto integer = probabilities.options().dtype(at::kInt);
+      Tensor sum = at::empty({num_rows, cuda::kBalanceParts, num_experts}, probabilities.options());
+      Tensor count = at::empty(sum.sizes(), integer), start = at::empty({num_rows + 1}, integer);
+      cuda::balance_parts(probabilities.const_data_ptr<float>(), idx.const_data_ptr<int64_t>(),
+                          row_id.const_data_ptr<int32_t>(), sum.mutable_data_ptr<float>(),
+                          count.mutable_data_ptr<int32_t>(), start.mutable_data_ptr<int32_t>(),
+                          probabilities.size(0), num_experts, idx.size(1), num_rows,
+                          current_stream());
+      Tensor global;
+      if (context->size() > 1) {
+        const Tensor length = start.narrow(0, 1, num_rows) - start.narrow(0, 0, num_rows);
+        global = at::cat({count.sum(1), length.unsqueeze(1).to(at::kLong)}, 1);
+        context->all_reduce(global);
+      }
+      cuda::balance_total(sum.const_data_ptr<float>(), count.const_data_ptr<int32_t>(),
+                          start.const_data_ptr<int32_t>(),
+                          global.defined() ? global.const_data_ptr<int64_t>() : nullptr,
+                          loss.mutable_data_ptr<float>(), coefficient.mutable_data_ptr<float>(),
+                          num_experts, idx.size(1), num_rows, current_stream());
     }
 #endif
     if (probabilities.is_cpu() && probabilities.scalar_type() == at::kDouble) {
-      balance_forward_cpu<double>(probabilities, idx, row_id, loss, coefficient);
+      balance_forward_cpu<double>(probabilities, idx, row_id, *context, loss, coefficient);
     } else if (probabilities.is_cpu()) {
-      balance_forward_cpu<float>(probabilities, idx, row_id, loss, coefficient);
+      balance_forward_cpu<float>(probabilities, idx, row_id, *context, loss, coefficient);
     }
     ctx->saved_data["coefficient"] = coefficient;
     ctx->saved_data["row_id"] = row_id;
@@ -254,7 +275,7 @@ struct BalanceLoss : torch::autograd::Function<BalanceLoss> {
     }
 #endif
     if (coefficient.is_cpu()) dprobabilities = at::index_select(coefficient * grads[0], 0, row_id);
-    return {dprobabilities, Tensor(), Tensor(), Tensor()};
+    return {dprobabilities, Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -309,7 +330,7 @@ Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::D
 }
 
 Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
-                             const Tensor& row_id, int64_t num_rows) {
+                             const Tensor& row_id, int64_t num_rows, const Comm& context) {
   check_scores(probabilities, "sequence_balance_loss: probabilities");
   check_shape(topk_idx, "sequence_balance_loss: topk_idx", {probabilities.size(0), -1});
   check_dtype(topk_idx, "sequence_balance_loss: topk_idx", at::kLong);
@@ -317,7 +338,8 @@ Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx
   check_dtype(row_id, "sequence_balance_loss: row_id", at::kInt);
   const Tensor idx = topk_idx.contiguous();
   if (idx.is_cpu()) check_ids_cpu(idx, "sequence_balance_loss: topk_idx", probabilities.size(1));
-  return BalanceLoss::apply(probabilities.contiguous(), idx, row_id.contiguous(), num_rows);
+  return BalanceLoss::apply(probabilities.contiguous(), idx, row_id.contiguous(), num_rows,
+                            &context);
 }
 
 }  // namespace pith

@@ -163,10 +163,9 @@ __global__ void route_backward_kernel(const float* __restrict__ probabilities,
   }
 }
 
-// --- The balance loss: a row's tokens are neighbours; its sums are cut into kParts partial sums
-// ---
+// --- The balance loss: a row's tokens are neighbours ---
 
-constexpr int64_t kParts = 32;
+constexpr int64_t kParts = 32;  // kBalanceParts of router.h, which a .cu file does not include
 
 // start (num_rows + 1): first token of each row. row_id is ascending.
 __global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tokens,
@@ -205,7 +204,8 @@ __global__ void balance_part_kernel(const float* __restrict__ probabilities,
 // One block, one thread an expert: coefficient (num_rows, E) and the loss.
 __global__ void balance_total_kernel(const float* __restrict__ sum,
                                      const int32_t* __restrict__ count,
-                                     const int32_t* __restrict__ start, float* __restrict__ loss,
+                                     const int32_t* __restrict__ start,
+                                     const int64_t* __restrict__ global, float* __restrict__ loss,
                                      float* __restrict__ coefficient, int64_t num_rows,
                                      int num_experts, int64_t k) {
   __shared__ double share[1024];
@@ -219,7 +219,11 @@ __global__ void balance_total_kernel(const float* __restrict__ sum,
       total += sum[at];
       choices += count[at];
     }
-    const double length = start[row + 1] - start[row];
+    double length = start[row + 1] - start[row];
+    if (global != nullptr) {
+      choices = global[row * (num_experts + 1) + e];
+      length = static_cast<double>(global[row * (num_experts + 1) + num_experts]);
+    }
     const double factor =
         length == 0 ? 0 : static_cast<double>(num_experts) * choices / (k * length * length);
     coefficient[row * num_experts + e] = static_cast<float>(factor);
@@ -296,29 +300,28 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
   launch_check("route_backward");
 }
 
-int64_t balance_workspace(int64_t num_rows, int64_t num_experts) {
-  return (num_rows + 1 + 2 * num_rows * kParts * num_experts) * static_cast<int64_t>(sizeof(float));
-}
-
-void balance_forward(const float* probabilities, const int64_t* idx, const int32_t* row_id,
-                     float* loss, float* coefficient, int64_t tokens, int64_t num_experts,
-                     int64_t k, int64_t num_rows, void* workspace, cudaStream_t stream) {
-  auto* sum = static_cast<float*>(workspace);  // (num_rows, kParts, E), then count, then start
-  auto* count = reinterpret_cast<int32_t*>(sum + num_rows * kParts * num_experts);
-  int32_t* start = count + num_rows * kParts * num_experts;
+void balance_parts(const float* probabilities, const int64_t* idx, const int32_t* row_id,
+                   float* sum, int32_t* count, int32_t* start, int64_t tokens, int64_t num_experts,
+                   int64_t k, int64_t num_rows, cudaStream_t stream) {
   const auto experts = static_cast<int>(num_experts);
   const auto threads = static_cast<unsigned>((experts + kWarp - 1) / kWarp * kWarp);
   row_start_kernel<<<static_cast<unsigned>(tokens / 256 + 1), 256, 0, stream>>>(row_id, tokens,
                                                                                 num_rows, start);
   launch_check("balance: row_start");
-  if (num_rows > 0) {
-    const dim3 grid(static_cast<unsigned>(num_rows), kParts);
-    balance_part_kernel<<<grid, threads, sizeof(int32_t) * static_cast<size_t>(experts), stream>>>(
-        probabilities, idx, start, sum, count, experts, k);
-    launch_check("balance: parts");
-  }
-  balance_total_kernel<<<1, threads, 0, stream>>>(sum, count, start, loss, coefficient, num_rows,
-                                                  experts, k);
+  if (num_rows == 0) return;
+  const dim3 grid(static_cast<unsigned>(num_rows), kParts);
+  balance_part_kernel<<<grid, threads, sizeof(int32_t) * static_cast<size_t>(experts), stream>>>(
+      probabilities, idx, start, sum, count, experts, k);
+  launch_check("balance: parts");
+}
+
+void balance_total(const float* sum, const int32_t* count, const int32_t* start,
+                   const int64_t* global, float* loss, float* coefficient, int64_t num_experts,
+                   int64_t k, int64_t num_rows, cudaStream_t stream) {
+  const auto experts = static_cast<int>(num_experts);
+  const auto threads = static_cast<unsigned>((experts + kWarp - 1) / kWarp * kWarp);
+  balance_total_kernel<<<1, threads, 0, stream>>>(sum, count, start, global, loss, coefficient,
+                                                  num_rows, experts, k);
   launch_check("balance: total");
 }
 

@@ -1,7 +1,7 @@
 // The router: probabilities, top-k with ties to the lower id, routing weights, balance loss per
 // sequence.
 #pragma once
-#include "core/tensor.h"
+#include "core/comm.h"
 
 #if PITH_CUDA
 struct CUstream_st;
@@ -37,8 +37,10 @@ Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::D
 // balanced row. probabilities (T, E) float32, topk_idx (T, K), row_id (T) int32 in [0, num_rows),
 // ascending -> scalar, differentiable in probabilities. Counts are integers. Divide by the global
 // number of rows for the mean; rows must not be cut between calls; a row without tokens adds 0.
+// Where rows are split over `context`, counts are summed over it (collective, in the forward pass
+// only), and the result is what the local tokens add to the loss of the whole rows.
 Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
-                             const Tensor& row_id, int64_t num_rows);
+                             const Tensor& row_id, int64_t num_rows, const Comm& context = {});
 
 #if PITH_CUDA
 namespace cuda {
@@ -58,13 +60,21 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
                     const float* dweight, float* dlogits, int64_t rows, int64_t num_experts,
                     int64_t k, bool normalize, CUstream_st* stream);
 
-// Bytes of scratch that balance_forward needs.
-int64_t balance_workspace(int64_t num_rows, int64_t num_experts);
+// A row's tokens are summed in this many parts.
+inline constexpr int64_t kBalanceParts = 32;
 
-// loss (scalar) and coefficient (num_rows, E) = dloss / dprobability of any token of that row.
-void balance_forward(const float* probabilities, const int64_t* idx, const int32_t* row_id,
-                     float* loss, float* coefficient, int64_t tokens, int64_t num_experts,
-                     int64_t k, int64_t num_rows, void* workspace, CUstream_st* stream);
+// sum and count (num_rows, kBalanceParts, E) of probabilities and choices; start (num_rows + 1):
+// first token of each row.
+void balance_parts(const float* probabilities, const int64_t* idx, const int32_t* row_id,
+                   float* sum, int32_t* count, int32_t* start, int64_t tokens, int64_t num_experts,
+                   int64_t k, int64_t num_rows, CUstream_st* stream);
+
+// loss (scalar) and coefficient (num_rows, E) = dloss / dprobability of any token of that row, from
+// balance_parts. `global` (num_rows, E + 1), where not null: counts and, last, tokens of the rows,
+// which are then not taken from count and start.
+void balance_total(const float* sum, const int32_t* count, const int32_t* start,
+                   const int64_t* global, float* loss, float* coefficient, int64_t num_experts,
+                   int64_t k, int64_t num_rows, CUstream_st* stream);
 
 // dprobabilities (T, E) = dloss (scalar on the device) * coefficient[row_id].
 void balance_backward(const float* dloss, const float* coefficient, const int32_t* row_id,

@@ -90,6 +90,59 @@ TEST(AttentionGpu, MatchesTheReference) {
   }
 }
 
+// Parts of an attention: causal squares, and queries that see all keys of a part, fewer or more of
+// them than queries. The backward is given log-sum-exps and outputs of more keys than the part's.
+TEST(AttentionGpu, PartsMatchTheReference) {
+  struct Part {
+    std::vector<int32_t> cu_q, cu_k;
+    bool causal;
+    int64_t heads, kv_heads, dim;
+  };
+  const Part parts[] = {
+      {rows(2, 256), rows(2, 256), true, 32, 4, 128},   // cuDNN
+      {rows(1, 256), rows(1, 128), false, 32, 4, 128},  // cuDNN, a low chunk's keys
+      {rows(3, 128), rows(3, 256), false, 12, 2, 64},   // cuDNN, a high chunk's queries
+      {{0, 130, 131, 400}, {0, 130, 131, 400}, true, 8, 2, 128},
+      {{0, 130, 131, 400}, {0, 7, 90, 300}, false, 8, 2, 128},
+      {{0, 1, 2, 5}, {0, 100, 101, 340}, false, 8, 2, 64},
+      {{0, 1, 2}, {0, 1, 2}, false, 32, 4, 128},
+      {{0, 9, 17}, {0, 3, 30}, false, 6, 3, 20},  // products
+  };
+  for (const Part& c : parts) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      for (const bool deterministic : {false, true}) {
+        SCOPED_TRACE(fmt::format("{} queries over {} keys, head size {}, causal {}, {}",
+                                 c.cu_q.back(), c.cu_k.back(), c.dim, c.causal, dtype_name(dtype)));
+        const Deterministic scope(deterministic);
+        const std::vector<int64_t> q_shape{c.cu_q.back(), c.heads, c.dim};
+        const std::vector<int64_t> k_shape{c.cu_k.back(), c.kv_heads, c.dim};
+        const Tensor q = random_tensor("q", q_shape, dtype), k = random_tensor("k", k_shape, dtype);
+        const Tensor v = random_tensor("v", k_shape, dtype);
+        const Tensor dout = random_tensor("dout", q_shape, dtype);
+        const auto run = [&](at::Device device, at::ScalarType type, const AttentionPart& whole) {
+          const auto to = [&](const Tensor& x) { return x.to(device, type); };
+          const AttentionSpan span = make_span(c.cu_q, c.cu_k, device);
+          const AttentionPart part = attention_part(to(q), to(k), to(v), span, c.causal, 0.2);
+          if (!whole.out.defined()) return std::vector<Tensor>{part.out, part.lse};
+          const auto lse_type = type == at::kDouble ? at::kDouble : at::kFloat;
+          const auto grad = attention_part_backward(to(dout), to(q), to(k), to(v),
+                                                    {to(whole.out), whole.lse.to(device, lse_type)},
+                                                    span, c.causal, 0.2);
+          return std::vector<Tensor>{part.out, part.lse, grad[0], grad[1], grad[2]};
+        };
+        const Tensor lse = run(at::kCPU, at::kDouble, {})[1] + 0.5;
+        const AttentionPart whole{random_tensor("out", q_shape, dtype, 0.1), lse};
+        const auto exact = run(at::kCPU, at::kDouble, whole);
+        poison();
+        const auto got = run(kGpu, dtype, whole);
+        const char* names[] = {"out", "lse", "dq", "dk", "dv"};
+        for (size_t i = 0; i < exact.size(); ++i)
+          expect_close(got[i], exact[i], dtype == at::kFloat ? 2e-5 : 0.01, names[i]);
+      }
+    }
+  }
+}
+
 // Known fault 35, on the packed kernel: documents without tokens change neither results nor
 // gradients.
 TEST(AttentionGpu, EmptyDocumentsAddNothing) {

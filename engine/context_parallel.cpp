@@ -1,0 +1,142 @@
+#include "engine/context_parallel.h"
+
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/tensor.h>
+
+#include <algorithm>
+
+namespace pith {
+namespace {
+
+struct Range {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+// First token of each unsplit row, and the end of the last.
+std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
+  check_shape(whole.row_id, "split_context: row_id", {whole.num_tokens()});
+  PITH_CHECK(whole.row_id.is_cpu() && whole.ring.empty(),
+             "split_context: {} and {} ring steps; it takes an unsplit micro-batch on the CPU",
+             describe(whole.row_id, "row_id"), whole.ring.size());
+  const int32_t* row = whole.row_id.const_data_ptr<int32_t>();
+  std::vector<int64_t> borders(static_cast<size_t>(whole.num_rows) + 1, 0);
+  for (int64_t t = 0; t < whole.num_tokens(); ++t)
+    borders.at(static_cast<size_t>(row[t]) + 1) = t + 1;
+  for (size_t i = 0; i + 1 < borders.size(); ++i) {
+    if ((borders[i + 1] - borders[i]) % (2 * size) == 0) continue;
+    PITH_FAIL_HINT(fmt::format("choose a sequence length that is a multiple of {}", 2 * size),
+                   "row {} has {} tokens: context parallelism over {} ranks cuts rows into {} "
+                   "equal chunks",
+                   i, borders[i + 1] - borders[i], size, 2 * size);
+  }
+  return borders;
+}
+
+// Calls f(queries, keys) for each document with queries on `rank` that see keys of `peer`: its
+// local tokens that take part. On the same rank both are all that it has there, and causal; a rank
+// before this one gives its low chunk, and to ranks after this one only the high chunk's queries
+// come later.
+template <class F>
+void for_each_piece(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank,
+                    int64_t peer, int64_t size, F&& f) {
+  const int32_t* cu = whole.cu_seqlens_host.const_data_ptr<int32_t>();
+  size_t row = 0;
+  for (int64_t d = 0; d + 1 < whole.cu_seqlens_host.numel(); ++d) {
+    if (cu[d + 1] == cu[d]) continue;
+    while (rows.at(row + 1) <= cu[d]) ++row;
+    PITH_CHECK(cu[d + 1] <= rows[row + 1], "document {} does not end in row {}", d, row);
+    const int64_t begin = rows[row], chunk = (rows[row + 1] - begin) / (2 * size);
+    const auto held = [&](int64_t member, bool high) -> Range {
+      const int64_t first = begin + chunk * (high ? 2 * size - 1 - member : member);
+      const int64_t local = begin / size + (high ? chunk : 0) - first;
+      return {std::clamp<int64_t>(cu[d], first, first + chunk) + local,
+              std::clamp<int64_t>(cu[d + 1], first, first + chunk) + local};
+    };
+    // A document in both chunks reaches the low one's end and the high one's start: neighbours.
+    const auto both = [&](int64_t member) -> Range {
+      const Range low = held(member, false), high = held(member, true);
+      if (low.size() == 0) return high;
+      return {low.begin, high.size() == 0 ? low.end : high.end};
+    };
+    const Range queries = peer > rank ? held(rank, true) : both(rank);
+    const Range keys = peer < rank ? held(peer, false) : both(peer);
+    if (queries.size() > 0 && keys.size() > 0) f(queries, keys);
+  }
+}
+
+Tensor upload(const Tensor& host, at::Device device) {
+  return device.is_cpu() ? host : host.pin_memory().to(device, /*non_blocking=*/true);
+}
+
+// The queries or the keys of a ring step, document after document.
+struct Side {
+  std::vector<int64_t> index;
+  std::vector<int32_t> cu{0};
+  int64_t longest = 0;
+
+  void add(const Range& range) {
+    for (int64_t t = range.begin; t < range.end; ++t) index.push_back(t);
+    cu.push_back(narrow<int32_t>(std::ssize(index)));
+    longest = std::max(longest, range.size());
+  }
+  RowSet rows(at::Device device) const {
+    if (index.empty()) return {};
+    RowSet set{index.front(), std::ssize(index), {}};
+    const bool neighbours = index.back() - index.front() + 1 == set.count;  // ascending
+    if (!neighbours) set.index = upload(at::tensor(at::ArrayRef<int64_t>(index)), device);
+    return set;
+  }
+  Tensor borders() const { return at::tensor(at::ArrayRef<int32_t>(cu)); }
+};
+
+RingStep ring_step(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank,
+                   int64_t peer, int64_t size, at::Device device) {
+  Side queries, keys;
+  for_each_piece(whole, rows, rank, peer, size, [&](const Range& q, const Range& k) {
+    queries.add(q);
+    keys.add(k);
+  });
+  const Tensor cu_q = queries.borders(), cu_k = keys.borders();
+  return {queries.rows(device),
+          keys.rows(device),
+          {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest}};
+}
+
+}  // namespace
+
+MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at::Device device) {
+  const auto rows = row_borders(whole, size);
+  std::vector<int64_t> kept;
+  for (size_t i = 0; i + 1 < rows.size(); ++i) {
+    const int64_t chunk = (rows[i + 1] - rows[i]) / (2 * size);
+    for (const int64_t number : {rank, 2 * size - 1 - rank})
+      for (int64_t t = 0; t < chunk; ++t) kept.push_back(rows[i] + number * chunk + t);
+  }
+  const Tensor index = at::tensor(at::ArrayRef<int64_t>(kept));
+  const Tensor labels = whole.labels.index_select(0, index);
+  MicroBatch part = whole;
+  part.tokens = upload(whole.tokens.index_select(0, index), device);
+  part.labels = upload(labels, device);
+  part.positions = upload(whole.positions.index_select(0, index), device);
+  part.row_id = upload(whole.row_id.index_select(0, index), device);
+  part.cu_seqlens = upload(whole.cu_seqlens_host, device);
+  part.trained_tokens = labels.ne(-100).sum().item<int64_t>();
+  for (int64_t i = 0; size > 1 && i < size; ++i)
+    part.ring.push_back(ring_step(whole, rows, rank, (rank + size - i) % size, size, device));
+  return part;
+}
+
+std::vector<int64_t> context_work(const MicroBatch& whole, int64_t size) {
+  const auto rows = row_borders(whole, size);
+  std::vector<int64_t> work(static_cast<size_t>(size), 0);
+  for (int64_t rank = 0; rank < size; ++rank)
+    for (int64_t peer = 0; peer < size; ++peer)
+      for_each_piece(whole, rows, rank, peer, size, [&](const Range& q, const Range& k) {
+        const int64_t causal = q.size() * (q.size() + 1) / 2;
+        work[static_cast<size_t>(rank)] += peer == rank ? causal : q.size() * k.size();
+      });
+  return work;
+}
+
+}  // namespace pith

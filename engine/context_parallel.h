@@ -1,0 +1,19 @@
+// Context parallelism: rows of a micro-batch cut over the ranks of Mesh::context.
+#pragma once
+#include "core/microbatch.h"
+
+namespace pith {
+
+// The share of member `rank` of `size` ranks of `whole`, which lies on the CPU, uploaded to
+// `device`. Each row is cut into 2 size equal chunks, of which it keeps number rank and number
+// 2 size - 1 - rank, in this order, row after row: causal work is equal for a document that fills
+// its row. Throws where a row is not a multiple of 2 size tokens. Tokens, labels, positions, row_id
+// and trained_tokens are then local, and `ring` is filled; borders and all other counts stay those
+// of the unsplit rows.
+MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at::Device device);
+
+// Pairs of query and key that each of `size` ranks computes in an attention layer. Short documents
+// fall to ranks unevenly; the largest over the mean is how much longer the layer takes.
+std::vector<int64_t> context_work(const MicroBatch& whole, int64_t size);
+
+}  // namespace pith
