@@ -16,6 +16,7 @@
 #include "build_info.h"
 #include "core/device.h"
 #include "engine/batches.h"
+#include "engine/context_parallel.h"
 #include "engine/lr_schedule.h"
 #include "engine/metrics.h"
 #include "engine/optimizer.h"
@@ -310,9 +311,18 @@ class Run {
 
   // Rows of the step after the next `ahead` ones.
   std::vector<MicroBatch> next_batch(int64_t ahead) const {
-    return make_batch(rows_, state_.rows_read + ahead * config_.training.global_batch,
-                      config_.training.global_batch, config_.training.micro_batch, mesh_.place.dp,
-                      mesh_.dp, config_.data.document_mask, mesh_.device);
+    auto batch = make_batch(rows_, state_.rows_read + ahead * config_.training.global_batch,
+                            config_.training.global_batch, config_.training.micro_batch,
+                            mesh_.place.dp, mesh_.dp, config_.data.document_mask, whole_device());
+    for (MicroBatch& micro : batch) micro = share_of(std::move(micro));
+    return batch;
+  }
+
+  // Where whole micro-batches are made: those that are split yet, on the CPU.
+  at::Device whole_device() const { return mesh_.shape.cp > 1 ? at::kCPU : mesh_.device; }
+  MicroBatch share_of(MicroBatch whole) const {
+    if (mesh_.shape.cp == 1) return whole;
+    return split_context(whole, mesh_.place.cp, mesh_.shape.cp, mesh_.device);
   }
 
   std::string load_or_initialize() {
@@ -465,7 +475,7 @@ class Run {
           if (row >= rows) std::ranges::fill(part.back().labels, -100);
         }
         const std::vector<MicroBatch> batch{
-            make_microbatch(part, config_.data.document_mask, 1, 1, mesh_.device)};
+            share_of(make_microbatch(part, config_.data.document_mask, 1, 1, whole_device()))};
         const Tensor loss = pipeline_.forward_only(batch, NextTokenLoss()).loss_sum;
         if (!loss.defined()) continue;
         sum += loss.item<double>();
