@@ -12,6 +12,7 @@ namespace pith {
 // everything has been printed already. main() turns both into a message and an exit status.
 void add_corpus_command(CLI::App& app);
 void add_pretrain_command(CLI::App& app);
+void add_schedule_command(CLI::App& app);
 void add_generate_command(CLI::App& app);
 void add_launch_command(CLI::App& app);
 void add_inspect_command(CLI::App& app);

@@ -126,6 +126,7 @@ int main(int argc, char** argv) {
   pith::add_generate_command(app);
   pith::add_launch_command(app);
   pith::add_inspect_command(app);
+  pith::add_schedule_command(app);
   pith::add_tokenizer_command(app);
   pith::add_trace_command(app);
   return run(app, argc, argv);

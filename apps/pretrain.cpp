@@ -235,7 +235,8 @@ class Run {
       if (batch.empty()) batch = next_batch(0);
       StepMetrics metrics = step(batch);
       metrics.seconds = seconds_since(start);
-      metrics.mfu = model_flops(metrics.tokens) / metrics.seconds / peak_flops(mesh_.device);
+      metrics.mfu = model_flops(metrics.tokens) / metrics.seconds / peak_flops(mesh_.device) /
+                    static_cast<double>(mesh_.world.size());
       if (!std::isfinite(metrics.mfu)) metrics.mfu = 0;
       std::string validated;
       if (!validation_.empty() && (state_.step % config_.validation.interval == 0 || done()))

@@ -6,6 +6,8 @@
 #   benchmarks/gpu.sh curve           20 steps of a tiny model on CPU and GPU: the same losses
 #   benchmarks/gpu.sh step [KEY=VALUE...]
 #                                     the training step of the 8-layer cut of Qwen3-30B-A3B
+#   benchmarks/gpu.sh collectives     all visible GPUs: every NCCL collective, the layout suite over NCCL
+#   benchmarks/gpu.sh layouts         two GPUs: that step on one of them, then EP2, PP2, FSDP2, and CP2 at 32k
 # Several words run one after another. $OUT (default build/gpu-results) receives metrics and logs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -25,7 +27,7 @@ fi
 
 pack() {
   mkdir -p build/gpu
-  for name in pithtrain test_gpu bench_operators_gpu; do
+  for name in pithtrain test_gpu test_parallel bench_operators_gpu; do
     [ -e "build/$name" ] && strip -o "build/gpu/$name" "build/$name"
   done
   # The one library of the distribution without an archive; the programs look for it beside themselves.
@@ -74,11 +76,67 @@ step() {
   return "$status"
 }
 
+# ranks N COMMAND...: N processes, one a GPU, started as torchrun does; fails when one does.
+ranks() {
+  local n=$1 rank pids=() failed=0
+  shift
+  for ((rank = 0; rank < n; rank++)); do
+    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$n MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 \
+      "$@" >"$out/rank$rank.log" 2>&1 &
+    pids+=($!)
+  done
+  for rank in "${pids[@]}"; do wait "$rank" || failed=1; done
+  cat "$out/rank0.log"
+  [ $failed = 0 ] || for ((rank = 1; rank < n; rank++)); do tail -n 15 "$out/rank$rank.log"; done
+  return $failed
+}
+
+collectives() {
+  local n
+  n=$(nvidia-smi -L | wc -l)
+  PITH_TEST_DEVICE=cuda PITH_COMM_TIMEOUT_S=60 ranks "$n" timeout 240 "$bin/test_parallel" --gtest_brief=1 |
+    tail -n 40
+  return "${PIPESTATUS[0]}"
+}
+
+# layout NAME RANKS KEY=VALUE...: 14 steps; prints the median of the steps from the sixth on.
+layout() {
+  local name=$1 n=$2 keys=() key folder=runs/layout-$1
+  shift 2
+  for key in "$@"; do keys+=(--set "$key"); done
+  rm -rf "$folder"
+  echo "-- $name: $*"
+  if [ "$n" = 1 ]; then
+    CUDA_VISIBLE_DEVICES=0 "$bin/pithtrain" pretrain examples/qwen3_30b_a3b_8layers.toml --set training.steps=14 \
+      --set "run.folder=$folder" "${keys[@]}" >"$out/$name.log" 2>&1 || { tail -n 12 "$out/$name.log"; return 1; }
+  else
+    ranks "$n" timeout 200 "$bin/pithtrain" pretrain examples/qwen3_30b_a3b_8layers.toml --set training.steps=14 \
+      --set "run.folder=$folder" "${keys[@]}" >"$out/$name.log" 2>&1 || { tail -n 30 "$out/$name.log"; return 1; }
+  fi
+  cp "$folder/metrics.jsonl" "$out/$name.jsonl"
+  grep -o 'loss [ 0-9.]*' "$out/$name.log" | head -n 3 | tr '\n' ' '
+  tail -n 1 "$out/$name.log"
+  grep -o '"seconds":[0-9.e-]*' "$out/$name.jsonl" | cut -d: -f2 | tail -n +6 | sort -g |
+    awk -v name="$name" '{ v[NR] = $1 } END { m = v[int((NR + 1) / 2)]; printf "%s: median step %.4f s, %.1fk tok/s\n", name, m, 131.072 / m }'
+}
+
+layouts() {
+  corpus
+  local long=(data.sequence_length=32768 training.global_batch=4 training.micro_batch=1) failed=0
+  layout one 1 || failed=1
+  layout ep2 2 parallel.ep=2 || failed=1
+  layout fsdp2 2 || failed=1
+  layout pp2 2 parallel.pp=2 || failed=1
+  layout one32k 1 "${long[@]}" || failed=1
+  layout cp2 2 parallel.cp=2 "${long[@]}" || failed=1
+  return $failed
+}
+
 status=0
 case "${1:-}" in
   pack) pack ;;
   step) step "${@:2}" || status=1 ;;
-  "") sed -n '2,11p' "$0" ;;
+  "") sed -n '2,13p' "$0" ;;
   *)
     for word in "$@"; do
       echo "== $word"
@@ -87,6 +145,7 @@ case "${1:-}" in
         operators) "$bin/bench_operators_gpu" 2>&1 | tee "$out/operators.log" || status=1 ;;
         curve) curve || status=1 ;;
         step) step || status=1 ;;
+        collectives | layouts) "$word" || status=1 ;;
         *) echo "unknown word $word"; status=2 ;;
       esac
     done

@@ -289,9 +289,10 @@ std::vector<int64_t> balance_chunks(int64_t ranks, const std::vector<double>& la
     std::vector<StageCosts> costs(chunks);
     size_t layer = 0;
     for (size_t c = 0; c < chunks; ++c) {
-      double sum = c + 1 == chunks ? head_cost : 0;
+      double sum = 0;
       for (int64_t i = 0; i < counts[c]; ++i) sum += layer_cost[layer++];
       costs[c] = {sum, sum, sum, 0};
+      if (c + 1 == chunks) costs[c].forward += 3 * head_cost;  // its gradient is made there too
     }
     return simulate(ranks, 4 * ranks, ranks > 1, costs).makespan;
   };

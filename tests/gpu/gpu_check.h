@@ -23,15 +23,15 @@ inline void poison() {
 
 // |got - exact| <= half a unit of got's dtype at that value + noise * (largest exact value): the
 // result of FP32 arithmetic, rounded once. NaN fails. Where the exact values vanish (queries that
-// see one key have no gradient) what is left is the rounding of terms of size 1: the largest value
-// counts as at least 0.01.
+// see one key have no gradient) what is left is the rounding of terms of size 1, which is then the
+// scale.
 inline void expect_close(const Tensor& got, const Tensor& exact, double noise,
                          const std::string& name) {
   ASSERT_EQ(got.sizes(), exact.sizes()) << name;
   if (got.numel() == 0) return;
   const Tensor wanted = exact.detach().to(at::kDouble), size = wanted.abs();
   const double half_unit = got.scalar_type() == at::kBFloat16 ? 0x1p-8 : 0x1p-24;
-  const double scale = std::max(size.max().item<double>(), 0.01);
+  const double largest = size.max().item<double>(), scale = largest > 1e-9 ? largest : 1;
   const Tensor error = (got.detach().cpu().to(at::kDouble) - wanted).abs();
   const Tensor excess = (error - size * half_unit).max() / scale;
   EXPECT_LE(excess.item<double>(), noise) << name;

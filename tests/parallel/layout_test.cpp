@@ -173,7 +173,8 @@ TEST(Layout, EveryLayoutComputesTheSame) {
               (static_cast<int64_t>(m) * mesh.dp + mesh.place.dp) * layout.micro_batch + i;
           parts.push_back(expected.topk_idx[static_cast<size_t>(row)][layer]);
         }
-        ASSERT_TRUE(at::equal(got.topk_idx[m][layer], at::cat(parts).index_select(0, mine[m])))
+        ASSERT_TRUE(
+            at::equal(got.topk_idx[m][layer].cpu(), at::cat(parts).cpu().index_select(0, mine[m])))
             << "layer " << layer;
       }
     }
