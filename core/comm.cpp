@@ -27,12 +27,6 @@ struct Comm::Impl {
   std::string describe() const {
     return fmt::format("group {} [{}]{}", name, fmt::join(ranks, ", "), comm_context());
   }
-  // The first member's text, for all of them.
-  std::string share(const char* what, const std::string& text) const {
-    const std::string place = fmt::format("{}/{}", key, what);
-    if (rank == 0) store_set(place, text);
-    return store_get({place}).front();
-  }
 };
 
 namespace {
@@ -129,14 +123,14 @@ Work Comm::start(Operation&& given) const {
       const Watched watched("setting up MPI for " + operation->what, operation->limit_s);
       static int64_t groups = 0;  // so that a first member gives each of its groups another tag
       const int64_t tag = ++groups * launch_info().size + group.ranks.front();
-      group.mpi_tag = std::stoi(group.share("mpi", std::to_string(narrow<int>(tag))));
+      group.mpi_tag = std::stoi(all_gather_strings(std::to_string(narrow<int>(tag))).front());
     }
     mpi_send(*operation, group.ranks, group.rank, *group.mpi_tag);
 #if PITH_CUDA
   } else if (device.is_cuda()) {
     if (!group.nccl) {
       const Watched watched("setting up NCCL for " + operation->what, operation->limit_s);
-      const std::string id = group.share("nccl", rank() == 0 ? nccl_new_id() : "");
+      const std::string id = all_gather_strings(rank() == 0 ? nccl_new_id() : "").front();
       group.nccl = nccl_connect(id, group.rank, size(), device);
     }
     nccl_send(*operation, *group.nccl, group.rank, size());
@@ -208,16 +202,7 @@ std::vector<std::string> Comm::all_gather_strings(const std::string& mine) const
   note_operation(fmt::format("{} of group {}", count, name()));
   const Watched watched(fmt::format("{} in {}", count, impl_->describe()),
                         comm_timeout_s() * (round == 0 ? 3 : 1));
-  const auto key = [&](int64_t of_round, int64_t member) {
-    return fmt::format("{}/{}/{}", impl_->key, of_round, member);
-  };
-  std::vector<std::string> keys;
-  for (int64_t member = 0; member < size(); ++member) keys.push_back(key(round, member));
-  store_set(keys[static_cast<size_t>(rank())], mine);
-  std::vector<std::string> result = store_get(keys);
-  // Every member is in this round, so every member has read the one before.
-  if (round > 0) store_delete(key(round - 1, rank()));
-  return result;
+  return store_gather(impl_->key, round, rank(), size(), mine);
 }
 
 void Comm::barrier() const { all_gather_strings(""); }

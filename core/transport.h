@@ -77,10 +77,10 @@ class Watched {  // a host call that may block
   std::shared_ptr<std::atomic<bool>> over_ = std::make_shared<std::atomic<bool>>(false);
 };
 
-// The store of the job. The keys of one group and round are written once by each member.
-void store_set(const std::string& key, const std::string& value);
-std::vector<std::string> store_get(const std::vector<std::string>& keys);  // waits for them
-void store_delete(const std::string& key);
+// The texts of all members, in order, through the job's store; waits for them. Each member enters
+// each round of a place once.
+std::vector<std::string> store_gather(const std::string& place, int64_t round, int64_t rank,
+                                      int64_t size, const std::string& mine);
 
 std::string comm_context();                    // "" or ", step 12"
 void note_operation(const std::string& what);  // what the heartbeat tells about this rank

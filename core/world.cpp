@@ -99,17 +99,6 @@ constexpr const char* kStoreLost =
 
 std::chrono::duration<double> seconds(double count) { return std::chrono::duration<double>(count); }
 
-// A call to the store by the main thread.
-template <class Call>
-auto with_store(const Call& call) {
-  try {
-    return call();
-  } catch (const c10::Error&) {
-    end_all_ranks(kStoreLost);
-    throw;
-  }
-}
-
 void print_failure(const std::string& text) {
   const std::string line = fmt::format("FAILED rank {}: {}\n", job->rank, text);
   [[maybe_unused]] const auto written = write(STDERR_FILENO, line.data(), line.size());
@@ -251,15 +240,6 @@ c10::intrusive_ptr<c10d::Store> open_store() {
   return c10::make_intrusive<c10d::TCPStore>(host == host_name() ? "127.0.0.1" : host, options);
 }
 
-// Waits until every rank has come here, as long as it takes.
-void meet(const std::string& place) {
-  const std::vector<std::string> keys = job->keys(place);
-  with_store([&] {
-    job->store->set(keys[static_cast<size_t>(job->rank)], std::string());
-    job->store->wait(keys);
-  });
-}
-
 }  // namespace
 
 const Launch& launch_info() {
@@ -278,7 +258,8 @@ World::World() {
   // Waits may last as long as a checkpoint of another rank; heartbeat and guard end them.
   job->store->setTimeout(std::chrono::hours(24 * 365));
   write_beat(0);
-  meet("here");  // every beat stands in the store before anyone reads it
+  // Every beat stands in the store before anyone reads it.
+  store_gather("here", 0, job->rank, job->size, "");
   job->heartbeat = std::thread(run_heartbeat);
   job->guard = std::thread(run_guard);
 }
@@ -287,7 +268,7 @@ World::~World() {
   if (job == nullptr || std::uncaught_exceptions() > 0) return;
   try {
     note_operation("the end");
-    meet("bye");  // the heartbeat goes on meanwhile
+    store_gather("bye", 0, job->rank, job->size, "");  // the heartbeat goes on meanwhile
     {
       const std::lock_guard lock(job->mutex);
       job->stopping = true;
@@ -342,19 +323,23 @@ void watch(std::string what, double limit_s, std::function<bool()> done) {
   job->watches.push_back({std::move(what), limit_s, std::move(done)});
 }
 
-void store_set(const std::string& key, const std::string& value) {
-  with_store([&] { job->store->set(key, value); });
-}
-
-std::vector<std::string> store_get(const std::vector<std::string>& keys) {
-  std::vector<std::string> result;
-  for (const auto& value : with_store([&] { return job->store->multiGet(keys); }))
-    result.emplace_back(value.begin(), value.end());
+std::vector<std::string> store_gather(const std::string& place, int64_t round, int64_t rank,
+                                      int64_t size, const std::string& mine) {
+  const auto key = [&](int64_t of_round, int64_t member) {
+    return fmt::format("{}/{}/{}", place, of_round, member);
+  };
+  std::vector<std::string> keys, result;
+  for (int64_t member = 0; member < size; ++member) keys.push_back(key(round, member));
+  try {
+    job->store->set(key(round, rank), mine);
+    for (const auto& value : job->store->multiGet(keys))
+      result.emplace_back(value.begin(), value.end());
+    // Every member is in this round, so every member has read the one before.
+    if (round > 0) job->store->deleteKey(key(round - 1, rank));
+  } catch (const c10::Error&) {
+    end_all_ranks(kStoreLost);
+  }
   return result;
-}
-
-void store_delete(const std::string& key) {
-  with_store([&] { job->store->deleteKey(key); });
 }
 
 }  // namespace pith
