@@ -128,7 +128,7 @@ void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t r
   auto *to = static_cast<char*>(parts.data_ptr()), *from = static_cast<char*>(in.data_ptr());
   for (size_t i = 0; i < ranks.size(); ++i) {
     const auto bytes = [&](const std::vector<int64_t>& sizes, const Tensor& whole) {
-      return in.element_size() * static_cast<size_t>(sizes.empty() ? whole.numel() : sizes[i]);
+      return static_cast<size_t>(in.element_size() * (sizes.empty() ? whole.numel() : sizes[i]));
     };
     const size_t recv = bytes(operation.recv, out), send = bytes(operation.send, in);
     const auto member = static_cast<int64_t>(i);
