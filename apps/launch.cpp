@@ -28,50 +28,38 @@ std::string find_mpirun(const fs::path& self) {
   return fs::exists(own) ? own.lexically_normal().string() : "mpirun";
 }
 
-// Turns mpirun's "[1,3]<stdout>: text" into "[3] text". What mpirun says itself is kept back: it
-// is shown if no rank has said why the job failed.
-class Stream {
- public:
-  Stream(int descriptor, std::FILE* to) : descriptor_(descriptor), to_(to) {}
+// Turns mpirun's "[1,3]<stderr>: text" into "[3] text" there. What mpirun says itself is kept back:
+// it is shown if no rank has said why the job failed.
+struct Output {
+  std::string rest, of_mpirun;
+  bool told_failure = false;
 
-  int descriptor() const { return descriptor_; }  // -1 at the end
-  bool told_failure() const { return told_failure_; }
-  const std::string& of_mpirun() const { return of_mpirun_; }
-
-  void read_some() {
-    std::array<char, 65536> buffer;
-    const ssize_t size = read(descriptor_, buffer.data(), buffer.size());
-    if (size < 0 && errno == EINTR) return;
-    rest_.append(buffer.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
-    size_t begin = 0;
-    for (size_t end; (end = rest_.find('\n', begin)) != rest_.npos; begin = end + 1)
-      show(std::string_view(rest_).substr(begin, end - begin));
-    rest_.erase(0, begin);
-    std::fflush(to_);
-    if (size > 0) return;
-    if (!rest_.empty()) show(rest_);
-    close(descriptor_);
-    descriptor_ = -1;
-  }
-
- private:
   void show(std::string_view line) {
     const size_t comma = line.find(','), tag_end = line.find(">: ");
-    const bool tagged = line.starts_with('[') && tag_end != line.npos && comma < tag_end;
-    if (!tagged) {
-      if (line.find_first_not_of("- ") != line.npos) of_mpirun_ += fmt::format("  {}\n", line);
+    if (!line.starts_with('[') || tag_end == line.npos || comma > tag_end) {
+      if (line.find_first_not_of("- ") != line.npos) of_mpirun += fmt::format("  {}\n", line);
       return;
     }
     const std::string_view rank = line.substr(comma + 1, line.find(']') - comma - 1);
     const std::string_view text = line.substr(tag_end + 3);
-    told_failure_ = told_failure_ || text.starts_with("FAILED rank ");
-    fmt::print(to_, "[{}] {}\n", rank, text);
+    told_failure = told_failure || text.starts_with("FAILED rank ");
+    std::FILE* to = line.substr(0, tag_end).ends_with("<stderr") ? stderr : stdout;
+    fmt::print(to, "[{}] {}\n", rank, text);
+    std::fflush(to);
   }
 
-  int descriptor_;
-  std::FILE* to_;
-  std::string rest_, of_mpirun_;
-  bool told_failure_ = false;
+  bool read_some(int descriptor) {  // false: the end
+    std::array<char, 65536> buffer;
+    const ssize_t size = read(descriptor, buffer.data(), buffer.size());
+    if (size < 0 && errno == EINTR) return true;
+    rest.append(buffer.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
+    size_t begin = 0;
+    for (size_t end; (end = rest.find('\n', begin)) != rest.npos; begin = end + 1)
+      show(std::string_view(rest).substr(begin, end - begin));
+    rest.erase(0, begin);
+    if (size <= 0 && !rest.empty()) show(rest);
+    return size > 0;
+  }
 };
 
 int launch(int64_t processes, const fs::path& program, const std::vector<std::string>& command) {
@@ -91,9 +79,8 @@ int launch(int64_t processes, const fs::path& program, const std::vector<std::st
   setenv("OMP_NUM_THREADS", std::to_string(std::max<int64_t>(1, cores / processes)).c_str(), 0);
 
   install_signal_handlers();
-  std::array<int, 2> out{}, err{};
-  PITH_CHECK(pipe2(out.data(), O_CLOEXEC) == 0 && pipe2(err.data(), O_CLOEXEC) == 0, "no pipe: {}",
-             strerror(errno));
+  std::array<int, 2> ends{};
+  PITH_CHECK(pipe2(ends.data(), O_CLOEXEC) == 0, "no pipe: {}", strerror(errno));
   const pid_t child = fork();
   PITH_CHECK(child >= 0, "no process: {}", strerror(errno));
   if (child == 0) {
@@ -102,34 +89,27 @@ int launch(int64_t processes, const fs::path& program, const std::vector<std::st
     std::signal(SIGPIPE, SIG_DFL);
     const int nothing = open("/dev/null", O_RDONLY);
     dup2(nothing, STDIN_FILENO);
-    dup2(out[1], STDOUT_FILENO);
-    dup2(err[1], STDERR_FILENO);
+    dup2(ends[1], STDOUT_FILENO);
+    dup2(ends[1], STDERR_FILENO);
     execvp(arguments[0], arguments.data());
     fmt::print(stderr, "{} cannot be started: {}; run ./pith setup\n", mpirun, strerror(errno));
     _exit(127);
   }
-  close(out[1]);
-  close(err[1]);
+  close(ends[1]);
 
-  std::array<Stream, 2> streams{Stream(out[0], stdout), Stream(err[0], stderr)};
+  Output output;
   bool passed_on = false;
-  while (streams[0].descriptor() >= 0 || streams[1].descriptor() >= 0) {
-    std::array<pollfd, 2> waiting{pollfd{streams[0].descriptor(), POLLIN, 0},
-                                  pollfd{streams[1].descriptor(), POLLIN, 0}};
-    poll(waiting.data(), waiting.size(), 200);
-    for (size_t i = 0; i < streams.size(); ++i) {
-      if (waiting[i].revents != 0) streams[i].read_some();
-    }
+  for (pollfd waiting{ends[0], POLLIN, 0};;) {
+    if (poll(&waiting, 1, 200) > 0 && !output.read_some(ends[0])) break;
     // mpirun kills its ranks half a second after SIGINT or SIGTERM; SIGUSR1 it passes on to them.
     if (stop_requested() && !std::exchange(passed_on, true)) kill(child, SIGUSR1);
   }
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
   if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return 0;
-  std::string text = streams[0].of_mpirun() + streams[1].of_mpirun();
-  if (streams[0].told_failure() || streams[1].told_failure() || text.empty()) text.clear();
-  fmt::print(stderr, "pithtrain launch: the job failed{}\n{}",
-             text.empty() ? "" : "; mpirun says:", text);
+  const bool explain = !output.told_failure && !output.of_mpirun.empty();
+  fmt::print(stderr, "pithtrain launch: the job failed{}\n{}", explain ? "; mpirun says:" : "",
+             explain ? output.of_mpirun : "");
   return 1;
 }
 

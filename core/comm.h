@@ -30,15 +30,15 @@ struct Operation;  // core/transport.h
 // of the process.
 class Work {
  public:
-  Work() noexcept;
-  explicit Work(std::unique_ptr<Operation> operation);
-  Work(Work&&) noexcept;
-  Work& operator=(Work&& other) noexcept;
-  ~Work();
+  Work() = default;
+  explicit Work(Operation* operation) : operation_(operation) {}
   void wait();
 
  private:
-  std::unique_ptr<Operation> operation_;  // null: done
+  struct Drop {
+    void operator()(Operation* operation) const;
+  };
+  std::unique_ptr<Operation, Drop> operation_;  // null: done
 };
 
 // One message of Comm::exchange; `peer` is a rank of the group.
@@ -58,14 +58,11 @@ struct P2P {
 // of algorithm, a function of group, hardware and size: the same bits in every run and on every
 // member, not the same as in another layout.
 //
-// A tensor may be larger than 2^31 bytes. CPU: its parts' sizes in bytes are then counted in their
-// largest common power of two up to 1 MiB, and 2^31 of these are the limit (MPI counts in int).
-//
 // A collective that does not finish within PITH_COMM_TIMEOUT_S seconds (600; the first of a group
 // three times that) ends the job with a message that names it.
 class Comm {
  public:
-  Comm() = default;  // this process alone
+  Comm();  // this process alone
 
   int64_t size() const;
   int64_t rank() const;
@@ -120,7 +117,7 @@ class Comm {
   explicit Comm(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
   Work start(Operation&& operation) const;
 
-  std::shared_ptr<Impl> impl_;  // null: a group of one
+  std::shared_ptr<Impl> impl_;
 };
 
 // The processes of the job, made once by a command before any group. Started alone, a process
@@ -147,7 +144,7 @@ class World {
 void end_all_ranks(const std::string& text);
 
 // Where the program stands ("step 12"), for messages about hangs and dead ranks.
-void set_comm_context(std::string context);
+void set_comm_context(const std::string& context);
 
 // Throws on every member, naming the item and the ranks whose text differs from the first rank's,
 // and the first line that does.

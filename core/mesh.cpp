@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <ranges>
 
 namespace pith {
 namespace {
@@ -28,33 +30,29 @@ std::string to_text(const MeshShape& shape, int64_t world) {
 
 // The possible layouts that change the chosen sizes least, counted in factors.
 std::string nearest(const MeshShape& wanted, int64_t world) {
-  std::vector<std::pair<double, std::string>> found;
-  const auto distance = [](int64_t a, int64_t b) {
-    return std::abs(std::log2(static_cast<double>(std::max<int64_t>(a, 1)) /
-                              static_cast<double>(std::max<int64_t>(b, 1))));
-  };
   std::vector<int64_t> sizes;
-  for (int64_t size = 1; size <= world; ++size) {
+  for (int64_t size = 1; size <= world; ++size)
     if (world % size == 0) sizes.push_back(size);
-  }
+  std::vector<std::pair<double, std::string>> found;
   for (const int64_t pp : sizes) {
     for (const int64_t cp : sizes) {
       for (const int64_t ep : sizes) {
         for (const int64_t block : wanted.hsdp ? sizes : std::vector<int64_t>{0}) {
           const MeshShape shape{pp, cp, ep, wanted.hsdp, block};
           if (!problem(shape, world).empty()) continue;
-          found.emplace_back(distance(pp, wanted.pp) + distance(cp, wanted.cp) +
-                                 distance(ep, wanted.ep) + distance(block, wanted.hsdp_size),
-                             to_text(shape, world));
+          double distance = 0;
+          for (const auto& [a, b] : {std::pair(pp, wanted.pp), std::pair(cp, wanted.cp),
+                                     std::pair(ep, wanted.ep), std::pair(block, wanted.hsdp_size)})
+            distance += std::abs(std::log2(static_cast<double>(std::max<int64_t>(a, 1)) /
+                                           static_cast<double>(std::max<int64_t>(b, 1))));
+          found.emplace_back(distance, to_text(shape, world));
         }
       }
     }
   }
   std::ranges::sort(found);
-  std::string text = "nearest possible layouts: ";
-  for (size_t i = 0; i < std::min<size_t>(found.size(), 3); ++i)
-    text += (i > 0 ? "; " : "") + found[i].second;
-  return text;
+  found.resize(std::min<size_t>(found.size(), 3));
+  return fmt::format("nearest possible layouts: {}", fmt::join(found | std::views::values, "; "));
 }
 
 }  // namespace
@@ -93,9 +91,8 @@ MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank) {
       .expert = strided(first + in_plane / ep * ep, 1, ep),
       .expert_data = strided(first + in_plane % ep, ep, plane / ep),
       .dense_shard = strided(block_begin, 1, block),
-      .dense_replicate = strided(first + in_plane % block, block, plane / block),
       .expert_shard = strided(block_begin + in_plane % ep, ep, block / ep),
-      .expert_replicate = strided(first + in_plane % block, block, plane / block),
+      .replicate = strided(first + in_plane % block, block, plane / block),
   };
 }
 
@@ -133,15 +130,21 @@ Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device) {
     if (!first && pair[1] != world.rank()) continue;
     for (Comm& link : first ? mesh.next : mesh.previous) link = world.group(pair, "stage link");
   }
-  mesh.plane = world.group(groups.plane, "plane");
-  mesh.data = world.group(groups.data, "data");
   mesh.context = world.group(groups.context, "context");
   mesh.expert = world.group(groups.expert, "expert");
-  mesh.expert_data = world.group(groups.expert_data, "expert_data");
-  mesh.dense_shard = world.group(groups.dense_shard, "dense_shard");
-  mesh.dense_replicate = world.group(groups.dense_replicate, "dense_replicate");
-  mesh.expert_shard = world.group(groups.expert_shard, "expert_shard");
-  mesh.expert_replicate = world.group(groups.expert_replicate, "expert_replicate");
+  // Nothing inside a layer waits for the others: those of the same members share connections.
+  std::map<std::vector<int64_t>, Comm> shared{{mesh.world.ranks(), mesh.world}};
+  const auto share = [&](const std::vector<int64_t>& ranks, const std::string& name) {
+    const auto [at, is_new] = shared.try_emplace(ranks);
+    if (is_new) at->second = world.group(ranks, name);
+    return at->second;
+  };
+  mesh.plane = share(groups.plane, "plane");
+  mesh.data = share(groups.data, "data");
+  mesh.expert_data = share(groups.expert_data, "expert_data");
+  mesh.dense_shard = share(groups.dense_shard, "dense_shard");
+  mesh.expert_shard = share(groups.expert_shard, "expert_shard");
+  mesh.dense_replicate = mesh.expert_replicate = share(groups.replicate, "replicate");
   return mesh;
 }
 

@@ -25,7 +25,7 @@ struct MeshPlace {
 // The groups of one rank as world ranks, this rank among them.
 struct MeshGroups {
   std::vector<int64_t> pipeline, plane, data, context, expert, expert_data, dense_shard,
-      dense_replicate, expert_shard, expert_replicate;
+      expert_shard, replicate;
 };
 
 // DP for this many processes. Throws for an impossible layout, naming the nearest possible ones.
@@ -36,25 +36,25 @@ MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank);
 std::string mesh_table(const MeshShape& shape, int64_t world);
 
 // Sizes, this process's place and its groups; default: one process. Groups are set up at their
-// first collective, so those that a layout does not use cost nothing.
+// first collective, so those that a layout does not use cost nothing. Of world, plane, data and the
+// last five those that have the same members are one.
 struct Mesh {
   MeshShape shape;
   int64_t dp = 1;
   MeshPlace place{0, 0, 0, 0};
-  Comm world;            // all processes
-  Comm pipeline;         // PP: the same place of the plane in every stage, in their order
+  Comm world;     // all processes
+  Comm pipeline;  // PP: the same place of the plane in every stage, in their order
   // With the stage before and after, four groups of two each: transfers that never wait for each
   // other (engine/stage_links.h).
   std::array<Comm, 4> previous, next;
-  Comm plane;            // DP x CP of this stage: losses and dense gradients are summed over it
-  Comm data;             // DP: same stage and CP rank; each member reads other sequences
-  Comm context;          // CP: shares its sequences
-  Comm expert;           // EP: divides the experts among its members
-  Comm expert_data;      // plane ranks that hold the same experts
-  Comm dense_shard;      // dense parameters are sharded over this: the plane, or a block of it
-  Comm dense_replicate;  // holds the same shard of dense parameters
-  Comm expert_shard;     // the same two for experts: members of expert_data
-  Comm expert_replicate;
+  Comm plane;         // DP x CP of this stage: losses and dense gradients are summed over it
+  Comm data;          // DP: same stage and CP rank; each member reads other sequences
+  Comm context;       // CP: shares its sequences
+  Comm expert;        // EP: divides the experts among its members
+  Comm expert_data;   // plane ranks that hold the same experts
+  Comm dense_shard;   // dense parameters are sharded over this: the plane, or a block of it
+  Comm expert_shard;  // the same for experts: members of expert_data
+  Comm dense_replicate, expert_replicate;  // hold the same shard; one group, as ep divides blocks
   at::Device device = at::kCPU;
 };
 

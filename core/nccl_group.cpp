@@ -1,37 +1,45 @@
-// NCCL, opened at run time beside libtorch_cuda. Provides NcclGroup, nccl_wait.
+// NCCL, opened at run time beside libtorch_cuda. Provides nccl_*.
 #include "core/transport.h"
 
 #if PITH_CUDA
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
-#include <nccl.h>
 
 #include <cstring>
-#include <numeric>
 
 namespace pith {
 namespace {
 
-struct Nccl {
-#define PITH_NCCL_FUNCTIONS(F)                                                                  \
-  F(GetUniqueId)                                                                                \
-  F(CommInitRank)                                                                               \
-  F(CommGetAsyncError) F(GetErrorString) F(GetLastError) F(GroupStart) F(GroupEnd) F(AllReduce) \
-      F(AllGather) F(ReduceScatter) F(Reduce) F(Broadcast) F(Send) F(Recv)
-#define PITH_NCCL_DECLARE(name) decltype(&nccl##name) name;
-  PITH_NCCL_FUNCTIONS(PITH_NCCL_DECLARE)
+// NCCL 2's functions and numbers in use, declared here so that nothing of it is needed to build.
+struct UniqueId {
+  char bytes[128];
+};
+enum Type : int { kInt8 = 0, kInt32 = 2, kInt64 = 4, kFloat = 7, kDouble = 8 };
+enum Op : int { kSum = 0, kMax = 2, kMin = 3 };
+constexpr int kSuccess = 0, kInProgress = 7;
 
-  Nccl() {
-    void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_GLOBAL);
-    if (library == nullptr)
-      PITH_FAIL_HINT("./pith setup --cuda installs it", "NCCL cannot be opened: {}", dlerror());
-#define PITH_NCCL_LOAD(name)                                             \
-  name = reinterpret_cast<decltype(name)>(dlsym(library, "nccl" #name)); \
-  PITH_CHECK(name != nullptr, "libnccl.so.2 has no nccl{}", #name);
-    PITH_NCCL_FUNCTIONS(PITH_NCCL_LOAD)
-  }
+struct Nccl {
+  using Comm = ncclComm*;
+  static Symbol find(const char* name) { return find_symbol("libnccl.so.2", name); }
+  int (*get_unique_id)(UniqueId*) = find("ncclGetUniqueId");
+  int (*init)(Comm*, int size, UniqueId, int rank) = find("ncclCommInitRank");
+  int (*async_error)(Comm, int*) = find("ncclCommGetAsyncError");
+  const char* (*error_string)(int) = find("ncclGetErrorString");
+  const char* (*last_error)(Comm) = find("ncclGetLastError");
+  int (*group_start)() = find("ncclGroupStart");
+  int (*group_end)() = find("ncclGroupEnd");
+  int (*all_reduce)(const void* from, void* to, size_t, Type, Op, Comm,
+                    cudaStream_t) = find("ncclAllReduce");
+  int (*all_gather)(const void*, void*, size_t, Type, Comm, cudaStream_t) = find("ncclAllGather");
+  int (*reduce_scatter)(const void*, void*, size_t, Type, Op, Comm,
+                        cudaStream_t) = find("ncclReduceScatter");
+  int (*reduce)(const void*, void*, size_t, Type, Op, int root, Comm,
+                cudaStream_t) = find("ncclReduce");
+  int (*broadcast)(const void*, void*, size_t, Type, int root, Comm,
+                   cudaStream_t) = find("ncclBroadcast");
+  int (*send)(const void*, size_t, Type, int peer, Comm, cudaStream_t) = find("ncclSend");
+  int (*recv)(void*, size_t, Type, int peer, Comm, cudaStream_t) = find("ncclRecv");
 };
 
 const Nccl& nccl() {
@@ -39,9 +47,9 @@ const Nccl& nccl() {
   return table;
 }
 
-void check(ncclResult_t code) {
-  PITH_CHECK(code == ncclSuccess, "NCCL: {}: {}", nccl().GetErrorString(code),
-             nccl().GetLastError(nullptr));
+void check(int code) {
+  PITH_CHECK(code == kSuccess, "NCCL: {}: {}", nccl().error_string(code),
+             nccl().last_error(nullptr));
 }
 
 void check(cudaError_t code) {
@@ -56,21 +64,12 @@ std::shared_ptr<CUevent_st> record_event(cudaStream_t stream) {
   return owner;
 }
 
-ncclDataType_t sum_type(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble:
-      return ncclDouble;
-    case at::kLong:
-      return ncclInt64;
-    case at::kInt:
-      return ncclInt32;
-    default:
-      return ncclFloat;
-  }
-}
-
-Tensor widen(const Tensor& tensor) {
-  return tensor.scalar_type() == at::kBFloat16 ? tensor.to(at::kFloat) : tensor;
+Type sum_type(const Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return type == at::kDouble ? kDouble
+         : type == at::kLong ? kInt64
+         : type == at::kInt  ? kInt32
+                             : kFloat;
 }
 
 bool all_equal(std::span<const int64_t> sizes) {
@@ -85,111 +84,92 @@ void nccl_wait(Operation& operation) {
   check(cudaStreamWaitEvent(current, operation.done.get()));
 }
 
-NcclGroup::NcclGroup(int64_t size, int64_t rank, at::Device device,
-                     const std::function<std::string(const std::string&)>& share)
-    : size_(size),
-      rank_(rank),
-      device_(device),
-      stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index()).stream()) {
-  ncclUniqueId id{};
-  if (rank == 0) check(nccl().GetUniqueId(&id));
-  const std::string shared = share({id.internal, sizeof(id.internal)});
-  PITH_CHECK(shared.size() == sizeof(id.internal), "the group's NCCL id arrived damaged");
-  std::memcpy(id.internal, shared.data(), shared.size());
-  check(cudaSetDevice(device.index()));
-  check(nccl().CommInitRank(&comm_, static_cast<int>(size), id, static_cast<int>(rank)));
-  watch("NCCL", std::numeric_limits<double>::infinity(), [comm = comm_] {
-    ncclResult_t state = ncclSuccess;
-    if (nccl().CommGetAsyncError(comm, &state) == ncclSuccess && state != ncclSuccess &&
-        state != ncclInProgress) {
-      end_all_ranks(fmt::format("NCCL reports an error: {} ({})", nccl().GetErrorString(state),
-                                comm_context()));
-    }
-    return false;
-  });
+std::string nccl_new_id() {
+  UniqueId id{};
+  check(nccl().get_unique_id(&id));
+  return {id.bytes, sizeof(id)};
 }
 
-void NcclGroup::start(Operation& operation) {
-  Tensor out = operation.out, in = operation.in;
-  if (operation.kind == Kind::all_reduce) {
-    out = in = widen(in);
-  } else if (operation.kind == Kind::reduce_scatter) {
-    in = widen(in);
-    if (out.scalar_type() != in.scalar_type()) out = at::empty(out.sizes(), in.options());
-  }
-  // After what the current stream holds now.
-  const auto ready = record_event(c10::cuda::getCurrentCUDAStream(device_.index()).stream());
-  check(cudaStreamWaitEvent(stream_, ready.get()));
-  check(nccl().GroupStart());
-  call(operation, out, in);
-  check(nccl().GroupEnd());
-  operation.done = record_event(stream_);
-  operation.finish = [out, in, to = operation.out] {
-    if (!out.is_same(to)) to.copy_(out);
-  };
-  watch(operation.what, operation.limit_s, [device = device_.index(), event = operation.done] {
-    cudaSetDevice(device);  // else a context on the first GPU would be made
-    return cudaEventQuery(event.get()) != cudaErrorNotReady;
+NcclLink nccl_connect(const std::string& id, int64_t rank, int64_t size, at::Device device) {
+  UniqueId copy{};
+  PITH_CHECK(id.size() == sizeof(copy), "the group's NCCL id arrived damaged");
+  std::memcpy(copy.bytes, id.data(), sizeof(copy));
+  ncclComm* comm = nullptr;
+  check(cudaSetDevice(device.index()));
+  check(nccl().init(&comm, narrow<int>(size), copy, narrow<int>(rank)));
+  watch("NCCL", std::numeric_limits<double>::infinity(), [comm] {
+    int state = kSuccess;
+    if (nccl().async_error(comm, &state) == kSuccess && state != kInProgress) check(state);
+    return false;
   });
+  return {comm, c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index()).stream()};
 }
 
 // Bytes travel, except where they are summed.
-void NcclGroup::call(const Operation& operation, const Tensor& out, const Tensor& in) {
+void nccl_send(Operation& operation, const NcclLink& link, int64_t rank, int64_t size) {
+  const auto& [comm, stream] = link;
+  Tensor out = operation.out, in = operation.in;
+  if (operation.recv.empty() && operation.messages.empty()) {  // sums, not of BF16
+    if (in.scalar_type() == at::kBFloat16) in = in.to(at::kFloat);
+    if (operation.send.empty()) {
+      out = in;
+    } else if (out.scalar_type() != in.scalar_type()) {
+      out = at::empty(out.sizes(), in.options());
+    }
+  }
+  const auto device = in.device().index();  // after what its current stream holds now
+  const auto ready = record_event(c10::cuda::getCurrentCUDAStream(device).stream());
+  check(cudaStreamWaitEvent(stream, ready.get()));
+  check(nccl().group_start());
   auto* to = static_cast<char*>(out.data_ptr());
   auto* from = static_cast<char*>(in.data_ptr());
   const size_t width = in.element_size();
-  switch (operation.kind) {
-    case Kind::all_reduce: {
-      const ncclRedOp_t op = operation.reduce == Reduce::sum   ? ncclSum
-                             : operation.reduce == Reduce::max ? ncclMax
-                                                               : ncclMin;
-      check(nccl().AllReduce(from, to, in.numel(), sum_type(in), op, comm_, stream_));
-      return;
+  const std::vector<int64_t>&recv = operation.recv, &send = operation.send;
+  const auto transfer = [&](void* data, size_t bytes, int64_t peer, bool is_send) {
+    if (bytes == 0) return;
+    const int to_or_from = narrow<int>(peer);
+    check(is_send ? nccl().send(data, bytes, kInt8, to_or_from, comm, stream)
+                  : nccl().recv(data, bytes, kInt8, to_or_from, comm, stream));
+  };
+  if (!operation.messages.empty()) {
+    for (const auto& [peer, tensor, is_send] : operation.messages)
+      transfer(tensor.data_ptr(), tensor.nbytes(), peer, is_send);
+  } else if (recv.empty() && send.empty()) {
+    const Op op = operation.reduce == Reduce::sum   ? kSum
+                  : operation.reduce == Reduce::max ? kMax
+                                                    : kMin;
+    check(nccl().all_reduce(from, to, in.numel(), sum_type(in), op, comm, stream));
+  } else if (send.empty() && all_equal(recv)) {
+    check(nccl().all_gather(from, to, in.nbytes(), kInt8, comm, stream));
+  } else if (recv.empty() && all_equal(send)) {
+    check(nccl().reduce_scatter(from, to, out.numel(), sum_type(in), kSum, comm, stream));
+  } else {
+    for (int i = 0; i < size; ++i) {
+      const size_t received = recv.empty() ? 0 : recv[i] * width;
+      const size_t sent = send.empty() ? 0 : send[i] * width;
+      if (send.empty()) {  // all_gather; a broadcast has one part
+        if (received > 0)
+          check(nccl().broadcast(i == rank ? from : to, to, received, kInt8, i, comm, stream));
+      } else if (recv.empty()) {
+        check(nccl().reduce(from, i == rank ? to : nullptr, send[i], sum_type(in), kSum, i, comm,
+                            stream));
+      } else {
+        transfer(from, sent, i, true);
+        transfer(to, received, i, false);
+      }
+      from += sent;
+      to += received;
     }
-    case Kind::all_gather:
-      if (all_equal(operation.recv)) {
-        check(nccl().AllGather(from, to, in.nbytes(), ncclInt8, comm_, stream_));
-        return;
-      }
-      for (int i = 0; i < size_; ++i) {
-        const size_t size = operation.recv[i] * width;
-        check(nccl().Broadcast(i == rank_ ? from : to, to, size, ncclInt8, i, comm_, stream_));
-        to += size;
-      }
-      return;
-    case Kind::reduce_scatter:
-      if (all_equal(operation.send)) {
-        check(nccl().ReduceScatter(from, to, out.numel(), sum_type(in), ncclSum, comm_, stream_));
-        return;
-      }
-      for (int i = 0; i < size_; ++i) {
-        check(nccl().Reduce(from, i == rank_ ? to : nullptr, operation.send[i], sum_type(in),
-                            ncclSum, i, comm_, stream_));
-        from += operation.send[i] * width;
-      }
-      return;
-    case Kind::all_to_all:
-      for (int i = 0; i < size_; ++i) {
-        const size_t send = operation.send[i] * width, recv = operation.recv[i] * width;
-        if (send > 0) check(nccl().Send(from, send, ncclInt8, i, comm_, stream_));
-        if (recv > 0) check(nccl().Recv(to, recv, ncclInt8, i, comm_, stream_));
-        from += send;
-        to += recv;
-      }
-      return;
-    case Kind::exchange:
-      for (const auto& [peer, tensor, is_send] : operation.messages) {
-        const int other = narrow<int>(peer);
-        void* data = tensor.data_ptr();
-        if (tensor.numel() == 0) continue;
-        check(is_send ? nccl().Send(data, tensor.nbytes(), ncclInt8, other, comm_, stream_)
-                      : nccl().Recv(data, tensor.nbytes(), ncclInt8, other, comm_, stream_));
-      }
-      return;
-    case Kind::broadcast:
-      check(nccl().Broadcast(from, to, in.nbytes(), ncclInt8, narrow<int>(operation.root), comm_,
-                             stream_));
   }
+  check(nccl().group_end());
+  operation.done = record_event(stream);
+  operation.finish = [out, in, to = operation.out] {
+    if (!out.is_same(to)) to.copy_(out);
+  };
+  watch(operation.what, operation.limit_s, [device, event = operation.done] {
+    cudaSetDevice(device);  // else a context on the first GPU would be made
+    return cudaEventQuery(event.get()) != cudaErrorNotReady;
+  });
 }
 
 }  // namespace pith

@@ -1,6 +1,6 @@
 // The job: how its processes were started, the store they meet at, and the two threads that end all
-// of them when one is lost. One thread talks to the store (the heartbeat); the other, the watchdog,
-// only looks at clocks, so that a store that hangs cannot stop it.
+// of them when one is lost. The heartbeat talks to the store and looks after collectives; the guard
+// only looks at the heartbeat, so that a store that hangs cannot stop it.
 #include <c10/util/Exception.h>
 #include <c10/util/Flags.h>
 #include <unistd.h>
@@ -9,9 +9,9 @@
 #include <charconv>
 #include <condition_variable>
 #include <cstdlib>
-#include <map>
 #include <mutex>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "core/transport.h"
@@ -20,8 +20,6 @@ C10_DECLARE_int(caffe2_log_level);
 
 namespace pith {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 std::string environment(const char* name) {
   const char* value = std::getenv(name);
@@ -40,53 +38,58 @@ Number number_in(const char* name, Number fallback) {
 }
 
 Launch read_launch() {
-  Launch launch;
   const auto is_set = [](const char* name) { return !environment(name).empty(); };
-  if (is_set("OMPI_COMM_WORLD_SIZE")) {  // mpirun
-    launch = {number_in<int64_t>("OMPI_COMM_WORLD_RANK", 0),
-              number_in<int64_t>("OMPI_COMM_WORLD_SIZE", 1),
-              number_in<int64_t>("OMPI_COMM_WORLD_LOCAL_RANK", 0), true};
-  } else if (is_set("RANK") && is_set("WORLD_SIZE")) {  // torchrun
-    launch = {number_in<int64_t>("RANK", 0), number_in<int64_t>("WORLD_SIZE", 1),
-              number_in<int64_t>("LOCAL_RANK", 0), false};
+  const auto read = [](const char* rank, const char* size, const char* local, bool mpi) {
+    const Launch launch{number_in<int64_t>(rank, 0), number_in<int64_t>(size, 1),
+                        number_in<int64_t>(local, 0), mpi};
+    PITH_CHECK(launch.rank < launch.size, "rank {} of {} processes", launch.rank, launch.size);
+    return launch.size > 1 ? launch : Launch{};
+  };
+  if (is_set("OMPI_COMM_WORLD_SIZE"))  // mpirun
+    return read("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", true);
+  if (is_set("RANK") && is_set("WORLD_SIZE")) {  // torchrun
+    const Launch launch = read("RANK", "WORLD_SIZE", "LOCAL_RANK", false);
     PITH_CHECK(launch.size == 1 || (is_set("MASTER_ADDR") && is_set("MASTER_PORT")),
                "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT");
-  } else if (number_in<int64_t>("SLURM_STEP_NUM_TASKS", 1) > 1) {  // srun
-    launch = {number_in<int64_t>("SLURM_PROCID", 0), number_in<int64_t>("SLURM_STEP_NUM_TASKS", 1),
-              number_in<int64_t>("SLURM_LOCALID", 0), true};
-    if (!is_set("PMIX_RANK"))
-      PITH_FAIL_HINT("use srun --mpi=pmix", "srun started {} tasks that cannot meet", launch.size);
+    return launch;
   }
-  PITH_CHECK(launch.rank < launch.size, "rank {} of {} processes", launch.rank, launch.size);
-  launch.mpi = launch.mpi && launch.size > 1;
+  const Launch launch =
+      read("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", true);  // srun
+  if (launch.size > 1 && !is_set("PMIX_RANK"))
+    PITH_FAIL_HINT("use srun --mpi=pmix", "srun started {} tasks that cannot meet", launch.size);
   return launch;
 }
 
 struct Watch {
   std::string what;
-  double limit_s, age_s;
+  double limit_s;
   std::function<bool()> done;
+  double age_s = 0;
 };
 
 // What a running job of several processes has. Leaked: its threads may outlive main's unwinding.
+// Ages are counted in ticks, not by a clock: they do not jump when the whole job is stopped and
+// continued (a closed lid, SIGSTOP to all).
 struct Job {
   int64_t rank = launch_info().rank, size = launch_info().size;
   double heartbeat_s = number_in("PITH_HEARTBEAT_S", 20.0);
-  double interval_s = heartbeat_s / 10;
-  std::string prefix;
+  double tick_s = std::min(heartbeat_s, comm_timeout_s()) / 10;
   c10::intrusive_ptr<c10d::Store> store, beats;  // main thread's and heartbeat's connection
-  std::thread heartbeat, watchdog;
+  std::thread heartbeat, guard;
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
   bool stopping = false;
-  std::string failure;  // of this rank, on its way to the store
-  double since_beat_s = 0;
+  std::string failure;           // of this rank, on its way to the store
+  double since_heartbeat_s = 0;  // as the guard counts it
   std::string context, last_operation = "start";
-  std::map<uint64_t, Watch> watches;
-  uint64_t next_watch = 0;
+  std::vector<Watch> watches;
 
-  std::string key(const std::string& name) const { return prefix + name; }
+  std::vector<std::string> keys(const std::string& name) const {  // of all ranks
+    std::vector<std::string> result;
+    for (int64_t i = 0; i < size; ++i) result.push_back(fmt::format("{}/{}", name, i));
+    return result;
+  }
 };
 
 Job* job = nullptr;
@@ -94,15 +97,7 @@ Job* job = nullptr;
 constexpr const char* kStoreLost =
     "rank 0 has ended or lost its connection: its store does not answer";
 
-// A call to the store by the main thread.
-template <class Call>
-void with_store(const Call& call) {
-  try {
-    call();
-  } catch (const c10::Error&) {
-    end_all_ranks(kStoreLost);
-  }
-}
+std::chrono::duration<double> seconds(double count) { return std::chrono::duration<double>(count); }
 
 void print_failure(const std::string& text) {
   const std::string line = fmt::format("FAILED rank {}: {}\n", job->rank, text);
@@ -112,136 +107,111 @@ void print_failure(const std::string& text) {
 // Rank 0 has the store and cannot be asked who speaks: the lowest rank left does, since the
 // launcher ends the others meanwhile.
 [[noreturn]] void leave_without_store(const std::string& text) {
-  const auto turn = std::chrono::milliseconds(500 * std::clamp<int64_t>(job->rank - 1, 0, 10));
-  std::this_thread::sleep_for(turn);
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(500 * std::clamp<int64_t>(job->rank - 1, 0, 10)));
   print_failure(text);
   _exit(1);
 }
 
-void sleep_seconds(double seconds) {
-  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-}
-
-// Steps of time that a stopped and continued job (a closed lid, SIGSTOP to all) does not jump over.
-double step_since(Clock::time_point& last, double at_most_s) {
-  const auto now = Clock::now();
-  const double step = std::chrono::duration<double>(now - std::exchange(last, now)).count();
-  return std::min(step, at_most_s);
-}
-
-std::string status_line(int64_t beat) {
-  const std::lock_guard lock(job->mutex);
-  return fmt::format("{}|{}{}{}", beat, job->context, job->context.empty() ? "" : ", ",
-                     job->last_operation);
-}
-
-std::string after_bar(const std::string& beat) { return beat.substr(beat.find('|') + 1); }
-
-std::string read_beat(int64_t rank) {
-  return job->beats->get_to_str(job->key(fmt::format("beat/{}", rank)));
-}
-
 // Who failed first has said it. Rank 0 stays until the others have read it in its store.
 [[noreturn]] void leave_quietly() {
-  if (job->rank == 0) sleep_seconds(2.5 * job->interval_s);
+  if (job->rank == 0) std::this_thread::sleep_for(seconds(2.5 * job->tick_s));
   _exit(1);
 }
 
+void write_beat(int64_t beat) {
+  std::unique_lock lock(job->mutex);
+  const std::string text = fmt::format("{}{} (beat {})", job->last_operation, job->context, beat);
+  lock.unlock();
+  job->beats->set(fmt::format("beat/{}", job->rank), text);
+}
+
 // Makes `text` the first cause if there is none yet, and ends this process.
-[[noreturn]] void fail_through_store(std::string text, bool with_status) {
-  if (with_status) {
-    for (int64_t rank = 0; rank < std::min<int64_t>(job->size, 64); ++rank)
-      text += fmt::format("\n  rank {} was last seen at: {}", rank, after_bar(read_beat(rank)));
+[[noreturn]] void fail_through_store(std::string text) {
+  if (text.starts_with("timeout")) {
+    const std::vector<std::string> keys = job->keys("beat");
+    for (size_t rank = 0; rank < std::min<size_t>(keys.size(), 64); ++rank)
+      text +=
+          fmt::format("\n  rank {} was last seen at: {}", rank, job->beats->get_to_str(keys[rank]));
   }
   const std::string mine = fmt::format("{}|{}", job->rank, text);
-  const bool first = job->beats->compareSet(job->key("failure"), std::string(), mine) == mine;
-  if (first) print_failure(text);
+  if (job->beats->compareSet("failure", std::string(), mine) == mine) print_failure(text);
   leave_quietly();
 }
 
+// One tick of age for all that is watched; what has failed or is late, or "".
+std::string failed_operation() {
+  std::string text;
+  try {
+    std::erase_if(job->watches, [&](Watch& it) {
+      if (it.done()) return true;
+      it.age_s += job->tick_s;
+      if (it.age_s > it.limit_s && text.empty())
+        text = fmt::format("timeout: {} has not finished after {:.0f} s", it.what, it.limit_s);
+      return false;
+    });
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  return text;
+}
+
 void run_heartbeat() {
-  struct Seen {
-    std::string beat;
-    double age_s = 0;
-  };
-  std::vector<Seen> seen(static_cast<size_t>(job->size));
-  auto last = Clock::now();
+  // Rank 0 looks at all, the others at it.
+  std::vector<std::string> others = job->keys("beat");
+  if (job->rank != 0) others.resize(1);
+  std::vector<std::string> seen(others.size());
+  std::vector<double> ages_s(others.size());
   for (int64_t beat = 1;; ++beat) {
     std::string failure;
     {
       std::unique_lock lock(job->mutex);
-      job->changed.wait_for(lock, std::chrono::duration<double>(job->interval_s),
+      job->since_heartbeat_s = 0;
+      job->changed.wait_for(lock, seconds(job->tick_s),
                             [] { return job->stopping || !job->failure.empty(); });
       if (job->stopping) return;
+      if (job->failure.empty()) job->failure = failed_operation();
       failure = job->failure;
     }
     try {
-      if (!failure.empty()) fail_through_store(failure, failure.starts_with("timeout"));
-      job->beats->set(job->key(fmt::format("beat/{}", job->rank)), status_line(beat));
-      if (job->beats->check({job->key("failure")})) leave_quietly();
-      const double step_s = step_since(last, 2 * job->interval_s);
-      const int64_t end = job->rank == 0 ? job->size : 1;  // rank 0 looks at all, the others at it
-      for (int64_t rank = 0; rank < end; ++rank) {
-        if (rank == job->rank) continue;
-        Seen& other = seen[static_cast<size_t>(rank)];
-        const std::string now = read_beat(rank);
-        if (std::exchange(other.beat, now) != now) other.age_s = 0;
-        other.age_s += step_s;
-        if (other.age_s > job->heartbeat_s)
-          fail_through_store(
-              fmt::format("rank {} has given no sign of life for {:.0f} s (stopped, killed or its "
-                          "machine lost); it was last seen at: {}",
-                          rank, job->heartbeat_s, after_bar(now)),
-              false);
+      if (!failure.empty()) fail_through_store(failure);
+      write_beat(beat);
+      if (job->beats->check({"failure"})) leave_quietly();
+      for (size_t rank = 0; rank < others.size(); ++rank) {
+        if (static_cast<int64_t>(rank) == job->rank) continue;
+        const std::string now = job->beats->get_to_str(others[rank]);
+        ages_s[rank] = now == seen[rank] ? ages_s[rank] + job->tick_s : 0;
+        seen[rank] = now;
+        if (ages_s[rank] <= job->heartbeat_s) continue;
+        fail_through_store(
+            fmt::format("rank {} has given no sign of life for {:.0f} s (stopped, killed or its "
+                        "machine lost); it was last seen at: {}",
+                        rank, job->heartbeat_s, now));
       }
-      const std::lock_guard lock(job->mutex);
-      job->since_beat_s = 0;
     } catch (const std::exception&) {
-      if (!failure.empty()) leave_without_store(failure);
-      leave_without_store(kStoreLost);
+      leave_without_store(failure.empty() ? kStoreLost : failure);
     }
   }
 }
 
-void run_watchdog() {
-  const double tick_s = std::clamp(std::min(job->heartbeat_s, comm_timeout_s()) / 40, 0.01, 1.0);
-  auto last = Clock::now();
-  for (;;) {
-    std::vector<std::pair<uint64_t, std::function<bool()>>> questions;
-    {
-      std::unique_lock lock(job->mutex);
-      job->changed.wait_for(lock, std::chrono::duration<double>(tick_s),
-                            [] { return job->stopping; });
-      if (job->stopping) return;
-      const double step_s = step_since(last, 2 * tick_s);
-      job->since_beat_s += step_s;
-      if (job->since_beat_s > job->heartbeat_s + 2 * job->interval_s) {
-        const std::string failure = job->failure;
-        lock.unlock();
-        leave_without_store(!failure.empty() ? failure
-                                             : fmt::format("rank 0 has not answered for {:.0f} s "
-                                                           "(stopped, or its machine lost)",
-                                                           job->heartbeat_s));
-      }
-      for (auto& [id, entry] : job->watches) {
-        entry.age_s += step_s;
-        if (entry.done) questions.emplace_back(id, entry.done);
-      }
-    }
-    for (const auto& [id, done] : questions) {
-      if (done()) unwatch(id);
-    }
-    std::string late;
-    {
-      const std::lock_guard lock(job->mutex);
-      for (const auto& [id, entry] : job->watches) {
-        if (!late.empty() || entry.age_s <= entry.limit_s) continue;
-        late =
-            fmt::format("timeout: {} has not finished after {:.0f} s", entry.what, entry.limit_s);
-      }
-    }
-    if (!late.empty()) end_all_ranks(late);
+void run_guard() {
+  std::unique_lock lock(job->mutex);
+  while (!job->changed.wait_for(lock, seconds(job->tick_s), [] { return job->stopping; })) {
+    job->since_heartbeat_s += job->tick_s;
+    if (job->since_heartbeat_s <= job->heartbeat_s + 2 * job->tick_s) continue;
+    std::string failure = job->failure;
+    lock.unlock();
+    if (failure.empty())
+      failure = fmt::format("rank 0 has not answered for {:.0f} s (stopped, or its machine lost)",
+                            job->heartbeat_s);
+    leave_without_store(failure);
   }
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  gethostname(name.data(), name.size() - 1);
+  return name.data();
 }
 
 c10::intrusive_ptr<c10d::Store> open_store() {
@@ -251,32 +221,23 @@ c10::intrusive_ptr<c10d::Store> open_store() {
   options.isServer = job->rank == 0;
   options.waitWorkers = false;
   options.timeout = std::chrono::minutes(5);
-  std::string host = "127.0.0.1";
-  if (launch_info().mpi) {
-    options.port = 0;
-    c10::intrusive_ptr<c10d::TCPStore> server;
-    if (job->rank == 0) {
-      server = c10::make_intrusive<c10d::TCPStore>(host, options);
-      std::vector<char> name(256);
-      gethostname(name.data(), name.size() - 1);
-      host = fmt::format("{} {}", name.data(), server->getPort());
-    }
-    const std::string address = mpi_broadcast_text(host);
-    if (server) return server;
-    const auto space = address.rfind(' ');
-    host = address.substr(0, space);
-    options.port = narrow<uint16_t>(std::stoi(address.substr(space + 1)));
-    std::vector<char> name(256);
-    gethostname(name.data(), name.size() - 1);
-    if (host == name.data()) host = "127.0.0.1";
-  } else {
-    host = environment("MASTER_ADDR");
+  if (!launch_info().mpi) {
     options.port = narrow<uint16_t>(number_in<int64_t>("MASTER_PORT", 0));
     // torchrun's agent already serves a store at this address, also for earlier attempts.
     if (environment("TORCHELASTIC_USE_AGENT_STORE") == "True") options.isServer = false;
-    job->prefix += environment("TORCHELASTIC_RESTART_COUNT") + "/";
+    return c10::make_intrusive<c10d::PrefixStore>(
+        "pith" + environment("TORCHELASTIC_RESTART_COUNT"),
+        c10::make_intrusive<c10d::TCPStore>(environment("MASTER_ADDR"), options));
   }
-  return c10::make_intrusive<c10d::TCPStore>(host, options);
+  options.port = 0;
+  c10::intrusive_ptr<c10d::TCPStore> server;
+  if (job->rank == 0) server = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  const std::string address =
+      mpi_broadcast_text(server ? fmt::format("{} {}", server->getPort(), host_name()) : "");
+  if (server) return server;
+  const std::string host = address.substr(address.find(' ') + 1);
+  options.port = narrow<uint16_t>(std::stoi(address));
+  return c10::make_intrusive<c10d::TCPStore>(host == host_name() ? "127.0.0.1" : host, options);
 }
 
 }  // namespace
@@ -290,40 +251,32 @@ World::World() {
   if (launch_info().size == 1) return;
   PITH_CHECK(job == nullptr, "the world exists already");
   job = new Job;
-  job->prefix = "pith/";
   set_error_context(fmt::format("rank {}", job->rank));
   if (launch_info().mpi) mpi_start();
   job->store = open_store();
   job->beats = job->store->clone();
-  // Waits may last as long as a checkpoint of another rank; heartbeat and watchdog end them.
+  // Waits may last as long as a checkpoint of another rank; heartbeat and guard end them.
   job->store->setTimeout(std::chrono::hours(24 * 365));
-  job->beats->set(job->key(fmt::format("beat/{}", job->rank)), status_line(0));
-  store_set(fmt::format("here/{}", job->rank), "");
-  std::vector<std::string> all;
-  for (int64_t rank = 0; rank < job->size; ++rank) all.push_back(fmt::format("here/{}", rank));
-  store_get(all);  // every beat stands in the store before anyone reads it
+  write_beat(0);
+  // Every beat stands in the store before anyone reads it.
+  store_gather("here", 0, job->rank, job->size, "");
   job->heartbeat = std::thread(run_heartbeat);
-  job->watchdog = std::thread(run_watchdog);
+  job->guard = std::thread(run_guard);
 }
 
 World::~World() {
   if (job == nullptr || std::uncaught_exceptions() > 0) return;
   try {
     note_operation("the end");
-    std::vector<std::string> bye, gone;
-    for (int64_t rank = 0; rank < job->size; ++rank) {
-      bye.push_back(fmt::format("bye/{}", rank));
-      gone.push_back(job->key(fmt::format("gone/{}", rank)));
-    }
-    store_set(bye[static_cast<size_t>(job->rank)], "");
-    store_get(bye);  // as long as it takes: the heartbeat goes on meanwhile
+    store_gather("bye", 0, job->rank, job->size, "");  // the heartbeat goes on meanwhile
     {
       const std::lock_guard lock(job->mutex);
       job->stopping = true;
     }
     job->changed.notify_all();
     job->heartbeat.join();
-    job->watchdog.join();
+    job->guard.join();
+    const std::vector<std::string> gone = job->keys("gone");
     job->store->set(gone[static_cast<size_t>(job->rank)], std::string());
     if (job->rank == 0) job->store->wait(gone, std::chrono::seconds(20));  // then the store ends
     if (launch_info().mpi) mpi_finish();
@@ -334,19 +287,19 @@ World::~World() {
 
 void end_all_ranks(const std::string& text) {
   if (job == nullptr) return;
+  if (!job->heartbeat.joinable()) leave_without_store(text);  // it did not come to that
   {
     const std::lock_guard lock(job->mutex);
     if (job->failure.empty()) job->failure = text;
   }
   job->changed.notify_all();
-  sleep_seconds(2 * job->heartbeat_s + 5);  // the heartbeat ends the process, unless it is stuck
-  leave_without_store(text);
+  for (;;) pause();  // the heartbeat ends the process, or, where that is stuck, the guard
 }
 
-void set_comm_context(std::string context) {
+void set_comm_context(const std::string& context) {
   if (job == nullptr) return;
   const std::lock_guard lock(job->mutex);
-  job->context = std::move(context);
+  job->context = context.empty() ? "" : ", " + context;
 }
 
 std::string comm_context() {
@@ -365,33 +318,28 @@ double comm_timeout_s() {
   return timeout;
 }
 
-uint64_t watch(std::string what, double limit_s, std::function<bool()> done) {
+void watch(std::string what, double limit_s, std::function<bool()> done) {
   const std::lock_guard lock(job->mutex);
-  job->watches.emplace(job->next_watch, Watch{std::move(what), limit_s, 0, std::move(done)});
-  return job->next_watch++;
+  job->watches.push_back({std::move(what), limit_s, std::move(done)});
 }
 
-void unwatch(uint64_t id) {
-  const std::lock_guard lock(job->mutex);
-  job->watches.erase(id);
-}
-
-void store_set(const std::string& key, const std::string& value) {
-  with_store([&] { job->store->set(job->key(key), value); });
-}
-
-std::vector<std::string> store_get(const std::vector<std::string>& keys) {
-  std::vector<std::string> full, result;
-  for (const std::string& key : keys) full.push_back(job->key(key));
-  with_store([&] {
-    for (const std::vector<uint8_t>& value : job->store->multiGet(full))
+std::vector<std::string> store_gather(const std::string& place, int64_t round, int64_t rank,
+                                      int64_t size, const std::string& mine) {
+  const auto key = [&](int64_t of_round, int64_t member) {
+    return fmt::format("{}/{}/{}", place, of_round, member);
+  };
+  std::vector<std::string> keys, result;
+  for (int64_t member = 0; member < size; ++member) keys.push_back(key(round, member));
+  try {
+    job->store->set(key(round, rank), mine);
+    for (const auto& value : job->store->multiGet(keys))
       result.emplace_back(value.begin(), value.end());
-  });
+    // Every member is in this round, so every member has read the one before.
+    if (round > 0) job->store->deleteKey(key(round - 1, rank));
+  } catch (const c10::Error&) {
+    end_all_ranks(kStoreLost);
+  }
   return result;
-}
-
-void store_delete(const std::string& key) {
-  with_store([&] { job->store->deleteKey(job->key(key)); });
 }
 
 }  // namespace pith

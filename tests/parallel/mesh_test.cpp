@@ -50,9 +50,8 @@ TEST(Mesh, EveryLayoutOfUpToEightRanks) {
             expect_partition(shape, world_size, &MeshGroups::expert, n(ep));
             expect_partition(shape, world_size, &MeshGroups::expert_data, n(plane / ep));
             expect_partition(shape, world_size, &MeshGroups::dense_shard, whole);
-            expect_partition(shape, world_size, &MeshGroups::dense_replicate, n(plane) / whole);
             expect_partition(shape, world_size, &MeshGroups::expert_shard, whole / n(ep));
-            expect_partition(shape, world_size, &MeshGroups::expert_replicate, n(plane) / whole);
+            expect_partition(shape, world_size, &MeshGroups::replicate, n(plane) / whole);
             for (int64_t rank = 0; rank < world_size; ++rank) {
               const MeshPlace place = mesh_place(shape, world_size, rank);
               EXPECT_EQ((place.pp * dp + place.dp) * cp + place.cp, rank);
@@ -60,7 +59,7 @@ TEST(Mesh, EveryLayoutOfUpToEightRanks) {
               // Shards and replicas together are all that hold the same; they share one rank.
               for (const int64_t other : groups.expert_data)
                 EXPECT_EQ(mesh_place(shape, world_size, other).ep, place.ep);
-              EXPECT_EQ(groups.expert_shard.size() * groups.expert_replicate.size(),
+              EXPECT_EQ(groups.expert_shard.size() * groups.replicate.size(),
                         groups.expert_data.size());
               EXPECT_EQ(groups.expert[static_cast<size_t>(place.ep)], rank);
               EXPECT_EQ(groups.pipeline[static_cast<size_t>(place.pp)], rank);
@@ -85,9 +84,8 @@ TEST(Mesh, OneLayoutByHand) {
   EXPECT_EQ(groups.expert, (Ranks{6, 7}));
   EXPECT_EQ(groups.expert_data, (Ranks{4, 6}));
   EXPECT_EQ(groups.dense_shard, (Ranks{6, 7}));
-  EXPECT_EQ(groups.dense_replicate, (Ranks{4, 6}));
   EXPECT_EQ(groups.expert_shard, (Ranks{6}));
-  EXPECT_EQ(groups.expert_replicate, (Ranks{4, 6}));
+  EXPECT_EQ(groups.replicate, (Ranks{4, 6}));
 }
 
 // CP 8 with EP 8 needs 8 ranks.
