@@ -30,8 +30,13 @@ std::optional<Tokenizer> find_tokenizer(const std::string& named, const std::str
   return Tokenizer::load(prefix + ".tokenizer");
 }
 
-void report(const std::string& out, int64_t documents, int64_t tokens) {
-  fmt::print("{}: {} documents, {} tokens\n", out, grouped(documents), grouped(tokens));
+void finish(CorpusWriter& writer, const CopyOptions& options,
+            const std::optional<Tokenizer>& tokenizer) {
+  if (tokenizer) tokenizer->save(options.out + ".tokenizer");
+  writer.finish();
+  const Corpus made(options.out);
+  fmt::print("{}: {} documents, {} tokens\n", options.out, grouped(made.num_documents()),
+             grouped(made.num_tokens()));
 }
 
 // merge and split: the documents of all inputs, in order, as one new corpus.
@@ -60,22 +65,10 @@ void copy_corpora(const CopyOptions& options) {
              "the tokenizer {} is not that of {}: {}", hash, first.prefix(),
              first.tokenizer_hash());
   CorpusWriter writer(options.out, vocab_size, hash, options.shard_tokens);
-  std::vector<int64_t> wide;
-  std::vector<int32_t> ids;
-  int64_t documents = 0, tokens = 0;
-  for (const Corpus& corpus : corpora) {
-    for (int64_t d = 0; d < corpus.num_documents(); ++d) {
-      wide.resize(static_cast<size_t>(corpus.length(d)));
-      corpus.read(d, 0, wide);
-      ids.assign(wide.begin(), wide.end());
-      writer.add_document(ids);
-    }
-    documents += corpus.num_documents();
-    tokens += corpus.num_tokens();
-  }
-  if (tokenizer) tokenizer->save(options.out + ".tokenizer");
-  writer.finish();
-  report(options.out, documents, tokens);
+  for (const Corpus& corpus : corpora)
+    for (int64_t d = 0; d < corpus.num_documents(); ++d)
+      writer.add_document(document_ids(corpus, d));
+  finish(writer, options, tokenizer);
 }
 
 // Corpora of the Python program: token ids, then the ends of the documents, as two arrays.
@@ -83,7 +76,6 @@ void import_numpy(const CopyOptions& options) {
   const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
   CorpusWriter writer(options.out, tokenizer.vocab_size(), hex(tokenizer.hash()),
                       options.shard_tokens);
-  int64_t documents = 0, tokens = 0;
   std::vector<int32_t> ids;
   for (const InputFile& input : list_inputs(options.inputs, {".bin"})) {
     const MappedFile file = map_file(input.path);
@@ -106,12 +98,8 @@ void import_numpy(const CopyOptions& options) {
     }
     PITH_CHECK(begin == values.size, "{}: {} tokens after the last document", input.path,
                values.size - begin);
-    documents += ends.size;
-    tokens += values.size;
   }
-  tokenizer.save(options.out + ".tokenizer");
-  writer.finish();
-  report(options.out, documents, tokens);
+  finish(writer, options, tokenizer);
 }
 
 struct ShowOptions {
@@ -120,28 +108,10 @@ struct ShowOptions {
   bool ids = false, tokens = false;
 };
 
-std::string escaped(std::string_view bytes) {
-  std::string text = "\"";
-  for (const char c : bytes) {
-    if (c == '\n') {
-      text += "\\n";
-    } else if (c == '"' || c == '\\') {
-      text += {'\\', c};
-    } else if (static_cast<unsigned char>(c) < 32 || c == 127) {
-      text += fmt::format("\\x{:02x}", static_cast<unsigned char>(c));
-    } else {
-      text += c;
-    }
-  }
-  return text + '"';
-}
-
 // A document's text; or one line a token: place, id, text; or its ids.
 void show(const std::string& prefix, const ShowOptions& options) {
   const Corpus corpus(prefix);
-  std::vector<int64_t> wide(static_cast<size_t>(corpus.length(options.document)));
-  corpus.read(options.document, 0, wide);
-  const std::vector<int32_t> ids(wide.begin(), wide.end());
+  const std::vector<int32_t> ids = document_ids(corpus, options.document);
   const auto tokenizer = find_tokenizer(options.tokenizer, prefix);
   PITH_CHECK(tokenizer || !options.tokens, "{} has no tokenizer beside it: give --tokenizer",
              prefix);
@@ -149,10 +119,9 @@ void show(const std::string& prefix, const ShowOptions& options) {
     for (const int32_t id : ids) fmt::print("{}\n", id);
   } else if (options.tokens) {
     for (size_t i = 0; i < ids.size(); ++i)
-      fmt::print(
-          "{} {} {}\n", i, ids[i],
-          escaped(tokenizer->is_special(ids[i]) ? tokenizer->token(ids[i])
-                                                : tokenizer->decode(std::span(ids).subspan(i, 1))));
+      fmt::print("{} {} {:?}\n", i, ids[i],
+                 tokenizer->is_special(ids[i]) ? tokenizer->token(ids[i])
+                                               : tokenizer->decode(std::span(ids).subspan(i, 1)));
   } else {
     const std::string text = tokenizer->decode(ids);
     std::fwrite(text.data(), 1, text.size(), stdout);

@@ -12,7 +12,6 @@
 
 #include "apps/inspect.h"
 #include "core/random.h"
-#include "engine/corpus.h"
 #include "engine/file_io.h"
 #include "engine/hf_folder.h"
 
@@ -29,6 +28,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CorpusProgress, shard, documents, tokens)
 
 namespace {
 
+constexpr size_t kKinds = static_cast<size_t>(Kind::kLong) + 1;
+
 // One output, train or validation.
 struct Side {
   CorpusProgress written;
@@ -41,15 +42,15 @@ struct Journal {
   std::string phase = "encode";  // then "staged" and "shuffle" with a seed, and "written"
   InputPosition position;
   std::array<Side, 2> sides;
-  int64_t seen = 0, duplicates = 0, empty = 0, too_short = 0, too_long = 0, not_text = 0, bad = 0,
-          dropped_characters = 0, longest = 0, files_read = 0;
+  std::array<int64_t, kKinds> kinds{};  // documents seen of each EncodedDocument::Kind
+  int64_t seen = 0, duplicates = 0, dropped_characters = 0, longest = 0, files_read = 0;
   std::string longest_place;
   std::vector<std::string> problems;  // the first bad lines
   bool full = false;                  // stopped by max_bytes
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, phase, position, sides, seen, duplicates, empty,
-                                   too_short, too_long, not_text, bad, dropped_characters, longest,
-                                   files_read, longest_place, problems, full)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, phase, position, sides, kinds, seen, duplicates,
+                                   dropped_characters, longest, files_read, longest_place, problems,
+                                   full)
 
 // Fingerprints of the texts so far: an open-addressing table in memory, and an append-only file
 // from which it is made again after an interruption. A table of more than a quarter of the memory
@@ -168,8 +169,8 @@ class Build {
     PITH_CHECK(fs::path(options_.out).has_filename(), "--out {} names a folder", options_.out);
     outs_.push_back(options_.out);
     if (!options_.validation_out.empty()) outs_.push_back(options_.validation_out);
-    for (const std::string& out : outs_) absolute_.push_back(fs::absolute(out).lexically_normal());
-    PITH_CHECK(outs_.size() == 1 || absolute_[0] != absolute_[1],
+    PITH_CHECK(outs_.size() == 1 || fs::absolute(outs_[0]).lexically_normal() !=
+                                        fs::absolute(outs_[1]).lexically_normal(),
                "--out and --validation-out are the same: {}", options_.out);
     PITH_CHECK(
         options_.memory / 40 >= options_.encode.read.max_line,  // measured: JSON of many numbers
@@ -219,6 +220,11 @@ class Build {
     return id;
   }
 
+  template <class T>
+  T total(T Side::* count) const {
+    return journal_.sides[0].*count + journal_.sides[1].*count;
+  }
+
   // Everything that the result depends on, one a line.
   std::string plan() const {
     const EncodeSettings& encode = options_.encode;
@@ -266,8 +272,7 @@ class Build {
       const std::string text = read_file(journal);
       check_seal(text, journal.string());
       journal_ = parse_json(text, journal.string()).get<Journal>();
-      fmt::print(stderr, "goes on after {} documents\n",
-                 grouped(journal_.sides[0].documents + journal_.sides[1].documents));
+      fmt::print(stderr, "goes on after {} documents\n", grouped(total(&Side::documents)));
     }
   }
 
@@ -313,8 +318,8 @@ class Build {
   }
 
   void encode_all() {
-    uint64_t total = 1, text = 0;
-    for (const InputFile& file : files_) total += file.bytes;
+    uint64_t all = 1, text = 0;
+    for (const InputFile& file : files_) all += file.bytes;
     CorpusEncoder encoder(files_, tokenizer_, options_.encode, journal_.position);
     EncodedChunk chunk;
     while (!journal_.full) {
@@ -333,9 +338,8 @@ class Build {
       journal_.dropped_characters += chunk.dropped_characters;
       if (journal_.full) break;
       journal_.position = chunk.end;
-      progress_.show(text, journal_.sides[0].documents + journal_.sides[1].documents,
-                     journal_.sides[0].tokens + journal_.sides[1].tokens,
-                     static_cast<double>(chunk.bytes_read) / static_cast<double>(total));
+      progress_.show(text, total(&Side::documents), total(&Side::tokens),
+                     static_cast<double>(chunk.bytes_read) / static_cast<double>(all));
       save_journal_sometimes();
     }
     progress_.clear();
@@ -345,29 +349,12 @@ class Build {
     const std::string place =
         (document.line > 0 ? fmt::format("{}:{}", path, document.line) : path) +
         (document.id.empty() ? "" : fmt::format(" ({})", document.id));
-    switch (document.kind) {
-      case Kind::kBad:
-        return refuse(place + ": " + document.problem);
-      case Kind::kNotText:
-        ++journal_.not_text;
-        return;
-      case Kind::kEmpty:
-        ++journal_.empty;
-        return;
-      case Kind::kShort:
-        ++journal_.too_short;
-        return;
-      case Kind::kLong:
-        ++journal_.too_long;
-        return;
-      case Kind::kGood:
-        break;
-    }
-    const uint64_t bytes = journal_.sides[0].bytes + journal_.sides[1].bytes + document.bytes;
-    if (options_.max_bytes > 0 && bytes > options_.max_bytes) {
-      journal_.full = true;
-      return;
-    }
+    const int64_t count = ++journal_.kinds[static_cast<size_t>(document.kind)];
+    if (document.kind == Kind::kBad) return refuse(count, place + ": " + document.problem);
+    if (document.kind != Kind::kGood) return;
+    journal_.full =
+        options_.max_bytes > 0 && total(&Side::bytes) + document.bytes > options_.max_bytes;
+    if (journal_.full) return;
     if (seen_ && !seen_->insert(document.fingerprint)) {
       ++journal_.duplicates;
       return;
@@ -388,43 +375,38 @@ class Build {
     }
   }
 
-  void refuse(const std::string& problem) {
-    ++journal_.bad;
+  void refuse(int64_t count, const std::string& problem) {
     if (journal_.problems.size() < 20) journal_.problems.push_back(problem);
-    if (journal_.bad > options_.max_bad) {
-      progress_.clear();
-      for (const std::string& line : journal_.problems) fmt::print(stderr, "bad: {}\n", line);
-      PITH_FAIL_HINT("look at --text-field; raise --max-bad to go on", "more than {} bad lines: {}",
-                     options_.max_bad, problem);
-    }
+    if (count <= options_.max_bad) return;
+    progress_.clear();
+    for (const std::string& line : journal_.problems) fmt::print(stderr, "bad: {}\n", line);
+    PITH_FAIL_HINT("look at --text-field; raise --max-bad to go on", "more than {} bad lines: {}",
+                   options_.max_bad, problem);
   }
 
   void shuffle_all() {
-    std::vector<int64_t> wide;
-    std::vector<int32_t> ids;
     for (size_t i = 0; i < outs_.size(); ++i) {
       const Corpus from(stage(i));
       const uint64_t key = stream_key(*options_.seed, kNames[i]);
       Side& side = journal_.sides[i];
       for (; side.shuffled < from.num_documents(); ++side.shuffled) {
         const int64_t document = permuted(key, side.shuffled, from.num_documents());
-        wide.resize(static_cast<size_t>(from.length(document)));
-        from.read(document, 0, wide);
-        ids.assign(wide.begin(), wide.end());
         if (side.shuffled % 256 == 0) save_journal_sometimes();  // before this document
-        writers_[i].add_document(ids);
+        writers_[i].add_document(document_ids(from, document));
       }
     }
   }
 
   void print_skipped() const {
-    const Journal& j = journal_;
+    const auto seen = [&](Kind kind) { return journal_.kinds[static_cast<size_t>(kind)]; };
+    const int64_t copies = journal_.duplicates, empty = seen(Kind::kEmpty),
+                  binary = seen(Kind::kNotText), small = seen(Kind::kShort),
+                  big = seen(Kind::kLong), bad = seen(Kind::kBad);
     fmt::print("{:<11} {}: {} duplicates, {} empty, {} not UTF-8 text, {} too short, {} too long\n",
-               "skipped", grouped(j.duplicates + j.empty + j.not_text + j.too_short + j.too_long),
-               grouped(j.duplicates), grouped(j.empty), grouped(j.not_text), grouped(j.too_short),
-               grouped(j.too_long));
-    if (j.bad > 0) fmt::print("{:<11} {} lines; the first:\n", "bad", grouped(j.bad));
-    for (const std::string& problem : j.problems) fmt::print("  {}\n", problem);
+               "skipped", grouped(copies + empty + binary + small + big), grouped(copies),
+               grouped(empty), grouped(binary), grouped(small), grouped(big));
+    if (bad > 0) fmt::print("{:<11} {} lines; the first:\n", "bad", grouped(bad));
+    for (const std::string& problem : journal_.problems) fmt::print("  {}\n", problem);
   }
 
   void print_summary() const {
@@ -453,7 +435,6 @@ class Build {
   std::vector<InputFile> files_;
   fs::path folder_;
   std::vector<std::string> outs_;
-  std::vector<fs::path> absolute_;
   int lock_ = -1;  // held until the process ends
   Journal journal_;
   std::vector<CorpusWriter> writers_;

@@ -4,7 +4,6 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -12,6 +11,7 @@
 #include "apps/families.h"
 #include "core/device.h"
 #include "engine/batches.h"
+#include "engine/file_io.h"
 #include "engine/pipeline.h"
 #include "engine/sampling.h"
 #include "engine/training_state.h"
@@ -32,8 +32,7 @@ struct GenerateOptions {
 
 struct Sequence {
   std::vector<int64_t> ids;  // prompt and answer
-  size_t prompt_length = 0;
-  size_t end = 0;  // length up to and with the end token; 0 = not finished
+  bool finished = false;
 };
 
 // Ids that end a document: of generation_config.json, config.json and the tokenizer.
@@ -89,12 +88,11 @@ void generate_tokens(Pipeline<Model>& pipeline, std::vector<Sequence>& sequences
       // A draw depends on seed, prompt and position alone, not on how long the other prompts run.
       const uint64_t draw = (static_cast<uint64_t>(i) << 32) + static_cast<uint64_t>(n);
       const int64_t id = sample(row, options.sampling, draw);
-      sequence.ids.push_back(
-          id);  // a finished sequence runs along unseen, so that rows stay aligned
-      if (sequence.end != 0) continue;
-      if (!options.ignore_eos && ends.contains(id)) sequence.end = sequence.ids.size();
-      on_token(i, id);
-      all_finished = all_finished && sequence.end != 0;
+      sequence.ids.push_back(id);
+      if (sequence.finished) continue;  // it runs along unseen, so that rows stay aligned
+      sequence.finished = !options.ignore_eos && ends.contains(id);
+      on_token(i, static_cast<int32_t>(id));
+      all_finished = all_finished && sequence.finished;
     }
     if (all_finished) return;
   }
@@ -123,11 +121,7 @@ int generate(const GenerateOptions& options) {
 
   std::vector<Sequence> sequences;
   std::vector<std::string> prompts = options.prompts;
-  for (const std::string& file : options.prompt_files) {
-    std::ifstream stream(file, std::ios::binary);
-    PITH_CHECK(stream, "cannot read the prompt file {}", file);
-    prompts.emplace_back(std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>());
-  }
+  for (const std::string& file : options.prompt_files) prompts.push_back(read_file(file));
   if (prompts.empty())
     PITH_FAIL_HINT("pithtrain generate FOLDER --prompt \"...\"",
                    "no prompt: give --prompt or --prompt-file");
@@ -137,7 +131,6 @@ int generate(const GenerateOptions& options) {
     const Encoding encoding = tokenizer.encode(prompt);
     sequence.ids.assign(encoding.ids.begin(), encoding.ids.end());
     PITH_CHECK(!sequence.ids.empty(), "the prompt \"{}\" holds no token", prompt);
-    sequence.prompt_length = sequence.ids.size();
     longest = std::max(longest, static_cast<int64_t>(sequence.ids.size()));
   }
   const int64_t positions = longest + options.max_tokens;
@@ -150,25 +143,22 @@ int generate(const GenerateOptions& options) {
   const auto start = std::chrono::steady_clock::now();
   int64_t produced = 0;
   const bool stream = sequences.size() == 1;
-  StreamingDecoder decoder(tokenizer);
+  std::vector<StreamingDecoder> decoders(sequences.size(), StreamingDecoder(tokenizer));
   if (stream) fmt::print("{}", prompts[0]);
   generate_tokens(pipeline, sequences, options, end_ids(options.folder, tokenizer),
-                  config.num_layers, mesh.device, [&](size_t, int64_t id) {
+                  config.num_layers, mesh.device, [&](size_t i, int32_t id) {
                     ++produced;
-                    if (!stream) return;
-                    fmt::print("{}", decoder.push(static_cast<int32_t>(id)));
+                    const std::string text = decoders[i].push(id);
+                    if (!stream) {
+                      prompts[i] += text;
+                      return;
+                    }
+                    fmt::print("{}", text);
                     std::fflush(stdout);
                   });
-  if (stream) fmt::print("{}\n", decoder.finish());
-  for (size_t i = 0; !stream && i < sequences.size(); ++i) {
-    StreamingDecoder whole(tokenizer);
-    std::string text;
-    const Sequence& sequence = sequences[i];
-    const size_t end = sequence.end != 0 ? sequence.end : sequence.ids.size();
-    for (size_t t = sequence.prompt_length; t < end; ++t)
-      text += whole.push(static_cast<int32_t>(sequence.ids[t]));
-    fmt::print("=== {}\n{}{}{}\n", i + 1, prompts[i], text, whole.finish());
-  }
+  if (stream) fmt::print("{}\n", decoders[0].finish());
+  for (size_t i = 0; !stream && i < sequences.size(); ++i)
+    fmt::print("=== {}\n{}{}\n", i + 1, prompts[i], decoders[i].finish());
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   if (!options.quiet) {
     fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, elapsed.count(),

@@ -10,7 +10,6 @@
 
 #include "apps/commands.h"
 #include "engine/checkpoint.h"
-#include "engine/corpus.h"
 #include "text/tokenizer.h"
 
 namespace pith {
@@ -32,6 +31,15 @@ void line(const std::string& label, const std::string& text) {
 
 void append(Problems& problems, const Problems& more) {
   problems.insert(problems.end(), more.begin(), more.end());
+}
+
+template <class Look>
+void attempt(Problems& problems, Look look) {
+  try {
+    look();
+  } catch (const Error& error) {
+    problems.push_back(error.message());
+  }
 }
 
 uint64_t bytes_of(const std::vector<const SafetensorsFile*>& files) {
@@ -90,30 +98,27 @@ Problems inspect_safetensors(const fs::path& path, const InspectOptions& options
 // config.json and the weights of a model folder.
 Problems inspect_model(const fs::path& folder, const InspectOptions& options) {
   Problems problems;
-  try {
+  attempt(problems, [&] {
     const json config = read_json(folder / "config.json");
-    const std::string missing = "not stated";
-    line("model", fmt::format("{} ({})", config.value("model_type", missing),
-                              config.value("architectures", json::array({missing}))[0].dump()));
-  } catch (const Error& error) {
-    problems.push_back(error.message());
-  } catch (const json::exception&) {
-    problems.push_back((folder / "config.json").string() + " is not an object with a model_type");
-  }
-  try {
+    const json missing = "not stated";
+    const json type = config.is_object() ? config.value("model_type", missing) : json();
+    PITH_CHECK(type.is_string(), "{} is not an object with a model_type",
+               (folder / "config.json").string());
+    line("model", fmt::format("{} ({})", type.get<std::string>(),
+                              config.value("/architectures/0"_json_pointer, missing).dump()));
+  });
+  attempt(problems, [&] {
     const HfFolder weights(folder);
     std::vector<const SafetensorsFile*> files;
     for (const SafetensorsFile& file : weights.files()) files.push_back(&file);
     print_tensors(files, options.tensors);
     const fs::path index = folder / "model.safetensors.index.json";
-    if (!fs::exists(index)) return problems;
+    if (!fs::exists(index)) return;
     const json stated = read_json(index).value("/metadata/total_size"_json_pointer, json());
     if (stated != bytes_of(files))
       line("note", fmt::format("the index states {} bytes of weights, the files hold {}",
                                stated.dump(), bytes_of(files)));
-  } catch (const Error& error) {
-    problems.push_back(error.message());
-  }
+  });
   return problems;
 }
 
@@ -146,11 +151,9 @@ Problems inspect_checkpoint(const fs::path& folder, const InspectOptions& option
     return problems;
   }
   append(problems, verify_checkpoint(folder));
-  try {
+  attempt(problems, [&] {
     if (optimizer_bytes > 0) OptimizerReader reader(folder);
-  } catch (const Error& error) {
-    problems.push_back(error.message());
-  }
+  });
   if (problems.empty()) line("checksums", "all files are as they were written");
   return problems;
 }
@@ -181,6 +184,9 @@ std::vector<fs::path> step_folders(const fs::path& folder) {
   return steps;
 }
 
+constexpr const char* kKnown =
+    "known are checkpoints, run folders, model folders, safetensors files and corpora";
+
 Problems inspect(fs::path path, const InspectOptions& options) {
   if (!path.has_filename()) path = path.parent_path();  // written with a slash at its end
   if (path.filename() == "manifest.json") path = fs::absolute(path).parent_path();
@@ -195,9 +201,8 @@ Problems inspect(fs::path path, const InspectOptions& options) {
       fmt::print("{}: Hugging Face model folder\n", path.string());
       return inspect_model(path, options);
     }
-    PITH_FAIL_HINT(
-        "known are checkpoints, run folders, model folders, safetensors files and corpora",
-        "{} is a folder with nothing in it that this program knows", path.string());
+    PITH_FAIL_HINT(kKnown, "{} is a folder with nothing in it that this program knows",
+                   path.string());
   }
   if (path.extension() == ".safetensors") return inspect_safetensors(path, options);
   for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
@@ -207,12 +212,17 @@ Problems inspect(fs::path path, const InspectOptions& options) {
     for (const auto& entry : fs::directory_iterator(folder))
       if (entry.path().filename().string().starts_with(path.filename().string() + "-00000-of-"))
         return describe_corpus(path.string(), options.quick);
-  PITH_FAIL_HINT("known are checkpoints, run folders, model folders, safetensors files and corpora",
-                 "{} {}", path.string(),
+  PITH_FAIL_HINT(kKnown, "{} {}", path.string(),
                  fs::exists(path) ? "is of no known kind" : "does not exist");
 }
 
 }  // namespace
+
+std::vector<int32_t> document_ids(const Corpus& corpus, int64_t document) {
+  std::vector<int64_t> wide(static_cast<size_t>(corpus.length(document)));
+  corpus.read(document, 0, wide);
+  return {wide.begin(), wide.end()};
+}
 
 std::string human_bytes(uint64_t bytes) {
   const char* units[] = {"bytes", "kB", "MB", "GB", "TB"};

@@ -2,19 +2,19 @@
 #include "text/tokenizer.h"
 
 #include <fmt/ranges.h>
-#include <simdjson.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <iterator>
 #include <thread>
 
 #include "apps/commands.h"
 #include "core/error.h"
+#include "engine/file_io.h"
 #include "text/bpe_trainer.h"
+#include "text/corpus_reader.h"
 
 namespace pith {
 namespace {
@@ -31,36 +31,15 @@ struct Options {
   int threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 };
 
-std::string read_all(std::istream& in, const std::string& name) {
-  std::string text{std::istreambuf_iterator<char>(in), {}};
-  PITH_CHECK(!in.bad(), "cannot read {}", name);
+std::string read_text(const std::string& path) {
+  if (path != "-") return read_file(path);
+  std::string text{std::istreambuf_iterator<char>(std::cin), {}};
+  PITH_CHECK(!std::cin.bad(), "cannot read standard input");
   return text;
 }
 
-std::string read_text(const std::string& path) {
-  if (path == "-") return read_all(std::cin, "standard input");
-  std::ifstream file(path, std::ios::binary);
-  PITH_CHECK(file && !fs::is_directory(path), "cannot open {}", path);
-  return read_all(file, path);
-}
-
-std::vector<std::string> list_files(const std::vector<std::string>& inputs) {
-  std::vector<std::string> files;
-  for (const std::string& input : inputs) {
-    if (!fs::is_directory(input)) {
-      files.push_back(input);
-      continue;
-    }
-    const size_t before = files.size();
-    for (const auto& entry : fs::recursive_directory_iterator(input))
-      if (entry.is_regular_file()) files.push_back(entry.path().string());
-    std::sort(files.begin() + static_cast<std::ptrdiff_t>(before), files.end());
-  }
-  return files;
-}
-
-// Calls sink(texts) with batches of about 64 MB: a field of each line of a .jsonl, else the lines
-// of a file with their ends, or the file.
+// Calls sink(texts) with batches of about 64 MB: the documents of JSON lines and tables, of other
+// files their lines with the line ends, or the whole.
 template <class Sink>
 void for_each_batch(const Options& options, Sink sink) {
   std::vector<std::string> batch;
@@ -73,29 +52,22 @@ void for_each_batch(const Options& options, Sink sink) {
     batch.clear();
     bytes = 0;
   };
-  for (const std::string& path : list_files(options.inputs)) {
-    std::string text = read_text(path);
-    const bool json = fs::path(path).extension() == ".jsonl";
-    if (options.whole_files && !json) {
-      add(std::move(text));
-      continue;
-    }
-    simdjson::dom::parser parser;
-    int64_t number = 0;
-    for (size_t begin = 0, end; begin < text.size(); begin = end) {
-      end = std::min(text.find('\n', begin), text.size() - 1) + 1;
-      std::string line = text.substr(begin, end - begin);
-      ++number;
-      if (!json) {
-        add(std::move(line));
-        continue;
+  const ReadOptions read{.text_field = options.field, .id_field = "", .max_line = UINT64_MAX};
+  InputReader reader(list_inputs(options.inputs, {}), read);
+  for (Chunk chunk; reader.next(chunk);) {
+    if (chunk.layout != Layout::kWhole) {
+      for (Document& document : read_documents(chunk, read)) {
+        PITH_CHECK(document.problem.empty(), "{}:{}: {}", chunk.path, document.line,
+                   document.problem);
+        add(std::move(document.text));
       }
-      if (line.find_first_not_of(" \t\r\n") == std::string::npos) continue;
-      std::string_view value;
-      const auto error = parser.parse(line)[options.field].get(value);
-      PITH_CHECK(!error, "{}:{}: no text \"{}\": {}", path, number, options.field,
-                 simdjson::error_message(error));
-      add(std::string(value));
+    } else if (options.whole_files) {
+      add(std::move(chunk.bytes));
+    } else {
+      for (size_t begin = 0, end; begin < chunk.bytes.size(); begin = end) {
+        end = std::min(chunk.bytes.find('\n', begin), chunk.bytes.size() - 1) + 1;
+        add(chunk.bytes.substr(begin, end - begin));
+      }
     }
   }
   if (!batch.empty()) sink(batch);
@@ -212,8 +184,10 @@ void add_tokenizer_command(CLI::App& app) {
         ->required();
   };
   auto add_inputs = [&](CLI::App* sub) {
-    sub->add_option("inputs", options->inputs, "Text files, .jsonl files, folders")->required();
-    sub->add_option("--field", options->field, "Field of a .jsonl line [text]");
+    sub->add_option("inputs", options->inputs,
+                    "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")
+        ->required();
+    sub->add_option("--field", options->field, "Field of a JSON line or table [text]");
     sub->add_flag("--whole-files", options->whole_files, "A file is one text, not one a line");
     sub->add_option("--threads", options->threads, "Threads [all cores]")
         ->check(CLI::Range(1, 1024));

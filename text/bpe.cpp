@@ -6,7 +6,6 @@
 #include <bit>
 #include <cstring>
 #include <functional>
-#include <optional>
 #include <utility>
 
 #include "core/error.h"
@@ -22,18 +21,6 @@ constexpr uint32_t kNone = ~0u;
 uint64_t pair_key(int32_t left, int32_t right) {
   return static_cast<uint64_t>(static_cast<uint32_t>(left)) << 32 | static_cast<uint32_t>(right);
 }
-size_t pair_slot(uint64_t key, int shift) { return (key * 0x9E3779B97F4A7C15ull) >> shift; }
-
-// The bytes that a byte-level token spells, or nothing when it is spelled otherwise.
-std::optional<std::string> spelled_bytes(const std::string& token) {
-  std::string bytes;
-  for (size_t at = 0; at < token.size();) {
-    const int byte = char_to_byte(utf8_next(token, at));
-    if (byte < 0) return std::nullopt;
-    bytes += static_cast<char>(byte);
-  }
-  return bytes;
-}
 
 }  // namespace
 
@@ -44,10 +31,6 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
     forms_[id] = config_.byte_level ? spelled_bytes(tokens[id]).value_or("") : tokens[id];
     if (!forms_[id].empty()) ids_[forms_[id]] = static_cast<int32_t>(id);
   }
-  auto id_of = [&](const std::string& form) {
-    const auto found = ids_.find(form);
-    return found == ids_.end() ? -1 : found->second;
-  };
   const std::string prefix =
       config_.byte_level ? spelled_bytes(config_.prefix).value_or("\xFF\xFF") : config_.prefix;
   for (int byte = 0; byte < 256; ++byte) {
@@ -60,22 +43,21 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
   }
   shift_ = 64 - static_cast<int>(std::bit_width(std::max<size_t>(merges.size() * 2, 2)));
   merges_.resize(size_t{1} << (64 - shift_));
-  for (const BpeMerge& merge : merges) {
-    const uint64_t key = pair_key(merge.left, merge.right);
-    size_t slot = pair_slot(key, shift_);
-    while (merges_[slot].pair != kEmpty && merges_[slot].pair != key)
-      slot = (slot + 1) & (merges_.size() - 1);
-    merges_[slot] = {key, merge.rank,
-                     merge.merged};  // of a pair that is listed twice the last counts
-  }
+  for (const BpeMerge& m : merges)  // of a pair that is listed twice the last counts
+    merges_[place(m.left, m.right)] = {pair_key(m.left, m.right), m.rank, m.merged};
 }
 
-const Bpe::Slot& Bpe::find(int32_t left, int32_t right) const {
+size_t Bpe::place(int32_t left, int32_t right) const {
   const uint64_t key = pair_key(left, right);
-  size_t slot = pair_slot(key, shift_);
+  size_t slot = (key * 0x9E3779B97F4A7C15ull) >> shift_;
   while (merges_[slot].pair != key && merges_[slot].pair != kEmpty)
     slot = (slot + 1) & (merges_.size() - 1);
-  return merges_[slot];
+  return slot;
+}
+
+int32_t Bpe::id_of(std::string_view form) const {
+  const auto found = ids_.find(form);
+  return found == ids_.end() ? -1 : found->second;
 }
 
 void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
@@ -88,18 +70,18 @@ void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
     dropped = 0;
   };
   std::string spelled;
+  auto spell = [&](size_t begin, size_t end) -> const std::string& {
+    spelled.assign(begin > 0 ? config_.prefix : "");
+    return spelled.append(piece.substr(begin, end - begin));
+  };
   for (size_t at = 0; at < piece.size();) {
     const size_t begin = at;
-    const bool later = begin > 0;
     int32_t id;
     if (config_.byte_level || static_cast<uint8_t>(piece[at]) < 0x80) {
-      id = byte_ids_[later][static_cast<uint8_t>(piece[at++])];
+      id = byte_ids_[begin > 0][static_cast<uint8_t>(piece[at++])];
     } else {
       utf8_next(piece, at);
-      spelled.assign(later ? config_.prefix : "");
-      spelled.append(piece.substr(begin, at - begin));
-      const auto found = ids_.find(spelled);
-      id = found == ids_.end() ? -1 : found->second;
+      id = id_of(spell(begin, at));
     }
     const auto length = static_cast<uint32_t>(at - begin);
     if (id >= 0) {
@@ -108,8 +90,7 @@ void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
       continue;
     }
     if (config_.byte_fallback) {
-      spelled.assign(later ? config_.prefix : "");
-      spelled.append(piece.substr(begin, at - begin));
+      spell(begin, at);
       if (std::all_of(spelled.begin(), spelled.end(),
                       [&](char c) { return fallback_ids_[static_cast<uint8_t>(c)] >= 0; })) {
         for (char c : spelled) add(fallback_ids_[static_cast<uint8_t>(c)], 1);
@@ -174,32 +155,28 @@ void Bpe::merge_long(Scratch& scratch) const {
   previous.resize(count);
   next.resize(count);
   heap.clear();
-  auto rank_at = [&](uint32_t i) -> const Slot& {
+  auto pair_at = [&](uint32_t i) -> const Slot& {
     static const Slot none;
     return next[i] == kNone ? none : find(symbols[i].id, symbols[next[i]].id);
   };
-  for (uint32_t i = 0; i < count; ++i) {
-    previous[i] = i == 0 ? kNone : i - 1;
-    next[i] = i + 1 == count ? kNone : i + 1;
-  }
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint32_t rank = rank_at(i).rank;
-    if (rank != kNoRank) heap.push_back(static_cast<uint64_t>(rank) << 32 | i);
-  }
-  std::make_heap(heap.begin(), heap.end(), std::greater<>());
   auto push = [&](uint32_t i) {
-    const uint32_t rank = rank_at(i).rank;
+    const uint32_t rank = pair_at(i).rank;
     if (rank == kNoRank) return;
     heap.push_back(static_cast<uint64_t>(rank) << 32 | i);
     std::push_heap(heap.begin(), heap.end(), std::greater<>());
   };
+  for (uint32_t i = 0; i < count; ++i) {
+    previous[i] = i == 0 ? kNone : i - 1;
+    next[i] = i + 1 == count ? kNone : i + 1;
+    push(i);
+  }
   while (!heap.empty()) {
     std::pop_heap(heap.begin(), heap.end(), std::greater<>());
     const uint64_t top = heap.back();
     heap.pop_back();
     const auto i = static_cast<uint32_t>(top);
     if (symbols[i].length == 0) continue;  // swallowed by its left neighbour
-    const Slot& slot = rank_at(i);
+    const Slot& slot = pair_at(i);
     if (slot.rank != static_cast<uint32_t>(top >> 32)) continue;
     const uint32_t right = next[i];
     symbols[i].id = slot.merged;
@@ -227,10 +204,10 @@ void Bpe::encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>&
     }
   }
   auto& symbols = scratch.symbols;
-  const auto whole = config_.ignore_merges ? ids_.find(piece) : ids_.end();
+  const int32_t whole = config_.ignore_merges ? id_of(piece) : -1;
   const int64_t dropped_before = scratch.dropped;
-  if (whole != ids_.end()) {
-    symbols.assign(1, {whole->second, static_cast<uint32_t>(piece.size())});
+  if (whole >= 0) {
+    symbols.assign(1, {whole, static_cast<uint32_t>(piece.size())});
   } else {
     split_into_symbols(piece, scratch);
     if (symbols.size() > kShort) {

@@ -60,8 +60,6 @@ class Bpe {
   void encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
               std::vector<uint32_t>* lengths) const;
   bool byte_level() const { return config_.byte_level; }
-  // What a token stands for: its bytes when byte_level, else its spelling.
-  const std::string& form(int32_t id) const { return forms_[static_cast<size_t>(id)]; }
 
  private:
   struct Slot {
@@ -72,13 +70,15 @@ class Bpe {
   static constexpr uint64_t kEmpty = ~0ull;
   static constexpr uint32_t kNoRank = ~0u;
 
-  const Slot& find(int32_t left, int32_t right) const;
+  size_t place(int32_t left, int32_t right) const;  // in merges_
+  const Slot& find(int32_t left, int32_t right) const { return merges_[place(left, right)]; }
+  int32_t id_of(std::string_view form) const;  // -1: none
   void split_into_symbols(std::string_view piece, Scratch& scratch) const;
   void merge_short(Scratch& scratch) const;
   void merge_long(Scratch& scratch) const;
 
   Config config_;
-  std::vector<std::string> forms_;
+  std::vector<std::string> forms_;                     // bytes when byte_level, else the spelling
   std::unordered_map<std::string_view, int32_t> ids_;  // views forms_
   std::vector<Slot> merges_;
   int shift_ = 63;

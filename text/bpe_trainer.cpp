@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <future>
 #include <queue>
-#include <thread>
 
 #include "core/error.h"
 #include "text/tokenizer_stages.h"
@@ -15,7 +15,7 @@ namespace {
 
 struct Pair {
   int32_t left, right;
-  bool operator==(const Pair&) const = default;
+  auto operator<=>(const Pair&) const = default;
 };
 struct PairHash {
   size_t operator()(Pair pair) const {
@@ -34,7 +34,7 @@ struct Candidate {
 struct ComesLater {
   bool operator()(const Candidate& a, const Candidate& b) const {
     if (a.count != b.count) return a.count < b.count;
-    return std::pair(a.pair.left, a.pair.right) > std::pair(b.pair.left, b.pair.right);
+    return a.pair > b.pair;
   }
 };
 
@@ -105,28 +105,22 @@ void BpeTrainer::add(std::span<const std::string> texts) {
   std::atomic<size_t> next = 0;
   auto work = [&](Counts& counts) {
     RegexScratch scratch;
-    std::string repaired, subject;
+    std::string repaired;
     for (size_t i = next++; i < texts.size(); i = next++) {
       utf8_replace_invalid(texts[i], repaired);
-      auto count = [&](size_t begin, size_t end) {
+      Splitter splitter(SplitBehavior::kIsolated, false, [&](size_t begin, size_t end) {
         if (begin < end) ++counts[repaired.substr(begin, end - begin)];
-      };
-      Splitter splitter(SplitBehavior::kIsolated, false, count);
-      const bool differs = unicode_substitute(repaired, subject);
-      for_each_match(pattern, differs ? subject : repaired, scratch,
-                     [&](size_t begin, size_t end) { splitter.match(begin, end); });
+      });
+      for_each_match_in(repaired, pattern, scratch,
+                        [&](size_t begin, size_t end) { splitter.match(begin, end); });
       splitter.finish(repaired.size());
     }
   };
-  std::vector<std::jthread> helpers;
-  for (size_t i = 1; i < counts_.size(); ++i) helpers.emplace_back([&, i] { work(counts_[i]); });
+  std::vector<std::future<void>> helpers;
+  for (size_t i = 1; i < counts_.size(); ++i)
+    helpers.push_back(std::async(std::launch::async, work, std::ref(counts_[i])));
   work(counts_[0]);
-}
-
-int64_t BpeTrainer::num_pieces() const {
-  size_t most = 0;
-  for (const Counts& counts : counts_) most = std::max(most, counts.size());
-  return static_cast<int64_t>(most);
+  for (std::future<void>& helper : helpers) helper.get();
 }
 
 Tokenizer BpeTrainer::train() const {

@@ -7,6 +7,7 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace pith {
 namespace {
@@ -15,23 +16,18 @@ using Kind = EncodedDocument::Kind;
 
 void encode(const Tokenizer& tokenizer, const EncodeSettings& settings, Chunk& chunk,
             EncodedChunk& out) {
-  out.path = chunk.path;
-  out.file = chunk.file;
-  out.end = chunk.end;
-  out.bytes_read = chunk.bytes_read;
+  static_cast<ChunkPlace&>(out) = chunk;
   // A text that spells <|endoftext|> does not end there.
   const EncodeOptions options{.add_special_tokens = false, .parse_special = false};
   std::vector<Document> documents = read_documents(chunk, settings.read);
   chunk.bytes = {};
   for (Document& document : documents) {
     EncodedDocument& encoded = out.documents.emplace_back();
-    encoded.line = document.line;
-    encoded.id = std::move(document.id);
-    encoded.problem = std::move(document.problem);
-    const std::string text = std::move(document.text);
+    static_cast<Document&>(encoded) = std::move(document);
+    const std::string text = std::exchange(encoded.text, {});
     encoded.bytes = text.size();
     encoded.kind = !encoded.problem.empty()            ? Kind::kBad
-                   : !document.is_text                 ? Kind::kNotText
+                   : !encoded.is_text                  ? Kind::kNotText
                    : text.empty()                      ? Kind::kEmpty
                    : text.size() < settings.min_length ? Kind::kShort
                    : text.size() > settings.max_length ? Kind::kLong

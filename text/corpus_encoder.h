@@ -18,23 +18,17 @@ struct EncodeSettings {
   uint64_t bytes_in_flight = uint64_t{32} << 20;  // of text read and not handed out
 };
 
-struct EncodedDocument {
+struct EncodedDocument : Document {  // without its text
   enum class Kind { kGood, kBad, kNotText, kEmpty, kShort, kLong };
   Kind kind = Kind::kGood;
-  int64_t line = 0;  // as in Document
-  std::string id, problem;
   uint64_t bytes = 0;                     // of text
   uint64_t hash = 0;                      // xxh3-64 of the text
   std::array<uint64_t, 2> fingerprint{};  // xxh3-128 of the text
   std::vector<int32_t> ids;
 };
 
-struct EncodedChunk {
-  std::string path;
-  int64_t file = 0;
+struct EncodedChunk : ChunkPlace {
   std::vector<EncodedDocument> documents;
-  InputPosition end;
-  uint64_t bytes_read = 0;         // as in Chunk
   int64_t dropped_characters = 0;  // that the tokenizer has no token for
 };
 

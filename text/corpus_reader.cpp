@@ -1,5 +1,6 @@
 #include "text/corpus_reader.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <glob.h>
 #include <simdjson.h>
@@ -13,9 +14,10 @@
 #include <filesystem>
 #include <optional>
 #include <system_error>
+#include <utility>
 
 #include "core/error.h"
-#include "text/parquet_reader.h"
+#include "text/parquet/parquet_plugin.h"
 
 namespace pith {
 namespace {
@@ -165,6 +167,42 @@ class ByteSource {
   size_t more_ = 1;  // not 0 inside a frame, and before the first
 };
 
+// The plugin that `./pith setup --parquet` makes possible; this program does not link libparquet.
+const ParquetPlugin& parquet() {
+  static void* library = ::dlopen("libpith_parquet.so", RTLD_NOW | RTLD_LOCAL);
+  static void* symbol = library ? ::dlsym(library, "pith_parquet_plugin") : nullptr;
+  if (!symbol) {
+    const char* why = ::dlerror();
+    PITH_FAIL_HINT("run ./pith setup --parquet, then ./pith build",
+                   "Parquet files cannot be read: {}", why ? why : "the plugin is damaged");
+  }
+  return *static_cast<const ParquetPlugin*>(symbol);
+}
+
+// The texts of a table's column, from a row on.
+class TableSource {
+ public:
+  TableSource(const std::string& path, const std::string& column, int64_t first_row) : path_(path) {
+    std::string error;
+    handle_ = parquet().open(path.c_str(), column.c_str(), first_row, error);
+    PITH_CHECK(handle_, "{}: {}", path, error);
+  }
+  ~TableSource() { parquet().close(handle_); }
+  TableSource(const TableSource&) = delete;
+  TableSource& operator=(const TableSource&) = delete;
+
+  bool next(std::string& bytes, std::vector<int64_t>& sizes) {  // as in Chunk; false at the end
+    std::string error;
+    const bool found = parquet().next(handle_, bytes, sizes, error);
+    PITH_CHECK(error.empty(), "{}: {}", path_, error);
+    return found;
+  }
+
+ private:
+  std::string path_;
+  void* handle_ = nullptr;
+};
+
 std::string too_long(const char* what, uint64_t limit) {
   return fmt::format("{} is longer than {} bytes (--max-line)", what, limit);
 }
@@ -184,20 +222,11 @@ simdjson::simdjson_result<Element> find(Element element, std::string_view path) 
 }
 
 const char* type_name(Element element) {
-  switch (element.type()) {
-    case simdjson::dom::element_type::ARRAY:
-      return "an array";
-    case simdjson::dom::element_type::OBJECT:
-      return "an object";
-    case simdjson::dom::element_type::BOOL:
-      return "true or false";
-    case simdjson::dom::element_type::NULL_VALUE:
-      return "null";
-    case simdjson::dom::element_type::STRING:
-      return "text";
-    default:
-      return "a number";
-  }
+  return element.is_array()    ? "an array"
+         : element.is_object() ? "an object"
+         : element.is_bool()   ? "true or false"
+         : element.is_null()   ? "null"
+                               : "a number";
 }
 
 // `line` has SIMDJSON_PADDING readable bytes behind it.
@@ -210,11 +239,7 @@ void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadO
     return;
   }
   if (!options.id_field.empty() && !find(root, options.id_field).get(id)) {
-    if (id.get(text)) {
-      out.id = simdjson::minify(id);
-    } else {
-      out.id = text;
-    }
+    out.id = id.get(text) ? simdjson::minify(id) : std::string(text);
   }
   const auto field = find(root, options.text_field);
   if (field.error()) {
@@ -256,11 +281,9 @@ struct InputReader::State {
   ReadOptions options;
   InputPosition at;
   std::optional<ByteSource> source;
-  std::optional<ParquetReader> table;
-  std::string pending;        // read, not handed out: never a whole line
+  std::optional<TableSource> table;
+  std::string pending;        // read, not handed out: never a whole line or file
   uint64_t bytes_before = 0;  // in the files before this one
-
-  bool open() const { return source || table; }
 
   bool next_rows(Chunk& chunk) {
     if (!table->next(chunk.bytes, chunk.row_sizes)) return false;
@@ -271,14 +294,11 @@ struct InputReader::State {
 
   bool next_file(Chunk& chunk) {
     if (at.offset > 0) return false;
-    size_t size = 0, n = 1;
-    for (; n > 0 && size <= options.max_line; size += n) {
-      chunk.bytes.resize(size + kRead);
-      n = source->read(chunk.bytes.data() + size, kRead);
+    while (pending.size() <= options.max_line && read_more()) {
     }
-    chunk.bytes.resize(size);
-    if (size > options.max_line) {
-      chunk.bytes.clear();
+    chunk.bytes = std::exchange(pending, {});
+    if (chunk.bytes.size() > options.max_line) {
+      chunk.bytes = {};
       chunk.problem = too_long("this file, one document,", options.max_line);
     }
     at.offset = 1;
@@ -348,7 +368,7 @@ bool InputReader::next(Chunk& chunk) {
     const InputFile& file = state.files[static_cast<size_t>(state.at.file)];
     chunk = {};
     chunk.layout = layout_of(file.path);
-    if (!state.open()) {
+    if (!state.source && !state.table) {
       if (chunk.layout == Layout::kRows) {
         state.table.emplace(file.path, state.options.text_field, state.at.line);
       } else {

@@ -38,15 +38,20 @@ struct InputPosition {
 // document. Each may be compressed: .gz, .zst.
 enum class Layout { kLines, kRows, kWhole };
 
-// Documents of one file as they lie there.
-struct Chunk {
-  Layout layout = Layout::kWhole;
-  std::string path, bytes;
-  std::vector<int64_t> row_sizes;  // kRows: bytes of each row, -1 where there is no text
-  int64_t file = 0, line = 0;      // lines before the first one
+struct ChunkPlace {
+  std::string path;
+  int64_t file = 0;
   InputPosition end;
   uint64_t bytes_read = 0;  // of all files up to here, as they lie on the disk
-  std::string problem;      // why this line or file is no document; then bytes is empty
+};
+
+// Documents of one file as they lie there.
+struct Chunk : ChunkPlace {
+  Layout layout = Layout::kWhole;
+  std::string bytes;
+  std::vector<int64_t> row_sizes;  // kRows: bytes of each row, -1 where there is no text
+  int64_t line = 0;                // lines before the first one
+  std::string problem;             // why this line or file is no document; then bytes is empty
 };
 
 // The chunks of all files, in order, from a position on. Chunks are about 512 kB, or one line.

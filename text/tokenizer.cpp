@@ -1,9 +1,10 @@
 #include "text/tokenizer.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <atomic>
-#include <exception>
-#include <thread>
+#include <future>
 
 #include "core/error.h"
 #include "text/tokenizer_state.h"
@@ -12,48 +13,42 @@
 namespace pith {
 
 AddedTokenMatcher::AddedTokenMatcher(
-    std::vector<std::pair<std::string, const AddedToken*>> patterns)
-    : patterns_(std::move(patterns)) {
-  std::erase_if(patterns_, [](const auto& pattern) { return pattern.first.empty(); });
-  std::sort(patterns_.begin(), patterns_.end(),
-            [](const auto& a, const auto& b) { return a.first < b.first; });
-  for (const auto& pattern : patterns_) starts_[static_cast<uint8_t>(pattern.first[0])] = true;
+    std::vector<std::pair<std::string, const AddedToken*>> tokens) {
+  std::stable_sort(tokens.begin(), tokens.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (const auto& [text, token] : tokens) {
+    int prefix = static_cast<int>(patterns_.size()) - 1;
+    while (prefix >= 0 && !text.starts_with(at(prefix).text)) prefix = at(prefix).prefix;
+    if (text.empty() || (prefix >= 0 && at(prefix).text == text)) continue;
+    patterns_.push_back({text, token, prefix});
+    starts_[static_cast<uint8_t>(text[0])] = true;
+  }
 }
 
 const AddedToken* AddedTokenMatcher::find(std::string_view text, size_t from, size_t& begin,
                                           size_t& end) const {
   for (begin = from; begin < text.size(); ++begin) {
     if (!starts_[static_cast<uint8_t>(text[begin])]) continue;
-    // Narrow the sorted patterns byte by byte; the last one that ends on the way is the longest.
-    auto low = patterns_.begin(), high = patterns_.end();
-    const AddedToken* longest = nullptr;
-    for (size_t depth = 0; low != high && begin + depth < text.size(); ++depth) {
-      const auto byte = static_cast<uint8_t>(text[begin + depth]);
-      auto byte_at = [&](const auto& pattern) {
-        return depth < pattern.first.size() ? static_cast<uint8_t>(pattern.first[depth]) : -1;
-      };
-      low = std::partition_point(low, high, [&](const auto& p) { return byte_at(p) < byte; });
-      high = std::partition_point(low, high, [&](const auto& p) { return byte_at(p) <= byte; });
-      if (low != high && low->first.size() == depth + 1) {
-        longest = low->second;
-        end = begin + depth + 1;
-      }
+    // Every pattern that begins `rest` is the last one that sorts before it, or a prefix of that.
+    const std::string_view rest = text.substr(begin);
+    const auto after =
+        std::upper_bound(patterns_.begin(), patterns_.end(), rest,
+                         [](std::string_view s, const Pattern& p) { return s < p.text; });
+    for (int i = static_cast<int>(after - patterns_.begin()) - 1; i >= 0; i = at(i).prefix) {
+      if (!rest.starts_with(at(i).text)) continue;
+      end = begin + at(i).text.size();
+      return at(i).token;
     }
-    if (longest) return longest;
   }
   return nullptr;
 }
 
 std::unique_ptr<TokenizerScratch> Tokenizer::State::borrow() const {
-  {
-    const std::lock_guard lock(mutex);
-    if (!idle.empty()) {
-      auto scratch = std::move(idle.back());
-      idle.pop_back();
-      return scratch;
-    }
-  }
-  return std::make_unique<TokenizerScratch>();
+  const std::lock_guard lock(mutex);
+  if (idle.empty()) return std::make_unique<TokenizerScratch>();
+  auto scratch = std::move(idle.back());
+  idle.pop_back();
+  return scratch;
 }
 
 void Tokenizer::State::give_back(std::unique_ptr<TokenizerScratch> scratch) const {
@@ -65,26 +60,13 @@ bool Tokenizer::State::decodes_bytes() const {
   return decoders.size() == 1 && std::holds_alternative<DecodeByteLevel>(decoders[0]);
 }
 
-// Added tokens are spelled in letters, but read like all others where that is possible.
-std::string Tokenizer::State::decoded_bytes(int32_t id) const {
-  const std::string& token = tokens[static_cast<size_t>(id)];
-  std::string bytes;
-  for (size_t at = 0; at < token.size();) {
-    const int byte = char_to_byte(utf8_next(token, at));
-    if (byte < 0) return token;
-    bytes += static_cast<char>(byte);
-  }
-  return bytes;
-}
-
 Text Tokenizer::State::normalize(Text text, bool track, RegexScratch& scratch,
                                  std::vector<std::unique_ptr<Rewriter>>& storage) const {
   for (const Normalizer& normalizer : normalizers) {
     auto out = std::make_unique<Rewriter>(text, track);
     apply(normalizer, text, scratch, *out);
     if (!out->changed()) continue;
-    out->finish();
-    text = out->result();
+    text = out->finish();
     storage.push_back(std::move(out));
   }
   return text;
@@ -125,7 +107,7 @@ class Encoder {
       if (token->rstrip) end = space_behind(s, end);
       if (done < begin) rest(text.slice(done, begin));
       out_.ids.push_back(token->id);
-      if (options_.offsets) place_added(text, begin, end);
+      if (options_.offsets) place(text, begin, end, false);
       done = end;
       from = std::max(from, end);
     }
@@ -134,48 +116,40 @@ class Encoder {
 
   static size_t previous(std::string_view s, size_t at) {
     do --at;
-    while (at > 0 && (static_cast<uint8_t>(s[at]) & 0xC0) == 0x80);
+    while (at > 0 && utf8_continues(s[at]));
     return at;
   }
+  static char32_t code_at(std::string_view s, size_t at) { return utf8_next(s, at); }
+  static char32_t code_before(std::string_view s, size_t at) { return code_at(s, previous(s, at)); }
   static bool word_ends_at(std::string_view s, size_t at) {
-    if (at == 0) return false;
-    size_t before = previous(s, at);
-    return is_word(utf8_next(s, before));
+    return at > 0 && is_word(code_before(s, at));
   }
   static bool word_starts_at(std::string_view s, size_t at) {
-    return at < s.size() && is_word(utf8_next(s, at));
+    return at < s.size() && is_word(code_at(s, at));
   }
   static size_t space_before(std::string_view s, size_t at) {
-    while (at > 0) {
-      const size_t before = previous(s, at);
-      size_t next = before;
-      if (!is_white_space(utf8_next(s, next))) break;
-      at = before;
-    }
+    while (at > 0 && is_white_space(code_before(s, at))) at = previous(s, at);
     return at;
   }
   static size_t space_behind(std::string_view s, size_t at) {
-    while (at < s.size()) {
-      size_t next = at;
-      if (!is_white_space(utf8_next(s, next))) break;
-      at = next;
-    }
+    for (size_t next = at; next < s.size() && is_white_space(utf8_next(s, next));) at = next;
     return at;
   }
 
   void normalize(const Text& part) {
     std::vector<std::unique_ptr<Rewriter>> storage;
     const Text text = state_.normalize(part, track(), scratch_.regex, storage);
-    split_at_added(state_.normalized_added, text, [&](Text rest) {
-      std::string subject;
-      set_subject(rest, subject);
-      pre_tokenize(0, rest);
+    split_at_added(state_.normalized_added, text, [&](const Text& rest) {
+      with_subject(rest, [&](const Text& whole) { pre_tokenize(0, whole); });
     });
   }
 
-  void set_subject(Text& text, std::string& storage) const {
+  template <class Next>
+  void with_subject(Text text, Next next) const {
+    std::string subject;
     text.subject = text.text;
-    if (state_.uses_subject && unicode_substitute(text.text, storage)) text.subject = storage;
+    if (state_.uses_subject && unicode_substitute(text.text, subject)) text.subject = subject;
+    next(text);
   }
 
   void pre_tokenize(size_t stage, const Text& text) {
@@ -215,16 +189,10 @@ class Encoder {
   }
 
   void split(const SplitByteLevel& s, size_t stage, const Text& text) {
-    if (s.add_prefix_space && !text.text.starts_with(' ')) {
-      Rewriter spaced(text, track());
-      spaced.prepend(" ");
-      spaced.finish();
-      Text changed = spaced.result();
-      std::string subject;
-      set_subject(changed, subject);
-      return split_bytes(s, stage, changed);
-    }
-    split_bytes(s, stage, text);
+    if (!s.add_prefix_space || text.text.starts_with(' ')) return split_bytes(s, stage, text);
+    Rewriter spaced(text, track());
+    spaced.prepend(" ");
+    with_subject(spaced.finish(), [&](const Text& changed) { split_bytes(s, stage, changed); });
   }
   void split_bytes(const SplitByteLevel& s, size_t stage, const Text& text) {
     if (!s.pattern) return pre_tokenize(stage + 1, text);
@@ -240,69 +208,40 @@ class Encoder {
     split_characters(is_punctuation, s.behavior, stage, text);
   }
 
-  void split(const SplitWhitespace& s, size_t stage, const Text& text) {
-    if (!s.words) return split_characters(is_white_space, SplitBehavior::kRemoved, stage, text);
-    // Runs of words and runs of anything else but space; kind 0 is space and is dropped.
-    size_t begin = 0;
-    int kind = 0;
-    auto flush = [&](size_t end) {
-      if (kind != 0 && begin < end) pre_tokenize(stage + 1, text.slice(begin, end));
-      begin = end;
-    };
-    for (size_t at = 0; at < text.text.size();) {
-      const size_t start = at;
-      const char32_t code = utf8_next(text.text, at);
-      const int now = is_word(code) ? 1 : is_white_space(code) ? 0 : 2;
-      if (now != kind) flush(start);
-      kind = now;
-    }
-    flush(text.text.size());
-  }
-
   void split(const SplitMetaspace& s, size_t stage, const Text& text) {
     Rewriter spaced(text, track());
     const bool starts = text.text.starts_with(' ') || text.text.starts_with(s.replacement);
     const bool wanted = s.prepend == SplitMetaspace::Prepend::kAlways ||
                         (s.prepend == SplitMetaspace::Prepend::kFirst && text.at_start);
     if (wanted && !starts) spaced.prepend(s.replacement);
-    std::vector<Change> changes;
-    for (size_t at = 0; at < s.replacement.size();)
-      changes.push_back({utf8_next(s.replacement, at), 1});
-    for (size_t at = text.text.find(' '); at != std::string_view::npos;
-         at = text.text.find(' ', at + 1)) {
+    const std::vector<Change> changes = inserted(s.replacement);
+    for (size_t at = 0; (at = text.text.find(' ', at)) != std::string_view::npos; ++at)
       spaced.replace(at, at + 1, changes, 1);
-    }
-    spaced.finish();
-    Text changed = spaced.result();
-    std::string subject;
-    set_subject(changed, subject);
-    if (!s.split) return pre_tokenize(stage + 1, changed);
-    Splitter splitter(SplitBehavior::kMergedWithNext, false, pieces_to(stage + 1, changed));
-    for (size_t at = changed.text.find(s.replacement); at != std::string_view::npos;
-         at = changed.text.find(s.replacement, at + s.replacement.size())) {
-      splitter.match(at, at + s.replacement.size());
-    }
-    splitter.finish(changed.text.size());
+    with_subject(spaced.finish(), [&](const Text& changed) {
+      if (!s.split) return pre_tokenize(stage + 1, changed);
+      const size_t size = s.replacement.size();
+      Splitter splitter(SplitBehavior::kMergedWithNext, false, pieces_to(stage + 1, changed));
+      for (size_t at = 0; (at = changed.text.find(s.replacement, at)) != std::string_view::npos;
+           at += size)
+        splitter.match(at, at + size);
+      splitter.finish(changed.text.size());
+    });
   }
 
   void model(const Text& text) {
-    if (!options_.offsets) {
-      return state_.bpe.encode(text.text, scratch_.bpe, out_.ids, nullptr);
-    }
+    if (!options_.offsets) return state_.bpe.encode(text.text, scratch_.bpe, out_.ids, nullptr);
     scratch_.lengths.clear();
     state_.bpe.encode(text.text, scratch_.bpe, out_.ids, &scratch_.lengths);
     size_t begin = 0;
     for (const uint32_t length : scratch_.lengths) {
-      TokenSpan span = text.origin_of(begin, begin + length);
-      if (state_.trim_offsets) trim(span, text.text.substr(begin, length), state_.bpe.byte_level());
-      out_.offsets.push_back(span);
+      place(text, begin, begin + length, state_.bpe.byte_level());
       begin += length;
     }
   }
 
-  void place_added(const Text& text, size_t begin, size_t end) {
+  void place(const Text& text, size_t begin, size_t end, bool bytes) {
     TokenSpan span = text.origin_of(begin, end);
-    if (state_.trim_offsets) trim(span, text.text.substr(begin, end - begin), false);
+    if (state_.trim_offsets) trim(span, text.text.substr(begin, end - begin), bytes);
     out_.offsets.push_back(span);
   }
 
@@ -310,22 +249,15 @@ class Encoder {
   // may be one that encoding added, which is not in the text.
   void trim(TokenSpan& span, std::string_view token, bool bytes) const {
     const bool first = out_.offsets.empty() || span.begin == 0;
-    auto is_space = [&](char32_t code) {
-      return bytes ? code == ' ' : is_white_space(code) || code == 0x120;
-    };
-    auto character = [&](size_t at) -> char32_t {
-      return bytes ? static_cast<uint8_t>(token[at]) : utf8_next(token, at);
-    };
-    auto step = [&](size_t at) {
-      if (bytes) return at + 1;
-      utf8_next(token, at);
-      return at;
-    };
     size_t leading = 0, trailing = 0;
-    for (size_t at = 0; at < token.size() && is_space(character(at)); at = step(at)) ++leading;
-    for (size_t at = token.size(); at > 0; ++trailing) {
-      at = bytes ? at - 1 : previous(token, at);
-      if (!is_space(character(at))) break;
+    if (bytes) {
+      leading = std::min(token.find_first_not_of(' '), token.size());
+      trailing = token.size() - (token.find_last_not_of(' ') + 1);
+    } else {
+      auto is_space = [](char32_t code) { return is_white_space(code) || code == 0x120; };
+      for (size_t at = 0; at < token.size() && is_space(utf8_next(token, at));) ++leading;
+      for (size_t at = token.size(); at > 0 && is_space(code_before(token, at)); ++trailing)
+        at = previous(token, at);
     }
     if (first && state_.trim_keeps_prefix_space && leading == 1) leading = 0;
     for (; leading > 0 && span.begin < span.end; --leading) {
@@ -378,54 +310,29 @@ std::vector<Encoding> Tokenizer::encode_batch(std::span<const std::string> texts
                                               const EncodeOptions& options) const {
   std::vector<Encoding> encodings(texts.size());
   std::atomic<size_t> next = 0;
-  std::exception_ptr failure;
-  std::mutex failure_mutex;
   auto work = [&] {
-    try {
-      for (size_t i = next++; i < texts.size(); i = next++)
-        encodings[i] = encode(texts[i], options);
-    } catch (...) {
-      const std::lock_guard lock(failure_mutex);
-      if (!failure) failure = std::current_exception();
-      next = texts.size();
-    }
+    for (size_t i; (i = next++) < texts.size();) encodings[i] = encode(texts[i], options);
   };
-  {
-    std::vector<std::jthread> helpers;
-    for (int i = 1; i < threads; ++i) helpers.emplace_back(work);
-    work();
-  }
-  if (failure) std::rethrow_exception(failure);
+  std::vector<std::future<void>> helpers;
+  for (int i = 1; i < threads; ++i) helpers.push_back(std::async(std::launch::async, work));
+  work();
+  for (std::future<void>& helper : helpers) helper.get();
   return encodings;
 }
 
 std::string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_tokens) const {
-  const bool bytes = state_->decodes_bytes();
   std::vector<std::string> tokens;
-  std::string text, joined;
   for (const int32_t id : ids) {
     PITH_CHECK(id >= 0 && id < vocab_size(), "token id {} is outside the vocabulary of {}", id,
                vocab_size());
-    if (skip_special_tokens && is_special(id)) continue;
     const std::string& token = state_->tokens[static_cast<size_t>(id)];
-    if (bytes) {
-      joined += state_->decoded_bytes(id);
-    } else if (!token.empty()) {
-      tokens.push_back(token);
-    }
-  }
-  if (bytes) {
-    utf8_replace_invalid(joined, text);
-    return text;
+    if (token.empty() || (skip_special_tokens && is_special(id))) continue;
+    tokens.push_back(token);
   }
   auto scratch = state_->borrow();
   for (const Decoder& decoder : state_->decoders) apply(decoder, tokens, scratch->regex);
   state_->give_back(std::move(scratch));
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    if (state_->no_decoder && i > 0) text += ' ';
-    text += tokens[i];
-  }
-  return text;
+  return fmt::format("{}", fmt::join(tokens, state_->no_decoder ? " " : ""));
 }
 
 int64_t Tokenizer::vocab_size() const { return static_cast<int64_t>(state_->tokens.size()); }
@@ -449,7 +356,8 @@ StreamingDecoder::StreamingDecoder(Tokenizer tokenizer, bool skip_special_tokens
     : tokenizer_(std::move(tokenizer)), skip_special_tokens_(skip_special_tokens) {}
 
 std::string StreamingDecoder::push_bytes(int32_t id) {
-  held_ += tokenizer_.state_->decoded_bytes(id);
+  const std::string token = tokenizer_.token(id);
+  held_ += spelled_bytes(token).value_or(token);
   size_t at = 0;
   bool truncated = false;
   while (at < held_.size()) {

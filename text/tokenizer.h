@@ -41,9 +41,7 @@ class Tokenizer {
   // `path` is a tokenizer.json, or a folder with tokenizer.json and (optional)
   // tokenizer_config.json. A component that is not supported is refused by its name.
   static Tokenizer load(const std::filesystem::path& path);
-  // A .tiktoken ranks file ("base64 rank" lines). `special` gives ids to further tokens.
-  static Tokenizer load_tiktoken(const std::filesystem::path& path, std::string_view pattern,
-                                 const std::vector<std::pair<std::string, int32_t>>& special);
+  // The text of a .tiktoken file ("base64 rank" lines). `special` gives ids to further tokens.
   static Tokenizer from_tiktoken(const std::string& ranks, std::string_view pattern,
                                  const std::vector<std::pair<std::string, int32_t>>& special);
   static Tokenizer from_json(std::string tokenizer_json, std::string tokenizer_config = "");

@@ -15,11 +15,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-// What a .tiktoken file says that tokenizer.json cannot.
-struct TiktokenDetails {
-  std::vector<uint32_t> ranks;  // of each merge
-};
-
 std::string read_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   PITH_CHECK(file, "cannot open {}", path.string());
@@ -42,25 +37,46 @@ const Json& member(const Json& object, const char* key) {
   return found == object.end() ? null : *found;
 }
 
-std::string text_of(const Json& object, const char* key) {
+// A member of the type T; `otherwise` where it is missing.
+template <class T>
+T get(const Json& object, const char* key) {
   const Json& value = member(object, key);
-  PITH_CHECK(value.is_string(), "tokenizer.json: {} is not a text", key);
-  auto text = value.get<std::string>();
-  PITH_CHECK(utf8_valid_prefix(text) == text.size(), "tokenizer.json: {} is not UTF-8", key);
-  return text;
+  const Json kind = T{};
+  PITH_CHECK(value.type() == kind.type(), "tokenizer.json: {} is {}, not a {}", key,
+             value.dump().substr(0, 80), kind.type_name());
+  return value.get<T>();
 }
-
+template <class T>
+T get(const Json& object, const char* key, const std::type_identity_t<T>& otherwise) {
+  return member(object, key).is_null() ? otherwise : get<T>(object, key);
+}
+std::string text_of(const Json& object, const char* key) { return get<std::string>(object, key); }
 bool flag(const Json& object, const char* key, bool otherwise) {
-  const Json& value = member(object, key);
-  if (value.is_null()) return otherwise;
-  PITH_CHECK(value.is_boolean(), "tokenizer.json: {} is not true or false", key);
-  return value.get<bool>();
+  return get<bool>(object, key, otherwise);
+}
+std::string filled(const Json& object, const char* key) {
+  std::string text = text_of(object, key);
+  PITH_CHECK(!text.empty(), "tokenizer.json: {} is empty in {}", key, object.dump());
+  return text;
 }
 
 int32_t id_of(const Json& value) {
   PITH_CHECK(value.is_number_integer() && value >= 0 && value < (1 << 28),
              "tokenizer.json: {} is not a token id", value.dump());
   return value.get<int32_t>();
+}
+
+[[noreturn]] void refuse(std::string_view kind, std::string_view name) {
+  PITH_FAIL_HINT("this program reads BPE tokenizers; see docs for the components it knows",
+                 "tokenizer.json: the {} {} is not supported", kind, name);
+}
+
+template <class T>
+T choose(const char* kind, std::string_view name,
+         std::initializer_list<std::pair<std::string_view, T>> known) {
+  for (const auto& [key, value] : known)
+    if (key == name) return value;
+  refuse(kind, name);
 }
 
 // Calls make(component) for a component or for each of a Sequence of them.
@@ -74,56 +90,51 @@ void for_each_component(const Json& json, const char* list, Make make, int depth
   for (const Json& part : parts) for_each_component(part, list, make, depth + 1);
 }
 
-[[noreturn]] void refuse(std::string_view kind, const Json& json) {
-  PITH_FAIL_HINT("this program reads BPE tokenizers; see docs for the components it knows",
-                 "tokenizer.json: the {} {} is not supported", kind, text_of(json, "type"));
-}
-
 Regex pattern_of(const Json& json, Regex::Dialect dialect) {
   const Json& pattern = member(json, "pattern");
   if (pattern.is_object() && pattern.contains("Regex"))
     return Regex(text_of(pattern, "Regex"), dialect);
-  const std::string literal = text_of(pattern, "String");
-  PITH_CHECK(!literal.empty(), "tokenizer.json: {} with an empty pattern", text_of(json, "type"));
-  return Regex::literal(literal);
+  return Regex::literal(filled(pattern, "String"));
 }
 
 SplitBehavior behavior_of(const Json& json) {
-  const std::string name = text_of(json, "behavior");
-  if (name == "Isolated") return SplitBehavior::kIsolated;
-  if (name == "Removed") return SplitBehavior::kRemoved;
-  if (name == "MergedWithPrevious") return SplitBehavior::kMergedWithPrevious;
-  if (name == "MergedWithNext") return SplitBehavior::kMergedWithNext;
-  if (name == "Contiguous") return SplitBehavior::kContiguous;
-  PITH_FAIL("tokenizer.json: the split behavior {} is not supported", name);
+  using enum SplitBehavior;
+  return choose<SplitBehavior>("split behavior", text_of(json, "behavior"),
+                               {{"Isolated", kIsolated},
+                                {"Removed", kRemoved},
+                                {"MergedWithPrevious", kMergedWithPrevious},
+                                {"MergedWithNext", kMergedWithNext},
+                                {"Contiguous", kContiguous}});
+}
+
+Replace replace_of(const Json& json) {
+  return {pattern_of(json, Regex::Dialect::kOniguruma), text_of(json, "content")};
 }
 
 Normalizer make_normalizer(const Json& json) {
   const std::string type = text_of(json, "type");
-  if (type == "NFC") return NormalizeForm{NormalForm::kNfc};
-  if (type == "NFD") return NormalizeForm{NormalForm::kNfd};
-  if (type == "NFKC") return NormalizeForm{NormalForm::kNfkc};
-  if (type == "NFKD") return NormalizeForm{NormalForm::kNfkd};
-  if (type == "Lowercase") return NormalizeLowercase{};
-  if (type == "Prepend") return NormalizePrepend{text_of(json, "prepend")};
-  if (type == "Replace") {
-    return NormalizeReplace{pattern_of(json, Regex::Dialect::kOniguruma), text_of(json, "content")};
-  }
-  refuse("normalizer", json);
+  if (type == "Lowercase") return Lowercase{};
+  if (type == "Prepend") return Prepend{text_of(json, "prepend")};
+  if (type == "Replace") return replace_of(json);
+  return choose<NormalForm>("normalizer", type,
+                            {{"NFC", NormalForm::kNfc},
+                             {"NFD", NormalForm::kNfd},
+                             {"NFKC", NormalForm::kNfkc},
+                             {"NFKD", NormalForm::kNfkd}});
 }
 
-bool prepends(const Json& json, SplitMetaspace::Prepend& scheme) {
-  const Json& name = member(json, "prepend_scheme");
-  const std::string value = name.is_null() ? "always" : text_of(json, "prepend_scheme");
-  const bool adds = flag(json, "add_prefix_space", true);
-  PITH_CHECK(value == "always" || value == "first" || value == "never",
-             "tokenizer.json: the Metaspace prepend_scheme {} is not supported", value);
-  scheme = value == "always"  ? SplitMetaspace::Prepend::kAlways
-           : value == "first" ? SplitMetaspace::Prepend::kFirst
-                              : SplitMetaspace::Prepend::kNever;
-  if (!adds) scheme = SplitMetaspace::Prepend::kNever;
-  return scheme != SplitMetaspace::Prepend::kNever;
+SplitMetaspace::Prepend scheme_of(const Json& json) {
+  using enum SplitMetaspace::Prepend;
+  const auto scheme = choose<SplitMetaspace::Prepend>(
+      "Metaspace prepend_scheme", get<std::string>(json, "prepend_scheme", "always"),
+      {{"always", kAlways}, {"first", kFirst}, {"never", kNever}});
+  return flag(json, "add_prefix_space", true) ? scheme : kNever;
 }
+
+// is_word as members of a class.
+constexpr std::string_view kWord =
+    "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{200C}\\x{200D}\\x{24B6}-\\x{24E9}"
+    "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 
 PreTokenizer make_pre_tokenizer(const Json& json, Regex::Dialect dialect) {
   const std::string type = text_of(json, "type");
@@ -143,21 +154,13 @@ PreTokenizer make_pre_tokenizer(const Json& json, Regex::Dialect dialect) {
     return SplitPunctuation{json.contains("behavior") ? behavior_of(json)
                                                       : SplitBehavior::kIsolated};
   }
-  if (type == "Whitespace") return SplitWhitespace{true};
-  if (type == "WhitespaceSplit") return SplitWhitespace{false};
-  if (type == "Metaspace") {
-    SplitMetaspace split{text_of(json, "replacement"), {}, flag(json, "split", true)};
-    prepends(json, split.prepend);
-    PITH_CHECK(!split.replacement.empty(), "tokenizer.json: Metaspace without replacement");
-    return split;
-  }
-  refuse("pre_tokenizer", json);
-}
-
-size_t count_of(const Json& json, const char* key) {
-  const Json& value = member(json, key);
-  PITH_CHECK(value.is_number_unsigned(), "tokenizer.json: {} is not a count", key);
-  return value.get<size_t>();
+  if (type == "Whitespace")  // words, and runs of anything else but space
+    return SplitRegex{Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWord)), SplitBehavior::kRemoved,
+                      true};
+  if (type == "WhitespaceSplit") return SplitRegex{Regex("\\s"), SplitBehavior::kRemoved, false};
+  if (type == "Metaspace")
+    return SplitMetaspace{filled(json, "replacement"), scheme_of(json), flag(json, "split", true)};
+  refuse("pre_tokenizer", type);
 }
 
 Decoder make_decoder(const Json& json) {
@@ -165,20 +168,19 @@ Decoder make_decoder(const Json& json) {
   if (type == "ByteLevel") return DecodeByteLevel{};
   if (type == "ByteFallback") return DecodeByteFallback{};
   if (type == "Fuse") return DecodeFuse{};
-  if (type == "Replace")
-    return DecodeReplace{pattern_of(json, Regex::Dialect::kOniguruma), text_of(json, "content")};
+  if (type == "Replace") return replace_of(json);
   if (type == "Strip") {
-    const std::string content = text_of(json, "content");
-    PITH_CHECK(!content.empty(), "tokenizer.json: Strip without content");
-    size_t at = 0;
-    return DecodeStrip{utf8_next(content, at), count_of(json, "start"), count_of(json, "stop")};
+    const std::string content = filled(json, "content");
+    size_t end = 0;
+    utf8_next(content, end);
+    return DecodeStrip{content.substr(0, end), get<size_t>(json, "start"),
+                       get<size_t>(json, "stop")};
   }
   if (type == "Metaspace") {
-    SplitMetaspace::Prepend scheme;
-    const bool drops_first = prepends(json, scheme);
-    return DecodeMetaspace{text_of(json, "replacement"), drops_first};
+    const bool drops_first = scheme_of(json) != SplitMetaspace::Prepend::kNever;
+    return DecodeMetaspace{filled(json, "replacement"), drops_first};
   }
-  refuse("decoder", json);
+  refuse("decoder", type);
 }
 
 void read_post_processor(const Json& json, Tokenizer::State& state) {
@@ -188,7 +190,7 @@ void read_post_processor(const Json& json, Tokenizer::State& state) {
     state.trim_keeps_prefix_space = flag(json, "add_prefix_space", true);
     return;
   }
-  if (type != "TemplateProcessing") refuse("post_processor", json);
+  if (type != "TemplateProcessing") refuse("post_processor", type);
   const Json& single = member(json, "single");
   PITH_CHECK(single.is_array(), "tokenizer.json: TemplateProcessing without single");
   std::vector<int32_t> before, after;
@@ -203,7 +205,10 @@ void read_post_processor(const Json& json, Tokenizer::State& state) {
     const std::string name = text_of(member(piece, "SpecialToken"), "id");
     const Json& ids = member(member(member(json, "special_tokens"), name.c_str()), "ids");
     PITH_CHECK(ids.is_array(), "tokenizer.json: TemplateProcessing names {} without ids", name);
-    for (const Json& id : ids) (seen ? after : before).push_back(id_of(id));
+    for (const Json& json_id : ids) {
+      const int32_t id = (seen ? after : before).emplace_back(id_of(json_id));
+      PITH_CHECK(static_cast<size_t>(id) < state.tokens.size(), "tokenizer.json: no token {}", id);
+    }
   }
   PITH_CHECK(seen, "tokenizer.json: TemplateProcessing drops the sequence");
   state.prefix.insert(state.prefix.begin(), before.begin(), before.end());
@@ -217,8 +222,6 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
   const size_t limit = 16 * (vocab.size() + added.size()) + 65536;  // a small file stays small
   auto put = [&](const std::string& token, int32_t id) {
     const auto index = static_cast<size_t>(id);
-    PITH_CHECK(utf8_valid_prefix(token) == token.size(), "tokenizer.json: token {} is not UTF-8",
-               id);
     PITH_CHECK(index < limit, "tokenizer.json: id {} of token {} is out of proportion", id, token);
     if (state.tokens.size() <= index) state.tokens.resize(index + 1);
     std::string& place = state.tokens[index];
@@ -231,11 +234,10 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
   };
   for (const auto& [token, id] : vocab.items()) put(token, id_of(id));
   for (const Json& json : added) {
-    AddedToken token{text_of(json, "content"),        id_of(member(json, "id")),
+    AddedToken token{filled(json, "content"),         id_of(member(json, "id")),
                      flag(json, "special", false),    flag(json, "normalized", true),
                      flag(json, "lstrip", false),     flag(json, "rstrip", false),
                      flag(json, "single_word", false)};
-    PITH_CHECK(!token.content.empty(), "tokenizer.json: added token {} is empty", token.id);
     put(token.content, token.id);
     state.added[token.id] = token;
   }
@@ -244,10 +246,11 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
     state.special[static_cast<size_t>(id)] = token.special;
 }
 
-void read_model(const Json& file, Tokenizer::State& state, const TiktokenDetails* tiktoken) {
-  const Json& model = member(file, "model");
-  const Json& type = member(model, "type");
-  if (!type.is_null() && type != "BPE") refuse("model", model);
+// `ranks` of the merges, where they are not 0, 1, ...
+void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>* ranks) {
+  Json& model = file["model"];
+  if (const auto type = get<std::string>(model, "type", "BPE"); type != "BPE")
+    refuse("model", type);
   const Json& dropout = member(model, "dropout");
   PITH_CHECK(dropout.is_null() || dropout == 0.0, "tokenizer.json: dropout is not supported");
   const Json& suffix = member(model, "end_of_word_suffix");
@@ -262,8 +265,7 @@ void read_model(const Json& file, Tokenizer::State& state, const TiktokenDetails
   config.ignore_merges = flag(model, "ignore_merges", false);
   config.byte_fallback = flag(model, "byte_fallback", false);
   config.fuse_unk = flag(model, "fuse_unk", false);
-  if (!member(model, "continuing_subword_prefix").is_null())
-    config.prefix = text_of(model, "continuing_subword_prefix");
+  config.prefix = get<std::string>(model, "continuing_subword_prefix", "");
   auto id = [&](const std::string& token) {
     const auto found = state.ids.find(token);
     PITH_CHECK(found != state.ids.end() && !tokens[static_cast<size_t>(found->second)].empty(),
@@ -284,7 +286,7 @@ void read_model(const Json& file, Tokenizer::State& state, const TiktokenDetails
     } else {
       const auto pair = merge.is_string() ? merge.get<std::string>() : std::string();
       const size_t space = pair.find(' ');
-      PITH_CHECK(space != std::string::npos && pair.find(' ', space + 1) == std::string::npos,
+      PITH_CHECK(space != pair.npos && space == pair.rfind(' '),
                  "tokenizer.json: merge {} is not a pair", merge.dump());
       left = pair.substr(0, space);
       right = pair.substr(space + 1);
@@ -294,19 +296,14 @@ void read_model(const Json& file, Tokenizer::State& state, const TiktokenDetails
                merge.dump());
     const size_t rank = list.size();
     list.push_back({left_id, right_id, id(left + right.substr(config.prefix.size())),
-                    tiktoken ? tiktoken->ranks[rank] : static_cast<uint32_t>(rank)});
+                    ranks ? (*ranks)[rank] : static_cast<uint32_t>(rank)});
   }
-  XXH3_state_t* hash = XXH3_createState();
-  XXH3_64bits_reset(hash);
-  Json rest = file;
-  rest["model"].erase("vocab");
-  rest["model"].erase("merges");
-  const std::string text = rest.dump();
-  XXH3_64bits_update(hash, text.data(), text.size());
-  for (const std::string& token : tokens) XXH3_64bits_update(hash, token.c_str(), token.size() + 1);
-  XXH3_64bits_update(hash, list.data(), list.size() * sizeof(BpeMerge));
-  state.hash = XXH3_64bits_digest(hash);
-  XXH3_freeState(hash);
+  model.erase("vocab");
+  model.erase("merges");
+  std::string content = file.dump();
+  for (const std::string& token : tokens) content.append(token.c_str(), token.size() + 1);
+  content.append(reinterpret_cast<const char*>(list.data()), list.size() * sizeof(BpeMerge));
+  state.hash = XXH3_64bits(content.data(), content.size());
   state.bpe = Bpe(tokens, list, std::move(config));
 }
 
@@ -335,16 +332,16 @@ void read_config(const std::string& text, Tokenizer::State& state) {
 
 std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string config,
                                                    std::string chat_template,
-                                                   const TiktokenDetails* tiktoken = nullptr) {
+                                                   const std::vector<uint32_t>* ranks = nullptr) {
   auto state = std::make_shared<Tokenizer::State>();
-  const Json file = parse_object(json, "tokenizer.json");
+  Json file = parse_object(json, "tokenizer.json");
   for (const char* key : {"truncation", "padding"})
     PITH_CHECK(member(file, key).is_null(), "tokenizer.json: {} is not supported", key);
 
   for_each_component(member(file, "normalizer"), "normalizers", [&](const Json& part) {
     state->normalizers.push_back(make_normalizer(part));
   });
-  const auto dialect = tiktoken ? Regex::Dialect::kRust : Regex::Dialect::kOniguruma;
+  const auto dialect = ranks ? Regex::Dialect::kRust : Regex::Dialect::kOniguruma;
   for_each_component(member(file, "pre_tokenizer"), "pretokenizers", [&](const Json& part) {
     auto& stages = state->pre_tokenizers;
     PITH_CHECK(stages.empty() || !std::holds_alternative<SplitByteLevel>(stages.back()),
@@ -358,17 +355,13 @@ std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string
       state->needs_places = true;
   });
   state->needs_places = state->needs_places && !state->normalizers.empty();
+  read_vocabulary(file, *state);
   for_each_component(member(file, "post_processor"), "processors",
                      [&](const Json& part) { read_post_processor(part, *state); });
   state->no_decoder = member(file, "decoder").is_null();
   for_each_component(member(file, "decoder"), "decoders",
                      [&](const Json& part) { state->decoders.push_back(make_decoder(part)); });
-  read_vocabulary(file, *state);
-  for (int32_t id : state->prefix)
-    PITH_CHECK(static_cast<size_t>(id) < state->tokens.size(), "tokenizer.json: no token {}", id);
-  for (int32_t id : state->suffix)
-    PITH_CHECK(static_cast<size_t>(id) < state->tokens.size(), "tokenizer.json: no token {}", id);
-  read_model(file, *state, tiktoken);
+  read_model(file, *state, ranks);
 
   RegexScratch scratch;
   std::vector<std::pair<std::string, const AddedToken*>> raw, normalized;
@@ -416,62 +409,40 @@ std::string spell_bytes(std::string_view bytes) {
   return token;
 }
 
-Json byte_level(bool trim_offsets) {
-  return {{"type", "ByteLevel"},
-          {"add_prefix_space", false},
-          {"trim_offsets", trim_offsets},
-          {"use_regex", false}};
-}
-
 }  // namespace
 
 std::string byte_level_json(const std::vector<std::string>& vocabulary,
                             const std::vector<std::pair<int32_t, int32_t>>& merges,
                             std::string_view pattern, bool ignore_merges,
                             const std::vector<std::pair<std::string, int32_t>>& special) {
-  Json vocab = Json::object(), merge_list = Json::array(), added = Json::array();
-  for (size_t id = 0; id < vocabulary.size(); ++id)
-    if (!vocabulary[id].empty()) vocab[vocabulary[id]] = id;
-  for (const auto& [left, right] : merges) {
-    merge_list.push_back(Json::array(
-        {vocabulary[static_cast<size_t>(left)], vocabulary[static_cast<size_t>(right)]}));
-  }
-  for (const auto& [content, id] : special) {
-    added.push_back({{"id", id},
-                     {"content", content},
-                     {"single_word", false},
-                     {"lstrip", false},
-                     {"rstrip", false},
-                     {"normalized", false},
-                     {"special", true}});
-  }
-  Json pre_tokenizer = byte_level(false);
+  Json file = Json::parse(R"({"version": "1.0", "truncation": null, "padding": null,
+      "normalizer": null, "added_tokens": [],
+      "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false,
+                "continuing_subword_prefix": null, "end_of_word_suffix": null,
+                "byte_fallback": false, "vocab": {}, "merges": []}})");
+  const Json byte_level = Json::parse(R"({"type": "ByteLevel", "add_prefix_space": false,
+      "trim_offsets": false, "use_regex": false})");
+  for (const char* key : {"pre_tokenizer", "post_processor", "decoder"}) file[key] = byte_level;
   if (!pattern.empty()) {
     const Json split = {{"type", "Split"},
                         {"pattern", {{"Regex", pattern}}},
                         {"behavior", "Isolated"},
                         {"invert", false}};
-    pre_tokenizer = {{"type", "Sequence"}, {"pretokenizers", {split, pre_tokenizer}}};
+    file["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", {split, byte_level}}};
   }
-  const Json file = {{"version", "1.0"},
-                     {"truncation", nullptr},
-                     {"padding", nullptr},
-                     {"added_tokens", added},
-                     {"normalizer", nullptr},
-                     {"pre_tokenizer", pre_tokenizer},
-                     {"post_processor", byte_level(false)},
-                     {"decoder", byte_level(false)},
-                     {"model",
-                      {{"type", "BPE"},
-                       {"dropout", nullptr},
-                       {"unk_token", nullptr},
-                       {"continuing_subword_prefix", nullptr},
-                       {"end_of_word_suffix", nullptr},
-                       {"fuse_unk", false},
-                       {"byte_fallback", false},
-                       {"ignore_merges", ignore_merges},
-                       {"vocab", vocab},
-                       {"merges", merge_list}}}};
+  Json& model = file["model"];
+  model["ignore_merges"] = ignore_merges;
+  for (size_t id = 0; id < vocabulary.size(); ++id)
+    if (!vocabulary[id].empty()) model["vocab"][vocabulary[id]] = id;
+  for (const auto& [left, right] : merges)
+    model["merges"].push_back(
+        {vocabulary[static_cast<size_t>(left)], vocabulary[static_cast<size_t>(right)]});
+  for (const auto& [content, id] : special) {
+    Json& token = file["added_tokens"].emplace_back(Json::parse(R"({"single_word": false,
+        "lstrip": false, "rstrip": false, "normalized": false, "special": true})"));
+    token["id"] = id;
+    token["content"] = content;
+  }
   return file.dump(1) + "\n";
 }
 
@@ -525,7 +496,7 @@ Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pa
                "tiktoken line {}: token is empty or listed twice", number);
   }
   // A token may be merged from any two tokens that make it up.
-  TiktokenDetails details;
+  std::vector<uint32_t> merge_ranks;
   std::vector<std::pair<int32_t, int32_t>> merges;
   std::vector<std::string> vocabulary;
   for (size_t id = 0; id < tokens.size(); ++id) {
@@ -535,16 +506,11 @@ Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pa
       const auto left = ids.find(token.substr(0, cut)), right = ids.find(token.substr(cut));
       if (left == ids.end() || right == ids.end()) continue;
       merges.emplace_back(left->second, right->second);
-      details.ranks.push_back(static_cast<uint32_t>(id));
+      merge_ranks.push_back(static_cast<uint32_t>(id));
     }
   }
-  return Tokenizer(
-      make_state(byte_level_json(vocabulary, merges, pattern, true, special), "", "", &details));
-}
-
-Tokenizer Tokenizer::load_tiktoken(const std::filesystem::path& path, std::string_view pattern,
-                                   const std::vector<std::pair<std::string, int32_t>>& special) {
-  return from_tiktoken(read_file(path), pattern, special);
+  return Tokenizer(make_state(byte_level_json(vocabulary, merges, pattern, true, special), "", "",
+                              &merge_ranks));
 }
 
 void Tokenizer::save(const std::filesystem::path& folder) const {

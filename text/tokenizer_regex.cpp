@@ -1,7 +1,6 @@
 #include "text/tokenizer_regex.h"
 
-#include <limits>
-#include <set>
+#include <charconv>
 #include <vector>
 
 #include "core/error.h"
@@ -15,10 +14,9 @@ constexpr std::string_view kWordMembers =
     "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{B2}\\x{B3}\\x{B9}\\x{BC}-\\x{BE}\\x{24B6}-\\x{24E9}"
     "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 
-const std::set<std::string, std::less<>> kCategories = {
-    "L",  "Lu", "Ll", "Lt", "Lm", "Lo", "M",  "Mn", "Mc", "Me", "N", "Nd",
-    "Nl", "No", "P",  "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "S", "Sm",
-    "Sc", "Sk", "So", "Z",  "Zs", "Zl", "Zp", "Cc", "Cf", "Co"};
+constexpr std::string_view kCategories =
+    " L Lu Ll Lt Lm Lo M Mn Mc Me N Nd Nl No P Pc Pd Ps Pe Pi Pf Po S Sm Sc Sk So Z Zs Zl Zp Cc Cf"
+    " Co ";
 
 // Rewrites a pattern into PCRE2's syntax, one construct at a time, or refuses it.
 class Translator {
@@ -81,33 +79,25 @@ class Translator {
                          static_cast<uint32_t>(first), static_cast<uint32_t>(last)));
     }
     spell(first);
-    if (last != first) {
-      out_ += '-';
-      spell(last);
-    }
+    if (last == first) return;
+    out_ += '-';
+    spell(last);
   }
   void spell(char32_t code) {
     const bool plain = code == ' ' || (code < 0x80 && std::isalnum(static_cast<int>(code)));
-    if (plain) {
-      out_ += static_cast<char>(code);
-    } else {
-      out_ += fmt::format("\\x{{{:X}}}", static_cast<uint32_t>(code));
-    }
+    out_ += plain ? std::string(1, static_cast<char>(code))
+                  : fmt::format("\\x{{{:X}}}", static_cast<uint32_t>(code));
   }
 
   char32_t hex(size_t digits) {
-    const std::string text(pattern_.substr(at_, digits));
-    size_t used = 0;
-    unsigned long value = 0;
-    try {
-      value = std::stoul(text, &used, 16);
-    } catch (const std::exception&) {
-    }
+    const std::string_view text = pattern_.substr(at_, digits);
+    uint32_t value = 0;
+    const auto end = std::from_chars(text.data(), text.data() + text.size(), value, 16).ptr;
     const bool scalar = value < 0xD800 || (value >= 0xE000 && value < 0x110000);
-    PITH_CHECK(used == digits && digits > 0 && scalar, "regex {}: bad hexadecimal code point",
-               pattern_);
+    PITH_CHECK(end == text.data() + digits && digits > 0 && scalar,
+               "regex {}: bad hexadecimal code point", pattern_);
     at_ += digits;
-    return static_cast<char32_t>(value);
+    return value;
   }
 
   // at_ stands behind \ . Returns the code point when the escape spells one, else writes a class.
@@ -143,18 +133,14 @@ class Translator {
     if (escaped_code(code)) return literal(code);
     const char c = pattern_[at_++];
     if (c == 'p' || c == 'P') return property(c == 'P');
-    if (c == 'd' || c == 'D' || c == 's' || c == 'S') {
-      out_ += '\\';
-      out_ += c;
+    if (std::string_view(in_class ? "dDsS" : "dDsSAz").find(c) != std::string_view::npos) {
+      out_ += {'\\', c};
     } else if (c == 'w') {
       out_ += in_class ? std::string(kWordMembers) : fmt::format("[{}]", kWordMembers);
     } else if (c == 'W' && !in_class) {
       out_ += fmt::format("[^{}]", kWordMembers);
     } else if (c == 'h' && !rust_) {
       out_ += in_class ? "0-9A-Fa-f" : "[0-9A-Fa-f]";
-    } else if ((c == 'A' || c == 'z') && !in_class) {
-      out_ += '\\';
-      out_ += c;
     } else if ((c == 'b' || c == 'B') && !in_class) {
       const std::string_view after = c == 'b' ? "!" : "=", before = c == 'b' ? "=" : "!";
       out_ += fmt::format("(?:(?<=[{0}])(?{1}[{0}])|(?<![{0}])(?{2}[{0}]))", kWordMembers, after,
@@ -172,7 +158,8 @@ class Translator {
       negated = !negated;
       name.remove_prefix(1);
     }
-    if (!kCategories.contains(name)) refuse(fmt::format("\\p{{{}}}", name));
+    if (kCategories.find(fmt::format(" {} ", name)) == std::string_view::npos)
+      refuse(fmt::format("\\p{{{}}}", name));
     out_ += fmt::format("\\{}{{{}}}", negated ? 'P' : 'p', name);
     at_ = end + 1;
   }
@@ -239,14 +226,10 @@ class Translator {
 
   void interval() {
     const size_t end = pattern_.find('}', at_);
-    const std::string body(end == std::string_view::npos ? ""
-                                                         : pattern_.substr(at_ + 1, end - at_ - 1));
+    const std::string body(pattern_.substr(at_ + 1, end == pattern_.npos ? 0 : end - at_ - 1));
     const size_t comma = body.find(',');
-    const bool numbers = !body.empty() && body != "," &&
-                         body.find_first_not_of("0123456789,") == std::string::npos &&
-                         body.find(',', comma == std::string::npos ? 0 : comma + 1) ==
-                             (comma == std::string::npos ? comma : std::string::npos);
-    if (!numbers) {
+    if (body.empty() || body == "," || comma != body.rfind(',') ||
+        body.find_first_not_of("0123456789,") != body.npos) {
       atom_ = out_.size();
       return literal(utf8_next(pattern_, at_));
     }
@@ -278,9 +261,9 @@ std::string pcre2_message(int code) {
 }  // namespace
 
 RegexScratch::RegexScratch()
-    : data_(pcre2_match_data_create(1, nullptr)),
-      context_(pcre2_match_context_create(nullptr)),
-      stack_(pcre2_jit_stack_create(64 << 10, 64 << 20, nullptr)) {
+    : data_(pcre2_match_data_create(1, nullptr), pcre2_match_data_free),
+      context_(pcre2_match_context_create(nullptr), pcre2_match_context_free),
+      stack_(pcre2_jit_stack_create(64 << 10, 64 << 20, nullptr), pcre2_jit_stack_free) {
   PITH_CHECK(data_ && context_ && stack_, "out of memory for regular expressions");
   pcre2_jit_stack_assign(context_.get(), nullptr, stack_.get());
 }
@@ -300,13 +283,13 @@ Regex::Regex(std::string_view pattern, Dialect dialect) {
   const std::string translated = translate(pattern, dialect);
   int error = 0;
   size_t place = 0;
-  auto* compile_context = pcre2_compile_context_create(nullptr);
-  pcre2_set_newline(compile_context, PCRE2_NEWLINE_LF);
-  code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
-                            PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C, &error, &place,
-                            compile_context),
-              Free());
-  pcre2_compile_context_free(compile_context);
+  const std::shared_ptr<pcre2_compile_context> context(pcre2_compile_context_create(nullptr),
+                                                       pcre2_compile_context_free);
+  pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
+  code_.reset(
+      pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
+                    PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C, &error, &place, context.get()),
+      pcre2_code_free);
   PITH_CHECK(code_, "regex {}: {} at byte {} of its translation {}", pattern, pcre2_message(error),
              place, translated);
   jit_ = pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE) == 0;

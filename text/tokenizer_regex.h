@@ -16,14 +16,9 @@ class RegexScratch {
 
  private:
   friend class Regex;
-  struct Free {
-    void operator()(pcre2_match_data* p) const { pcre2_match_data_free(p); }
-    void operator()(pcre2_match_context* p) const { pcre2_match_context_free(p); }
-    void operator()(pcre2_jit_stack* p) const { pcre2_jit_stack_free(p); }
-  };
-  std::unique_ptr<pcre2_match_data, Free> data_;
-  std::unique_ptr<pcre2_match_context, Free> context_;
-  std::unique_ptr<pcre2_jit_stack, Free> stack_;
+  std::shared_ptr<pcre2_match_data> data_;
+  std::shared_ptr<pcre2_match_context> context_;
+  std::shared_ptr<pcre2_jit_stack> stack_;
 };
 
 class Regex {
@@ -42,9 +37,6 @@ class Regex {
   static std::string translate(std::string_view pattern, Dialect dialect);
 
  private:
-  struct Free {
-    void operator()(pcre2_code* p) const { pcre2_code_free(p); }
-  };
   std::shared_ptr<pcre2_code> code_;
   bool jit_ = false;
 };

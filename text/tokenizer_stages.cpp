@@ -1,53 +1,51 @@
 #include "text/tokenizer_stages.h"
 
-#include "text/unicode.h"
+#include <charconv>
 
 namespace pith {
 namespace {
 
-template <class... Ts>
-struct Overload : Ts... {
-  using Ts::operator()...;
-};
-template <class... Ts>
-Overload(Ts...) -> Overload<Ts...>;  // Clang 14 does not deduce it for aggregates
+using Tokens = std::vector<std::string>;
 
-std::string replaced(const Regex& pattern, const std::string& content, const std::string& token,
-                     RegexScratch& scratch) {
-  std::string subject, out;
-  size_t done = 0;
-  const bool differs = unicode_substitute(token, subject);
-  for_each_match(pattern, differs ? subject : token, scratch, [&](size_t begin, size_t end) {
-    out.append(token, done, begin - done);
-    out.append(content);
-    done = end;
+void normalize(Lowercase, const Text& text, RegexScratch&, Rewriter& out) { lowercase(text, out); }
+void normalize(NormalForm form, const Text& text, RegexScratch&, Rewriter& out) {
+  normalize(text, form, out);
+}
+void normalize(const Prepend& n, const Text&, RegexScratch&, Rewriter& out) {
+  out.prepend(n.content);
+}
+void normalize(const Replace& n, const Text& text, RegexScratch& scratch, Rewriter& out) {
+  const std::vector<Change> changes = inserted(n.content);
+  for_each_match_in(text.text, n.pattern, scratch, [&](size_t begin, size_t end) {
+    out.replace(begin, end, changes, end - begin);
   });
-  return out.append(token, done);
+}
+
+void decode(DecodeByteLevel, Tokens& tokens, RegexScratch&) {
+  std::string bytes, text;
+  for (const std::string& token : tokens)  // what is not spelled in bytes stands for itself
+    bytes += spelled_bytes(token).value_or(token);
+  utf8_replace_invalid(bytes, text);
+  tokens.assign(1, std::move(text));
 }
 
 // The byte of "<0x41>", or -1.
 int fallback_byte(const std::string& token) {
   if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
-  int value = 0;
-  for (char c : {token[3], token[4]}) {
-    const std::string_view digits = "0123456789ABCDEFabcdef";
-    const size_t digit = digits.find(c);
-    if (digit == std::string_view::npos) return -1;
-    value = value * 16 + static_cast<int>(digit < 16 ? digit : digit - 6);
-  }
-  return value;
+  unsigned byte = 0;
+  return std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5] ? static_cast<int>(byte)
+                                                                          : -1;
 }
 
 // A run of byte tokens is one text when it is UTF-8 as a whole, else one U+FFFD a byte.
-void join_fallback_bytes(std::vector<std::string>& tokens) {
-  std::vector<std::string> out;
+void decode(DecodeByteFallback, Tokens& tokens, RegexScratch&) {
+  Tokens out;
   std::string run;
   auto flush = [&] {
-    if (run.empty()) return;
-    if (utf8_valid_prefix(run) == run.size()) {
-      out.push_back(run);
-    } else {
+    if (utf8_valid_prefix(run) < run.size()) {
       out.insert(out.end(), run.size(), "\uFFFD");
+    } else if (!run.empty()) {
+      out.push_back(run);
     }
     run.clear();
   };
@@ -64,99 +62,55 @@ void join_fallback_bytes(std::vector<std::string>& tokens) {
   tokens.swap(out);
 }
 
-void strip(std::string& token, const DecodeStrip& decoder) {
-  std::vector<size_t> starts;  // of each character, and the end
-  for (size_t at = 0; at < token.size();) {
-    starts.push_back(at);
-    utf8_next(token, at);
-  }
-  starts.push_back(token.size());
-  auto is_content = [&](size_t i) {
-    size_t at = starts[i];
-    return utf8_next(token, at) == decoder.content;
-  };
-  const size_t count = starts.size() - 1;
-  size_t first = 0, last = count;
-  while (first < count && first < decoder.start && is_content(first)) ++first;
-  while (last > first && count - last < decoder.stop && is_content(last - 1)) --last;
-  token = token.substr(starts[first], starts[last] - starts[first]);
-}
-
-void unspace(std::string& token, const DecodeMetaspace& decoder, bool first) {
-  std::string out;
-  for (size_t at = 0; at < token.size();) {
-    if (token.compare(at, decoder.replacement.size(), decoder.replacement) == 0) {
-      if (!(first && decoder.drops_first)) out += ' ';
-      at += decoder.replacement.size();
-    } else {
-      out += token[at++];
-    }
-  }
-  token = std::move(out);
-}
-
-void join(std::vector<std::string>& tokens) {
+void decode(DecodeFuse, Tokens& tokens, RegexScratch&) {
   std::string all;
   for (const std::string& token : tokens) all += token;
   tokens.assign(1, std::move(all));
 }
 
-void bytes_to_text(std::vector<std::string>& tokens) {
-  std::string bytes, text;
-  for (const std::string& token : tokens) {
-    const size_t before = bytes.size();
-    for (size_t at = 0; at < token.size();) {
-      const int byte = char_to_byte(utf8_next(token, at));
-      if (byte < 0) {  // not spelled in the byte alphabet: stands for itself
-        bytes.replace(before, std::string::npos, token);
-        break;
-      }
-      bytes += static_cast<char>(byte);
-    }
+void decode(const DecodeStrip& d, Tokens& tokens, RegexScratch&) {
+  const size_t size = d.content.size();
+  for (std::string& token : tokens) {
+    for (size_t i = 0; i < d.start && token.starts_with(d.content); ++i) token.erase(0, size);
+    for (size_t i = 0; i < d.stop && token.ends_with(d.content); ++i)
+      token.resize(token.size() - size);
   }
-  utf8_replace_invalid(bytes, text);
-  tokens.assign(1, std::move(text));
+}
+
+void decode(const Replace& d, Tokens& tokens, RegexScratch& scratch) {
+  for (std::string& token : tokens) {
+    std::string out;
+    size_t done = 0;
+    for_each_match_in(token, d.pattern, scratch, [&](size_t begin, size_t end) {
+      out.append(token, done, begin - done).append(d.content);
+      done = end;
+    });
+    token = out.append(token, done);
+  }
+}
+
+void decode(const DecodeMetaspace& d, Tokens& tokens, RegexScratch&) {
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    const size_t spaces = i == 0 && d.drops_first ? 0 : 1;
+    for (size_t at = 0; (at = tokens[i].find(d.replacement, at)) != std::string::npos; at += spaces)
+      tokens[i].replace(at, d.replacement.size(), spaces, ' ');
+  }
 }
 
 }  // namespace
 
+std::vector<Change> inserted(std::string_view text) {
+  std::vector<Change> changes;
+  for (size_t at = 0; at < text.size();) changes.push_back({utf8_next(text, at), 1});
+  return changes;
+}
+
 void apply(const Normalizer& normalizer, const Text& text, RegexScratch& scratch, Rewriter& out) {
-  std::visit(Overload{
-                 [&](const NormalizeForm& n) { normalize(text, n.form, out); },
-                 [&](const NormalizeLowercase&) { lowercase(text, out); },
-                 [&](const NormalizePrepend& n) { out.prepend(n.content); },
-                 [&](const NormalizeReplace& n) {
-                   std::string subject;
-                   const bool differs = unicode_substitute(text.text, subject);
-                   std::vector<Change> changes;
-                   for (size_t at = 0; at < n.content.size();)
-                     changes.push_back({utf8_next(n.content, at), 1});
-                   for_each_match(n.pattern, differs ? subject : text.text, scratch,
-                                  [&](size_t begin, size_t end) {
-                                    out.replace(begin, end, changes, end - begin);
-                                  });
-                 },
-             },
-             normalizer);
+  std::visit([&](const auto& n) { normalize(n, text, scratch, out); }, normalizer);
 }
 
 void apply(const Decoder& decoder, std::vector<std::string>& tokens, RegexScratch& scratch) {
-  std::visit(Overload{
-                 [&](const DecodeByteLevel&) { bytes_to_text(tokens); },
-                 [&](const DecodeByteFallback&) { join_fallback_bytes(tokens); },
-                 [&](const DecodeFuse&) { join(tokens); },
-                 [&](const DecodeStrip& d) {
-                   for (std::string& token : tokens) strip(token, d);
-                 },
-                 [&](const DecodeReplace& d) {
-                   for (std::string& token : tokens)
-                     token = replaced(d.pattern, d.content, token, scratch);
-                 },
-                 [&](const DecodeMetaspace& d) {
-                   for (size_t i = 0; i < tokens.size(); ++i) unspace(tokens[i], d, i == 0);
-                 },
-             },
-             decoder);
+  std::visit([&](const auto& d) { decode(d, tokens, scratch); }, decoder);
 }
 
 }  // namespace pith

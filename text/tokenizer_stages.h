@@ -8,24 +8,22 @@
 
 #include "text/tokenizer_regex.h"
 #include "text/tokenizer_text.h"
+#include "text/unicode.h"
 #include "text/unicode_normalize.h"
 
 namespace pith {
 
-// Normalizers
-struct NormalizeForm {
-  NormalForm form;
-};
-struct NormalizeLowercase {};
-struct NormalizeReplace {
+struct Replace {
   Regex pattern;
   std::string content;
 };
-struct NormalizePrepend {
+
+// Normalizers
+struct Lowercase {};
+struct Prepend {
   std::string content;
 };
-using Normalizer =
-    std::variant<NormalizeForm, NormalizeLowercase, NormalizeReplace, NormalizePrepend>;
+using Normalizer = std::variant<NormalForm, Lowercase, Replace, Prepend>;
 
 // Pre-tokenizers. What becomes of the matches that a text is split at:
 enum class SplitBehavior { kIsolated, kRemoved, kMergedWithPrevious, kMergedWithNext, kContiguous };
@@ -45,37 +43,32 @@ struct SplitDigits {
 struct SplitPunctuation {
   SplitBehavior behavior;
 };
-struct SplitWhitespace {
-  bool words;  // also between words and other characters
-};
 struct SplitMetaspace {
   enum class Prepend { kFirst, kNever, kAlways };
   std::string replacement;
   Prepend prepend;
   bool split;
 };
-using PreTokenizer = std::variant<SplitRegex, SplitByteLevel, SplitDigits, SplitPunctuation,
-                                  SplitWhitespace, SplitMetaspace>;
+using PreTokenizer =
+    std::variant<SplitRegex, SplitByteLevel, SplitDigits, SplitPunctuation, SplitMetaspace>;
 
 // Decoders
 struct DecodeByteLevel {};
 struct DecodeByteFallback {};
 struct DecodeFuse {};
 struct DecodeStrip {
-  char32_t content;
+  std::string content;  // one character
   size_t start, stop;
-};
-struct DecodeReplace {
-  Regex pattern;
-  std::string content;
 };
 struct DecodeMetaspace {
   std::string replacement;
   bool drops_first;  // the space that encoding put before the text
 };
-using Decoder = std::variant<DecodeByteLevel, DecodeByteFallback, DecodeFuse, DecodeStrip,
-                             DecodeReplace, DecodeMetaspace>;
+using Decoder = std::variant<DecodeByteLevel, DecodeByteFallback, DecodeFuse, DecodeStrip, Replace,
+                             DecodeMetaspace>;
 
+// A text as new characters at the place of the one before them.
+std::vector<Change> inserted(std::string_view text);
 // Applies one normalizer to `text`, writing to `out` what changes.
 void apply(const Normalizer& normalizer, const Text& text, RegexScratch& scratch, Rewriter& out);
 // Applies one decoder to the spelled tokens of a text.
@@ -109,15 +102,16 @@ class Splitter {
         if (!is_match) sink_(begin, end);
         return;
       case SplitBehavior::kContiguous:
-        if (!pending_ || is_match != last_is_match_) flush(), begin_ = begin;
+        if (is_match != last_is_match_) flush();
         break;
       case SplitBehavior::kMergedWithPrevious:
-        if (!pending_ || !is_match || last_is_match_) flush(), begin_ = begin;
+        if (!is_match || last_is_match_) flush();
         break;
       case SplitBehavior::kMergedWithNext:
-        if (!pending_ || is_match || !last_is_match_) flush(), begin_ = begin;
+        if (is_match || !last_is_match_) flush();
         break;
     }
+    if (!pending_) begin_ = begin;
     pending_ = true;
     end_ = end;
     last_is_match_ = is_match;
@@ -145,8 +139,17 @@ void for_each_match(const Regex& pattern, std::string_view subject, RegexScratch
     last = from = end;
     if (!empty) continue;
     do ++from;
-    while (from < subject.size() && (static_cast<uint8_t>(subject[from]) & 0xC0) == 0x80);
+    while (from < subject.size() && utf8_continues(subject[from]));
   }
+}
+
+// The same in a text that may need stand-ins.
+template <class Match>
+void for_each_match_in(std::string_view text, const Regex& pattern, RegexScratch& scratch,
+                       Match match) {
+  std::string subject;
+  const bool differs = unicode_substitute(text, subject);
+  for_each_match(pattern, differs ? subject : text, scratch, match);
 }
 
 }  // namespace pith

@@ -19,13 +19,19 @@ struct AddedToken {
 class AddedTokenMatcher {
  public:
   AddedTokenMatcher() = default;
-  explicit AddedTokenMatcher(std::vector<std::pair<std::string, const AddedToken*>> patterns);
+  explicit AddedTokenMatcher(std::vector<std::pair<std::string, const AddedToken*>> tokens);
   // The first match at or behind `from`; nullptr when there is none.
   const AddedToken* find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
   bool empty() const { return patterns_.empty(); }
 
  private:
-  std::vector<std::pair<std::string, const AddedToken*>> patterns_;  // sorted
+  struct Pattern {
+    std::string text;
+    const AddedToken* token;
+    int prefix;  // the longest other pattern that this one begins with, or -1
+  };
+  const Pattern& at(int i) const { return patterns_[static_cast<size_t>(i)]; }
+  std::vector<Pattern> patterns_;  // sorted
   bool starts_[256] = {};
 };
 
@@ -71,7 +77,6 @@ struct Tokenizer::State {
   void give_back(std::unique_ptr<TokenizerScratch> scratch) const;
 
   bool decodes_bytes() const;  // the only decoder is ByteLevel
-  std::string decoded_bytes(int32_t id) const;
 
   // Text after all normalizers. `storage` keeps what they wrote.
   Text normalize(Text text, bool track, RegexScratch& scratch,

@@ -19,8 +19,6 @@ struct Text {
   bool at_start = false;  // begins where the input begins
 
   Text slice(size_t begin, size_t end) const;
-  // Input bytes of the character that holds text[at].
-  TokenSpan origin_of(size_t at) const;
   // Input bytes of text[begin, end), grown to whole characters.
   TokenSpan origin_of(size_t begin, size_t end) const;
 };
@@ -43,8 +41,7 @@ class Rewriter {
   // Puts new text before everything, at the place of the first character.
   void prepend(std::string_view text);
   bool changed() const { return changed_; }
-  void finish();        // copies the rest
-  Text result() const;  // views this object
+  Text finish();  // copies the rest; the result views this object
 
   std::string text;
   std::vector<TokenSpan> origin;

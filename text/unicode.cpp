@@ -1,5 +1,6 @@
 #include "text/unicode.h"
 
+#include <simdjson.h>
 #include <utf8proc.h>
 
 #include <algorithm>
@@ -16,8 +17,7 @@ int utf8_sequence(std::string_view text, size_t at, bool* truncated) {
   if (lead < 0x80) return 1;
   if (lead < 0xC2 || lead > 0xF4) return -1;
   const int length = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
-  // The second byte has a narrower range after four leads: no overlong forms, surrogates, or >
-  // 10FFFF.
+  // The second byte has a narrower range after four leads: not overlong, no surrogate, <= 10FFFF.
   const uint8_t low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
   const uint8_t high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
   for (int i = 1; i < length; ++i) {
@@ -32,34 +32,23 @@ int utf8_sequence(std::string_view text, size_t at, bool* truncated) {
 }
 
 size_t utf8_valid_prefix(std::string_view text) {
+  if (simdjson::validate_utf8(text)) return text.size();
   size_t at = 0;
-  while (at < text.size()) {
-    uint64_t eight;
-    if (at + 8 <= text.size()) {  // most text is runs of ASCII
-      std::memcpy(&eight, text.data() + at, 8);
-      if (!(eight & 0x8080808080808080ull)) {
-        at += 8;
-        continue;
-      }
-    }
-    const int length = utf8_sequence(text, at);
-    if (length < 0) break;
-    at += static_cast<size_t>(length);
-  }
+  for (int length; (length = utf8_sequence(text, at)) > 0;) at += static_cast<size_t>(length);
   return at;
 }
 
 int64_t utf8_replace_invalid(std::string_view text, std::string& out) {
   out.clear();
-  out.reserve(text.size());
   int64_t replaced = 0;
-  while (true) {
-    const size_t good = utf8_valid_prefix(text);
-    out.append(text.substr(0, good));
-    text.remove_prefix(good);
-    if (text.empty()) return replaced;
-    text.remove_prefix(static_cast<size_t>(-utf8_sequence(text, 0)));
-    out += "\xEF\xBF\xBD";
+  for (size_t at = utf8_valid_prefix(text), good = 0;; good = at) {
+    int length = 0;
+    while (at < text.size() && (length = utf8_sequence(text, at)) > 0)
+      at += static_cast<size_t>(length);
+    out.append(text, good, at - good);
+    if (at == text.size()) return replaced;
+    at += static_cast<size_t>(-length);
+    out += "\uFFFD";
     ++replaced;
   }
 }
@@ -84,21 +73,9 @@ char32_t utf8_next(std::string_view text, size_t& at) {
 }
 
 void utf8_append(char32_t code, std::string& out) {
-  if (code < 0x80) {
-    out += static_cast<char>(code);
-  } else if (code < 0x800) {
-    out += static_cast<char>(0xC0 | code >> 6);
-    out += static_cast<char>(0x80 | (code & 0x3F));
-  } else if (code < 0x10000) {
-    out += static_cast<char>(0xE0 | code >> 12);
-    out += static_cast<char>(0x80 | (code >> 6 & 0x3F));
-    out += static_cast<char>(0x80 | (code & 0x3F));
-  } else {
-    out += static_cast<char>(0xF0 | code >> 18);
-    out += static_cast<char>(0x80 | (code >> 12 & 0x3F));
-    out += static_cast<char>(0x80 | (code >> 6 & 0x3F));
-    out += static_cast<char>(0x80 | (code & 0x3F));
-  }
+  utf8proc_uint8_t bytes[4];
+  const auto count = utf8proc_encode_char(static_cast<utf8proc_int32_t>(code), bytes);
+  out.append(reinterpret_cast<const char*>(bytes), static_cast<size_t>(count));
 }
 
 namespace {
@@ -115,22 +92,10 @@ const std::bitset<0x110000 / 128>& stand_in_blocks() {
   return blocks;
 }
 
-bool in_categories(char32_t code, uint32_t mask) {
-  const auto category = utf8proc_category(static_cast<utf8proc_int32_t>(unicode_stand_in(code)));
-  return (mask >> category & 1) != 0;
+// "Lu", "Nd", ...
+std::string_view category(char32_t code) {
+  return utf8proc_category_string(static_cast<utf8proc_int32_t>(unicode_stand_in(code)));
 }
-
-constexpr uint32_t kLetters = 1u << UTF8PROC_CATEGORY_LU | 1u << UTF8PROC_CATEGORY_LL |
-                              1u << UTF8PROC_CATEGORY_LT | 1u << UTF8PROC_CATEGORY_LM |
-                              1u << UTF8PROC_CATEGORY_LO;
-constexpr uint32_t kMarks =
-    1u << UTF8PROC_CATEGORY_MN | 1u << UTF8PROC_CATEGORY_MC | 1u << UTF8PROC_CATEGORY_ME;
-constexpr uint32_t kNumbers =
-    1u << UTF8PROC_CATEGORY_ND | 1u << UTF8PROC_CATEGORY_NL | 1u << UTF8PROC_CATEGORY_NO;
-constexpr uint32_t kPunctuation = 1u << UTF8PROC_CATEGORY_PC | 1u << UTF8PROC_CATEGORY_PD |
-                                  1u << UTF8PROC_CATEGORY_PS | 1u << UTF8PROC_CATEGORY_PE |
-                                  1u << UTF8PROC_CATEGORY_PI | 1u << UTF8PROC_CATEGORY_PF |
-                                  1u << UTF8PROC_CATEGORY_PO;
 
 }  // namespace
 
@@ -152,16 +117,8 @@ bool unicode_substitute(std::string_view text, std::string& out) {
   out.clear();
   size_t copied = 0;
   for (size_t at = 0; at < text.size();) {
-    uint64_t eight;
-    if (at + 8 <= text.size()) {
-      std::memcpy(&eight, text.data() + at, 8);
-      if (!(eight & 0x8080808080808080ull)) {
-        at += 8;
-        continue;
-      }
-    }
-    if (static_cast<uint8_t>(text[at]) < 0xE0) {
-      at += static_cast<uint8_t>(text[at]) < 0x80 ? 1 : 2;
+    if (static_cast<uint8_t>(text[at]) < 0xE0) {  // ASCII, two bytes, or a continuation
+      ++at;
       continue;
     }
     const size_t begin = at;
@@ -183,21 +140,20 @@ bool is_white_space(char32_t code) {
 }
 
 bool is_word(char32_t code) {
-  constexpr uint32_t mask = kLetters | kMarks | 1u << UTF8PROC_CATEGORY_ND |
-                            1u << UTF8PROC_CATEGORY_NL | 1u << UTF8PROC_CATEGORY_PC;
-  if (in_categories(code, mask) || code == 0x200C || code == 0x200D) return true;
+  const std::string_view kind = category(code);
+  if (kind[0] == 'L' || kind[0] == 'M' || kind == "Nd" || kind == "Nl" || kind == "Pc" ||
+      code == 0x200C || code == 0x200D)
+    return true;
   // Letters in circles and squares are alphabetic although their category is So.
   return (code >= 0x24B6 && code <= 0x24E9) || (code >= 0x1F130 && code <= 0x1F149) ||
          (code >= 0x1F150 && code <= 0x1F169) || (code >= 0x1F170 && code <= 0x1F189);
 }
 
-bool is_numeric(char32_t code) {
-  return in_categories(code, kNumbers) || find_range(kNumeric, code);
-}
+bool is_numeric(char32_t code) { return category(code)[0] == 'N' || find_range(kNumeric, code); }
 
 bool is_punctuation(char32_t code) {
   if (const CodeRange* range = find_range(kPunctuationDiffers, code)) return range->value == 1;
-  if (in_categories(code, kPunctuation)) return true;
+  if (category(code)[0] == 'P') return true;
   return code < 0x80 && std::strchr("$+<=>^`|~", static_cast<int>(code)) && code != 0;
 }
 
@@ -222,6 +178,15 @@ const ByteAlphabet alphabet;
 }  // namespace
 
 char32_t byte_to_char(uint8_t byte) { return alphabet.character[byte]; }
-int char_to_byte(char32_t code) { return code < 0x144 ? alphabet.byte[code] : -1; }
+
+std::optional<std::string> spelled_bytes(std::string_view token) {
+  std::string bytes;
+  for (size_t at = 0; at < token.size();) {
+    const char32_t code = utf8_next(token, at);
+    if (code >= 0x144 || alphabet.byte[code] < 0) return std::nullopt;
+    bytes += static_cast<char>(alphabet.byte[code]);
+  }
+  return bytes;
+}
 
 }  // namespace pith

@@ -1,6 +1,7 @@
 // UTF-8 and the Unicode facts the tokenizer stands on.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -19,6 +20,7 @@ int64_t utf8_replace_invalid(std::string_view text, std::string& out);
 
 // The code point at text[at] of well-formed UTF-8; `at` moves behind it.
 char32_t utf8_next(std::string_view text, size_t& at);
+inline bool utf8_continues(char byte) { return (static_cast<uint8_t>(byte) & 0xC0) == 0x80; }
 void utf8_append(char32_t code, std::string& out);
 
 // Hugging Face's regex engine knows a newer Unicode than PCRE2 and utf8proc. A younger code point
@@ -35,8 +37,8 @@ bool is_word(char32_t code);
 bool is_numeric(char32_t code);
 bool is_punctuation(char32_t code);
 
-// GPT-2's printable stand-in for each byte, as a code point, and back (-1: no stand-in).
+// GPT-2's printable stand-in for each byte, and the bytes of a token that is spelled in them.
 char32_t byte_to_char(uint8_t byte);
-int char_to_byte(char32_t code);
+std::optional<std::string> spelled_bytes(std::string_view token);
 
 }  // namespace pith

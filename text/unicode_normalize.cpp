@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bitset>
+#include <mutex>
 #include <optional>
 
 #include "text/unicode.h"
@@ -61,16 +62,12 @@ void compose_all(std::vector<Mark>& marks) {
   std::vector<Mark> out;
   size_t starter = SIZE_MAX;  // index in out
   for (const Mark& mark : marks) {
-    if (starter != SIZE_MAX) {
-      const bool adjacent = starter + 1 == out.size();
-      const bool blocked = !adjacent && out.back().order >= mark.order;
-      if (!blocked) {
-        if (const auto composed = compose(out[starter].code, mark.code)) {
-          out[starter].code = *composed;
-          out[starter].moved += mark.moved - 1;
-          continue;
-        }
-      }
+    const bool reaches = starter + 1 == out.size() || out.back().order < mark.order;
+    if (const auto composed =
+            starter != SIZE_MAX && reaches ? compose(out[starter].code, mark.code) : std::nullopt) {
+      out[starter].code = *composed;
+      out[starter].moved += mark.moved - 1;
+      continue;
     }
     if (mark.order == 0) starter = out.size();
     out.push_back(mark);
@@ -91,12 +88,9 @@ CodeSet* make_active(NormalForm form) {
     const bool splits = parts.size() > 1 || parts[0].code != code;
     if (combining_order(code) != 0) active->set(code);
     if (!splits) continue;
-    if (!composes(form)) {
-      active->set(code);
-      continue;
-    }
-    compose_all(parts);
+    if (composes(form)) compose_all(parts);
     if (parts.size() > 1 || parts[0].code != code) active->set(code);
+    if (!composes(form)) continue;
     // Whatever ends a canonical decomposition can be the second half of a composition.
     parts.clear();
     decompose(code, false, parts);
@@ -106,25 +100,11 @@ CodeSet* make_active(NormalForm form) {
 }
 
 const CodeSet& active_codes(NormalForm form) {
-  // Made at the first use of a form, and never freed.
-  switch (form) {
-    case NormalForm::kNfc: {
-      static const CodeSet* set = make_active(form);
-      return *set;
-    }
-    case NormalForm::kNfd: {
-      static const CodeSet* set = make_active(form);
-      return *set;
-    }
-    case NormalForm::kNfkc: {
-      static const CodeSet* set = make_active(form);
-      return *set;
-    }
-    default: {
-      static const CodeSet* set = make_active(form);
-      return *set;
-    }
-  }
+  static std::once_flag made[4];
+  static const CodeSet* sets[4];  // never freed
+  const auto i = static_cast<size_t>(form);
+  std::call_once(made[i], [&] { sets[i] = make_active(form); });
+  return *sets[i];
 }
 
 }  // namespace
