@@ -114,10 +114,10 @@ int main(int argc, char** argv) {
   app.set_version_flag(
       "--version", fmt::format("pithtrain {}, LibTorch {}", pith::kBuildDescription, TORCH_VERSION),
       "Print what this program was built from and exit");
-  // Writes docs/configuration.md; hidden, since only developers need it.
+  // The keys of docs/configuration.md; hidden, since only developers need it.
   app.add_flag_callback("--config-reference",
                         [] {
-                          std::fputs(pith::config_reference().c_str(), stdout);
+                          std::fputs(pith::describe_config_keys().c_str(), stdout);
                           throw CLI::Success();
                         })
       ->group("");

@@ -88,16 +88,9 @@ struct RowStream::State {
   bool document_mask, shuffle;
   Packing packing;
   int64_t packed_rows = 0;  // best_fit: rows of an epoch
-  std::mutex mutex;         // guards the two epochs kept; a row needs more only in a tiny corpus
-  std::map<int64_t, std::shared_ptr<const Epoch>> epochs;
+  std::mutex mutex = {};    // guards the two epochs kept; a row needs more only in a tiny corpus
+  std::pair<int64_t, std::shared_ptr<const Epoch>> epochs[2] = {};
 
-  State(Corpus data, int64_t length, uint64_t order_seed, bool mask, bool shuffled, Packing how)
-      : corpus(std::move(data)),
-        sequence_length(length),
-        seed(order_seed),
-        document_mask(mask),
-        shuffle(shuffled),
-        packing(how) {}
   std::shared_ptr<const Epoch> epoch(int64_t number);
   void pack(Epoch& epoch) const;
   int64_t shuffled(int64_t index, int64_t epoch, int64_t first, int64_t end) const;
@@ -115,7 +108,8 @@ int64_t RowStream::State::shuffled(int64_t index, int64_t epoch, int64_t first, 
 
 std::shared_ptr<const Epoch> RowStream::State::epoch(int64_t number) {
   std::lock_guard lock(mutex);
-  if (const auto found = epochs.find(number); found != epochs.end()) return found->second;
+  auto& kept = epochs[number % 2];
+  if (kept.second && kept.first == number) return kept.second;
   auto made = std::make_shared<Epoch>();
   auto& order = made->documents;
   for (int64_t d = 0; d < corpus.num_documents(); ++d)
@@ -131,11 +125,8 @@ std::shared_ptr<const Epoch> RowStream::State::epoch(int64_t number) {
     made->begins.push_back(0);
     for (const int64_t d : order) made->begins.push_back(made->begins.back() + corpus.length(d));
   }
-  while (epochs.size() >= 2) {
-    const bool first_is_farther = number - epochs.begin()->first > epochs.rbegin()->first - number;
-    epochs.erase(first_is_farther ? epochs.begin() : std::prev(epochs.end()));
-  }
-  return epochs.emplace(number, std::move(made)).first->second;
+  kept = {number, std::move(made)};
+  return kept.second;
 }
 
 // From the shuffled order of documents to rows. Documents of one length keep their shuffled order.
@@ -237,8 +228,8 @@ RowStream::RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool
   PITH_CHECK(sequence_length > 0, "sequence length {} is not positive", sequence_length);
   PITH_CHECK(corpus.num_tokens() > 0, "corpus {} is empty", corpus.prefix());
   PITH_CHECK(packing == Packing::concat || document_mask, "best_fit packing needs document_mask");
-  state_ = std::make_shared<State>(std::move(corpus), sequence_length, seed, document_mask, shuffle,
-                                   packing);
+  state_.reset(
+      new State{std::move(corpus), sequence_length, seed, document_mask, shuffle, packing});
   if (packing == Packing::concat) return;
   const auto first = state_->epoch(0);
   state_->packed_rows = first->whole_rows() + static_cast<int64_t>(first->begins.size()) - 1;
@@ -308,14 +299,11 @@ void check_same_tokenizer(const std::vector<Corpus>& corpora) {
   for (const Corpus& corpus : corpora) {
     if (corpus.tokenizer_hash().empty() && corpus.vocab_size() == 0) continue;
     if (known == nullptr) known = &corpus;
-    if (corpus.tokenizer_hash() == known->tokenizer_hash() &&
-        corpus.vocab_size() == known->vocab_size())
-      continue;
-    PITH_FAIL_HINT("build both with the same tokenizer",
-                   "{} (vocabulary {}, tokenizer {}) and {} (vocabulary {}, tokenizer {}) cannot "
-                   "be used together",
-                   known->prefix(), known->vocab_size(), known->tokenizer_hash(), corpus.prefix(),
-                   corpus.vocab_size(), corpus.tokenizer_hash());
+    PITH_CHECK(corpus.tokenizer_hash() == known->tokenizer_hash() &&
+                   corpus.vocab_size() == known->vocab_size(),
+               "{} (vocabulary {}, tokenizer {}) and {} ({}, {}) are of different tokenizers",
+               known->prefix(), known->vocab_size(), known->tokenizer_hash(), corpus.prefix(),
+               corpus.vocab_size(), corpus.tokenizer_hash());
   }
 }
 
@@ -381,8 +369,8 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
     const size_t size = row.tokens.size();
     PITH_CHECK(size > 0 && row.labels.size() == size && row.positions.size() == size &&
                    !row.document_begins.empty() && row.document_begins[0] == 0,
-               "row {}: {} tokens, {} labels, {} positions, {} documents", batch.num_rows, size,
-               row.labels.size(), row.positions.size(), row.document_begins.size());
+               "row {}: {} tokens do not fit its labels, positions or documents", batch.num_rows,
+               size);
     for (const int64_t begin : row.document_begins)
       if (document_mask || begin == 0)
         cu_seqlens.push_back(narrow<int32_t>(static_cast<int64_t>(tokens.size()) + begin));

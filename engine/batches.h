@@ -9,8 +9,7 @@
 
 namespace pith {
 
-// A row of a batch before it becomes tensors: sequence_length tokens, their labels, and where
-// documents begin.
+// A row of a batch before it becomes tensors.
 struct Row {
   std::vector<int64_t> tokens, labels;
   std::vector<int64_t> positions;        // restart at documents, unless document_mask is off
@@ -21,25 +20,20 @@ struct Row {
   }
 };
 
-enum class Packing {
-  concat,   // documents joined and cut every sequence_length tokens
-  best_fit  // no document cut unless longer than a row; rows are filled up with padding
-};
-
-// The endless stream of one corpus: epoch after epoch, each with its documents in an order shuffled
-// by (seed, epoch). Every token of every document is an input exactly once an epoch. Row i is a
-// function of (corpus, seed, sequence_length, packing, i) alone, so a batch does not depend on
-// ranks or micro-batches and the cursor is the number of rows consumed. With shuffle, the rows
-// inside an epoch change places as well, so that a long document does not fill a batch. With
-// document_mask labels never cross a document border (-100 there), and a document that goes on in
-// another row is a new span of attention there, from position 0; without it a row is one document.
-//
-// concat: the token after a row's last is its last label; a corpus shorter than a row repeats in
-// it, and a row may hold the end of an epoch and the beginning of the next.
+// concat: documents joined and cut every sequence_length tokens; the token after a row's last is
+// its last label; a row may hold the end of an epoch and the beginning of the next.
 // best_fit: whole rows are cut off long documents; what is left of each goes, longest first, into
 // the row with the least room that holds it (best-fit decreasing; Ding et al. 2024, arXiv
 // 2404.10830). Padding is token 0, trained nowhere and a document of its own. How many rows an
-// epoch has depends on the lengths alone, so all epochs have the same. Needs document_mask.
+// epoch has depends on the lengths alone. Needs document_mask.
+enum class Packing { concat, best_fit };
+
+// The endless stream of one corpus: epoch after epoch, each with its documents in an order shuffled
+// by (seed, epoch), and its rows too with `shuffle`, so that a long document does not fill a batch.
+// Every token is an input exactly once an epoch. Row i is a function of the arguments and i alone:
+// the cursor is the number of rows consumed. With document_mask labels never cross a document
+// border (-100 there), and a document that goes on in another row is a new span of attention there,
+// from position 0; without it a row is one document.
 // Kept in memory for two epochs: 8 bytes a document (best_fit) or 16 (concat).
 class RowStream {
  public:
@@ -61,12 +55,11 @@ class RowStream {
 void check_same_tokenizer(const std::vector<Corpus>& corpora);
 
 // Several streams mixed by weight. Row i comes from a source that depends on i alone, and over any
-// prefix of rows each source's count is within one of its share. Weights stand in a ratio of
-// integers (0.7 and 0.3: 7 to 3) whose sum, the period, is at most 2^20; weights without so small a
-// common measure are rounded to multiples of 2^-20 of their sum. A period is scheduled once: job j
-// of a source of share w may run in slots floor(j / w) to ceil((j + 1) / w) - 1, and the earliest
-// deadline goes first (Tijdeman 1980, "The chairman assignment problem"; Baruah et al. 1996,
-// "Proportionate progress"), which meets all of them.
+// prefix of rows each source's count is within one of its share. Weights become integers (0.7 and
+// 0.3: 7 and 3) whose sum, the period, is at most 2^20, rounded where need be. A period is
+// scheduled once: job j of a source of share w may run in slots floor(j / w) to ceil((j + 1) / w) -
+// 1, and the earliest deadline goes first, which meets all of them (Tijdeman 1980, "The chairman
+// assignment problem"; Baruah et al. 1996, "Proportionate progress").
 class Blend {
  public:
   struct Place {
@@ -92,9 +85,8 @@ class Blend {
 MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
                            int64_t global_trained_tokens, int64_t global_rows, at::Device device);
 
-// The part of rank dp_rank of dp_size in rows [first, first + global_batch), as micro-batches of
-// micro_batch rows: its micro-batch m begins at row (m * dp_size + dp_rank) * micro_batch. global_*
-// counts are those of all ranks' rows, found without communication.
+// The part of rank dp_rank of dp_size in rows [first, first + global_batch): its micro-batch m of
+// micro_batch rows begins at row (m * dp_size + dp_rank) * micro_batch.
 std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
                                    int64_t micro_batch, int64_t dp_rank, int64_t dp_size,
                                    bool document_mask, at::Device device);

@@ -30,10 +30,8 @@ std::string step_name(int64_t step) { return fmt::format("step-{:08}", step); }
 // Step of a folder name "step-00000020", or -1.
 int64_t step_of(const std::string& name) {
   int64_t step = -1;
-  if (name.rfind("step-", 0) != 0) return -1;
-  const char* end = name.data() + name.size();
-  const auto [stop, error] = std::from_chars(name.data() + 5, end, step);
-  return error == std::errc() && stop == end && step_name(step) == name ? step : -1;
+  if (name.starts_with("step-")) std::from_chars(&name[5], name.data() + name.size(), step);
+  return step_name(step) == name ? step : -1;
 }
 
 std::vector<std::string> entries(const fs::path& folder) {
@@ -76,7 +74,6 @@ struct Place {
   size_t shard = 0, shards = 0;
 };
 
-// Collective.
 Place agree(const CheckpointContent& content, const Comm& world) {
   const size_t weights = split_weights(content.weights).size(), shards = !content.optimizer.empty();
   Place place{.rank = world.rank(), .ranks = world.size()};
@@ -107,8 +104,8 @@ std::vector<WrittenFile> write_own_files(const fs::path& folder, const Checkpoin
     for (const StateSlice& slice : content.optimizer) {
       PITH_CHECK(slice.data.dim() == 1 && slice.offset >= 0 &&
                      slice.data.numel() <= slice.total - slice.offset,
-                 "optimizer state {} of {}: {} elements from {} do not lie within {}", slice.kind,
-                 slice.tensor, slice.data.numel(), slice.offset, slice.total);
+                 "{} of {}: {} elements from {} do not lie within {}", slice.kind, slice.tensor,
+                 slice.data.numel(), slice.offset, slice.total);
       check_dtype(slice.data, slice.tensor, at::kFloat);
       slices.emplace_back(state_key(slice.kind, slice.tensor, slice.offset, slice.total),
                           slice.data);
@@ -125,12 +122,6 @@ std::vector<WrittenFile> write_own_files(const fs::path& folder, const Checkpoin
 
 std::string done_name(int64_t rank) { return fmt::format(".done-{:05}", rank); }
 
-// Tells rank 0 what this rank has written, as a manifest, or why it could not.
-void report_done(const fs::path& folder, int64_t rank, const std::string& text) {
-  write_file(folder, done_name(rank) + ".part", text);
-  fs::rename(folder / (done_name(rank) + ".part"), folder / done_name(rank));
-}
-
 // Rank 0: waits for all other ranks' reports and appends their files.
 void collect_done(const fs::path& folder, const Place& place, std::vector<WrittenFile>& written) {
   constexpr auto kPatience = std::chrono::minutes(10);
@@ -145,8 +136,8 @@ void collect_done(const fs::path& folder, const Place& place, std::vector<Writte
       problems.push_back(fmt::format("rank {}: {}", rank, text));
       continue;
     }
-    for (auto& [name, info] : parse_manifest(text, file.string()).files)
-      written.push_back({name, info.bytes, info.xxh3, {info.tensors.begin(), info.tensors.end()}});
+    for (const auto& [name, its] : parse_manifest(text, file.string()).files)
+      written.push_back(its);
     fs::remove(file);
   }
   PITH_CHECK(problems.empty(), "{}", fmt::join(problems, "; "));
@@ -155,22 +146,22 @@ void collect_done(const fs::path& folder, const Place& place, std::vector<Writte
 void write_files(const fs::path& folder, const CheckpointContent& content, const Place& place) {
   std::vector<WrittenFile> written;
   std::exception_ptr failure;
+  std::string done;
   try {
     written = write_own_files(folder, content, place);
-  } catch (...) {
+    done = manifest_text(content.step, written);
+  } catch (const std::exception& error) {
     failure = std::current_exception();
+    done = fmt::format("error: {}", error.what());
   }
-  if (place.rank > 0) {
-    if (!failure) return report_done(folder, place.rank, manifest_text(content.step, written));
-    try {
-      std::rethrow_exception(failure);
-    } catch (const std::exception& error) {
-      report_done(folder, place.rank, fmt::format("error: {}", error.what()));
-      throw;
-    }
+  if (place.rank > 0) {  // tells rank 0 what was written, as a manifest, or why it could not be
+    write_file(folder, done_name(place.rank) + ".part", done);
+    fs::rename(folder / (done_name(place.rank) + ".part"), folder / done_name(place.rank));
+  } else {
+    collect_done(folder, place, written);  // so that nobody writes any more
   }
-  collect_done(folder, place, written);  // so that nobody writes any more
   if (failure) std::rethrow_exception(failure);
+  if (place.rank > 0) return;
   written.push_back(write_weight_index(folder, written));
   for (const auto& [name, bytes] : content.files) {
     PITH_CHECK(fs::path(name).filename() == name && !fs::exists(folder / name),
@@ -186,13 +177,10 @@ void write_files(const fs::path& folder, const CheckpointContent& content, const
 // that at every moment a complete one has the name.
 void take_name(const fs::path& from, const fs::path& to) {
   const bool exchange = fs::exists(to);
-  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), exchange ? RENAME_EXCHANGE : 0) ==
-      0)
-    return;
-  if (errno == EINVAL &&
-      exchange) {  // a file system without exchange: a short moment without the name
+  const unsigned flags = exchange ? RENAME_EXCHANGE : 0;
+  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) == 0) return;
+  if (errno == EINVAL && exchange)  // a file system without: a short moment without the name
     fs::rename(to, from.parent_path() / (std::string(kDeleting) + to.filename().string()));
-  }
   fs::rename(from, to);
 }
 
@@ -207,7 +195,7 @@ std::string incomplete(const fs::path& checkpoint) {
     for (const auto& [name, file] : read_manifest(checkpoint).files) {
       std::error_code error;
       const auto bytes = fs::file_size(checkpoint / name, error);
-      if (error) return fmt::format("{}: {}", (checkpoint / name).string(), error.message());
+      if (error) return (checkpoint / name).string() + ": " + error.message();
       if (bytes != file.bytes)
         return fmt::format("{} has {} bytes instead of {}", (checkpoint / name).string(), bytes,
                            file.bytes);
@@ -231,7 +219,7 @@ void delete_older(const fs::path& root, int64_t step, int64_t keep_last) {
 }
 
 // The problems of one file of a manifest.
-std::vector<std::string> verify_file(const fs::path& path, const Manifest::File& expected) {
+std::vector<std::string> verify_file(const fs::path& path, const WrittenFile& expected) {
   const std::string name = path.string();
   try {
     const MappedFile file = map_file(path);
@@ -263,35 +251,28 @@ fs::path temporary_path(const fs::path& root, int64_t step) {
 // Runs one part of a save; what it throws becomes an Error that names the checkpoint. Rank 0 then
 // removes the temporary folder.
 template <class Part>
-void guard_save(const fs::path& root, int64_t step, int64_t rank, const Part& part) {
+auto guard_save(const fs::path& root, int64_t step, int64_t rank, const Part& part) {
   try {
-    part();
-  } catch (...) {
+    return part();
+  } catch (const std::exception& error) {
     std::error_code ignored;  // the first error is the one to tell
     if (rank == 0) fs::remove_all(temporary_path(root, step), ignored);
-    const std::string path = (root / step_name(step)).string();
-    try {
-      throw;
-    } catch (const fs::filesystem_error& error) {
-      PITH_FAIL("cannot save checkpoint {}: {}", path, error.what());
-    } catch (const Error& error) {
-      PITH_FAIL("cannot save checkpoint {}: {}", path, error.message());
-    }
+    const auto* known = dynamic_cast<const Error*>(&error);
+    PITH_FAIL("cannot save checkpoint {}: {}", (root / step_name(step)).string(),
+              known ? known->message() : error.what());
   }
 }
 
 // Rank 0 makes the temporary folder, then all agree on who writes what. Collective.
 Place prepare(const fs::path& root, const CheckpointContent& content, const Comm& world) {
-  Place place;
-  guard_save(root, content.step, world.rank(), [&] {
+  return guard_save(root, content.step, world.rank(), [&] {
     if (world.rank() == 0) {
       if (fs::create_directories(root)) sync_folder(fs::absolute(root).parent_path());
       remove_leftovers(root);
       fs::create_directory(temporary_path(root, content.step));
     }
-    place = agree(content, world);
+    return agree(content, world);
   });
-  return place;
 }
 
 void save(const fs::path& root, const CheckpointContent& content, int64_t keep_last,
@@ -314,22 +295,14 @@ void save(const fs::path& root, const CheckpointContent& content, int64_t keep_l
   }
 }
 
-uint64_t parse_hex(const json& value, const std::string& source) {
-  PITH_CHECK(value.is_string(), "{}: a sum is not a string", source);
-  const auto& text = value.get_ref<const std::string&>();
-  uint64_t result = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, result, 16);
-  PITH_CHECK(error == std::errc() && stop == end && text.size() == 16,
-             "{}: a sum is not 16 hexadecimal digits", source);
-  return result;
+uint64_t parse_hex(const std::string& text, const std::string& source) {
+  uint64_t value = 0;
+  std::from_chars(text.data(), text.data() + text.size(), value, 16);
+  PITH_CHECK(hex(value) == text, "{}: {} is no sum of 16 hexadecimal digits", source, text);
+  return value;
 }
 
 }  // namespace
-
-void write_checkpoint(const fs::path& root, const CheckpointContent& content, int64_t keep_last) {
-  save(root, content, keep_last, prepare(root, content, {}));
-}
 
 CheckpointWriter::~CheckpointWriter() {
   try {
@@ -370,11 +343,10 @@ Manifest parse_manifest(std::string_view text, const std::string& source) {
       const fs::path path(name);
       PITH_CHECK(path.is_relative() && path.lexically_normal() == path && *path.begin() != "..",
                  "{}: {} is not a path inside the checkpoint", source, name);
-      Manifest::File file{
-          entry.at("bytes").get<uint64_t>(), parse_hex(entry.at("xxh3"), source), {}};
+      WrittenFile file{name, entry.at("bytes"), parse_hex(entry.at("xxh3"), source), {}};
       if (entry.contains("tensors"))
         for (const auto& [tensor, sum] : entry["tensors"].items())
-          file.tensors.emplace(tensor, parse_hex(sum, source));
+          file.tensors.emplace_back(tensor, parse_hex(sum, source));
       manifest.files.emplace(name, std::move(file));
     }
     return manifest;
@@ -404,19 +376,20 @@ std::vector<std::string> verify_checkpoint(const fs::path& folder) {
   } catch (const Error& error) {
     return {error.message()};
   }
-  std::vector<std::pair<fs::path, const Manifest::File*>> files;
-  for (const auto& [name, file] : manifest.files) files.emplace_back(folder / name, &file);
+  std::vector<WrittenFile> files;
+  for (const auto& [name, file] : manifest.files) files.push_back(file);
   std::vector<std::vector<std::string>> found(files.size());
   std::atomic<size_t> next = 0;
   const auto work = [&] {
     for (size_t i; (i = next++) < files.size();)
-      found[i] = verify_file(files[i].first, *files[i].second);
+      found[i] = verify_file(folder / files[i].name, files[i]);
   };
-  std::vector<std::thread> threads;
-  const size_t workers = std::min<size_t>({8, files.size(), std::thread::hardware_concurrency()});
-  for (size_t i = 1; i < workers; ++i) threads.emplace_back(work);
-  work();
-  for (std::thread& thread : threads) thread.join();
+  {
+    std::vector<std::jthread> threads;
+    const size_t workers = std::min<size_t>({8, files.size(), std::thread::hardware_concurrency()});
+    for (size_t i = 1; i < workers; ++i) threads.emplace_back(work);
+    work();
+  }
   std::vector<std::string> problems;
   for (const auto& list : found) problems.insert(problems.end(), list.begin(), list.end());
   return problems;
@@ -443,16 +416,16 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
     files_.emplace_back(folder_ / names[i]);
     for (const auto& [key, entry] : files_[i].header().tensors) {
       const size_t slash = key.find('/'), at = key.rfind('@'), total_at = key.rfind('/');
-      Piece piece{i, key, -1, entry.shape.empty() ? 0 : entry.shape[0], -1};
-      const char* end = key.data() + key.size();
-      if (slash < at && at < total_at) {
-        std::from_chars(key.data() + at + 1, end, piece.offset);
-        std::from_chars(key.data() + total_at + 1, end, piece.total);
+      Piece piece{i, key, -1, 0, -1};
+      std::string kind, tensor;
+      if (slash < at && at < total_at && entry.shape.size() == 1 && entry.dtype == at::kFloat) {
+        kind = key.substr(0, slash);
+        tensor = key.substr(slash + 1, at - slash - 1);
+        piece.count = entry.shape[0];
+        std::from_chars(&key[at + 1], key.data() + key.size(), piece.offset);
+        std::from_chars(&key[total_at + 1], key.data() + key.size(), piece.total);
       }
-      const std::string kind = key.substr(0, slash);
-      const std::string tensor = slash < at ? key.substr(slash + 1, at - slash - 1) : "";
-      PITH_CHECK(piece.offset >= 0 && entry.shape.size() == 1 && entry.dtype == at::kFloat &&
-                     key == state_key(kind, tensor, piece.offset, piece.total),
+      PITH_CHECK(piece.offset >= 0 && key == state_key(kind, tensor, piece.offset, piece.total),
                  "{}: {} is not a flat float32 slice KIND/TENSOR@OFFSET/TOTAL",
                  files_[i].path().string(), key);
       pieces_[{kind, tensor}].push_back(piece);

@@ -26,9 +26,8 @@ struct CheckpointContent {
   int64_t step = 0;
   std::vector<NamedTensor> weights;  // Hugging Face names and shapes, compute dtype
   std::vector<StateSlice> optimizer;
-  std::vector<std::pair<std::string, std::string>>
-      files;                   // config.json, tokenizer files, ...: name, bytes
-  std::string training_state;  // JSON: step, data cursor, seeds, versions
+  std::vector<std::pair<std::string, std::string>> files;  // config.json, ...: name, bytes
+  std::string training_state;                              // JSON
 };
 
 // step-00000020/
@@ -39,22 +38,16 @@ struct CheckpointContent {
 //   training_state.json
 //   manifest.json                                   written last
 //
-// Writes root/step-00000020 under a temporary name, fsyncs files and folders, writes manifest.json
-// last (size and xxh3 of every file), renames. Older complete checkpoints beyond keep_last (0 =
-// all) are deleted only after the new one is durable; leftovers of killed saves are removed. A
-// checkpoint of the same step is replaced in one rename. Whatever fails: an Error names path and
-// cause, the temporary folder is gone, the other checkpoints are untouched. One process writes into
-// a root at a time.
-void write_checkpoint(const std::filesystem::path& root, const CheckpointContent& content,
-                      int64_t keep_last);
-
-// One save at a time in the background, by all ranks of `world` into one folder on a file system
-// that they share; start is collective, its thread is not: each rank leaves the list of its files
-// in .done-RANK in the temporary folder, and rank 0's thread waits for all of them (10 minutes
-// after its own files), then writes index and manifest and renames. So finish() of rank 0 means
-// durable, of another rank that its own files are written. An error of the thread (full disk: path
-// and cause) is thrown by the next call of start or finish, on the rank concerned and on rank 0;
-// the destructor waits and prints it.
+// Written under a temporary name, fsynced, manifest.json last (size and xxh3 of every file), then
+// renamed; a checkpoint of the same step is replaced in one rename. Older complete ones beyond
+// keep_last (0 = all) are deleted only then, and leftovers of killed saves. Whatever fails: an
+// Error names path and cause, the temporary folder is gone, the other checkpoints are untouched.
+//
+// One save at a time in the background, by all ranks of `world` into one folder that they share;
+// start is collective, its thread is not: each rank leaves the list of its files in .done-RANK, and
+// rank 0's thread waits for all of them (10 minutes after its own files). So finish() of rank 0
+// means durable, of another rank that its own files are written. An error of the thread is thrown
+// by the next start or finish, on the rank concerned and on rank 0; the destructor prints it.
 class CheckpointWriter {
  public:
   CheckpointWriter() = default;
@@ -72,23 +65,19 @@ class CheckpointWriter {
 
 // What manifest.json says. It carries its own checksum.
 struct Manifest {
-  struct File {
-    uint64_t bytes, xxh3;
-    std::map<std::string, uint64_t> tensors;  // xxh3 of each tensor's bytes in a safetensors file
-  };
   int64_t step = 0;
-  std::map<std::string, File> files;  // by path relative to the checkpoint
+  std::map<std::string, WrittenFile> files;  // by path relative to the checkpoint
 };
 Manifest parse_manifest(std::string_view text, const std::string& source);
 Manifest read_manifest(const std::filesystem::path& checkpoint);
 
 // Newest complete checkpoint under root (manifest readable, every file there with its size), or
-// nothing. Incomplete ones are reported in `skipped` with the reason, never used.
+// nothing. Others are reported in `skipped` with the reason.
 std::optional<std::filesystem::path> newest_checkpoint(const std::filesystem::path& root,
                                                        std::vector<std::string>* skipped = nullptr);
 
-// Recomputes sizes and xxh3 of every file in the manifest, several files at a time; returns the
-// problems (empty = sound), each naming the file and, where it can be told, the tensor.
+// Compares size and xxh3 of every file with the manifest; returns the problems (empty = sound),
+// each naming the file and, where it can be told, the tensor.
 std::vector<std::string> verify_checkpoint(const std::filesystem::path& folder);
 
 // verify_checkpoint as an Error: call it before anything of a checkpoint is used.

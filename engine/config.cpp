@@ -1,5 +1,4 @@
-// Provides the table of configuration keys and all that is made from it: reading, checks, TOML,
-// docs.
+// The table of configuration keys and all that is made from it: reading, checks, TOML, help.
 #include "engine/config.h"
 
 #include <algorithm>
@@ -12,7 +11,6 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <sstream>
 #include <utility>
 #include <variant>
 
@@ -46,107 +44,78 @@ struct Key {
 // clang-format on
 
 const Key kKeys[] = {
-    {KEY(run, folder), "path", "where metrics, checkpoints and this configuration go",
-     "output_dir"},
+    {KEY(run, folder), "path", "where metrics, checkpoints, this configuration go", "output_dir"},
     {KEY(run, device), "auto|cpu|cuda", "auto takes a GPU where there is one"},
     {KEY(run, threads), "[0, 4096]", "CPU threads; 0 = all", "num_threads"},
-    {KEY(model, config), "path", "config.json or its folder; empty = that of model.init",
-     "path name model_path"},
-    {KEY(model, init), "path", "weights: Hugging Face folder or checkpoint; empty = random",
-     "checkpoint pretrained weights"},
-    {KEY(model, dtype), "bfloat16|float32", "compute dtype; master weights are always float32",
-     "precision"},
-    {KEY(model, num_layers), "[0, 100000]", "cut to the first N layers; 0 = all",
-     "num_hidden_layers layers"},
-    {KEY(parallel, pp), "[1, 1024]", "pipeline stages", "pipeline_parallel_size pipeline pp_size"},
-    {KEY(parallel, cp), "[1, 1024]", "ranks that share a sequence",
-     "context_parallel_size context cp_size"},
-    {KEY(parallel, ep), "[1, 1024]", "ranks that divide the experts among them",
-     "expert_parallel_size expert_model_parallel_size ep_size"},
-    {KEY(parallel, sharding), "fsdp|hsdp", "over all ranks of a stage, or in replicated blocks",
-     "strategy"},
-    {KEY(parallel, hsdp_size), "[0, 1000000]", "hsdp: ranks of a block, a multiple of ep"},
-    {KEY(parallel, weights), "keep|reshard", "hold a stage's weights whole, or gather for each use",
-     "reshard_after_forward"},
+    {KEY(model, config), "path", "config.json or its folder; empty = that of model.init", "path"},
+    {KEY(model, init), "path", "Hugging Face folder or checkpoint; empty = random", "weights"},
+    {KEY(model, dtype), "bfloat16|float32", "of computing; masters are float32", "precision"},
+    {KEY(model, num_layers), "[0, 1e5]", "cut to the first N layers; 0 = all", "layers"},
+    {KEY(parallel, pp), "[1, 1024]", "pipeline stages", "pipeline pipeline_parallel_size"},
+    {KEY(parallel, cp), "[1, 1024]", "ranks that share a sequence", "context_parallel_size"},
+    {KEY(parallel, ep), "[1, 1024]", "ranks that share experts", "expert_parallel_size"},
+    {KEY(parallel, sharding), "fsdp|hsdp", "over all ranks of a stage, or in replicated blocks"},
+    {KEY(parallel, hsdp_size), "[0, 1e6]", "hsdp: ranks of a block, a multiple of ep"},
+    {KEY(parallel, weights), "keep|reshard", "hold weights whole, or gather for each use"},
     {KEY(parallel, chunks), "", "layers of each of 2 pp chunks, as \"2,2,4,0\"; empty = by cost"},
-    {KEY(data, train), "path", "corpus, as a path without .bin or .idx, or a blend of several",
-     "path dataset blend"},
-    {KEY(data, validation), "path", "held-out corpus or corpora; empty = none", "valid eval"},
-    {KEY(data, sequence_length), "[1, 100000000]", "tokens a sequence",
-     "seq_len seq_length max_length context_length block_size"},
-    {KEY(data, document_mask), "", "attention and positions stop at document borders",
-     "reset_attention_mask"},
+    {KEY(data, train), "path", "corpus without .bin, or a blend of several", "path dataset"},
+    {KEY(data, validation), "path", "held-out corpus or corpora; empty = none", "eval"},
+    {KEY(data, sequence_length), "[1, 1e8]", "tokens a sequence", "seq_len max_length block_size"},
+    {KEY(data, document_mask), "", "attention and positions stop at document borders"},
     {KEY(data, seed), "[0, inf)", "order of documents", "shuffle_seed"},
     {KEY(data, packing), "concat|best_fit", "cut documents at row ends, or pad rows instead"},
-    {KEY(data, exhausted), "repeat|stop",
-     "what the end of a corpus does: next epoch, or end of run", "epochs num_epochs"},
-    {KEY(training, steps), "[1, 1000000000]", "optimizer steps of the whole run",
-     "max_steps train_iters num_steps iterations"},
-    {KEY(training, global_batch), "[1, 100000000]", "sequences a step",
-     "batch_size global_batch_size train_batch_size"},
-    {KEY(training, micro_batch), "[1, 100000000]", "sequences a micro-batch; divides global_batch",
-     "micro_batch_size per_device_train_batch_size"},
+    {KEY(data, exhausted), "repeat|stop", "at the end of a corpus: next epoch, or end", "epochs"},
+    {KEY(training, steps), "[1, 1e9]", "optimizer steps of the run", "max_steps train_iters"},
+    {KEY(training, global_batch), "[1, 1e8]", "sequences a step", "batch_size"},
+    {KEY(training, micro_batch), "[1, 1e8]", "sequences a micro-batch; divides global_batch"},
     {KEY(training, lr), "(0, 1000]", "peak learning rate", "learning_rate max_lr"},
-    {KEY(training, schedule), "constant|cosine|wsd", "of the learning rate, after warm-up",
-     "lr_schedule lr_scheduler lr_scheduler_type lr_decay_style"},
-    {KEY(training, warmup_steps), "[0, 1000000000]", "steps of linear warm-up",
-     "warmup lr_warmup_iters"},
-    {KEY(training, decay_steps), "[0, 1000000000]", "wsd: steps of the decay at the end",
-     "lr_decay_iters"},
-    {KEY(training, min_lr_ratio), "[0, 1]", "floor of the decay, as a share of lr",
-     "min_lr min_learning_rate"},
+    {KEY(training, schedule), "constant|cosine|wsd", "of lr after warm-up", "lr_scheduler_type"},
+    {KEY(training, warmup_steps), "[0, 1e9]", "steps of linear warm-up", "lr_warmup_iters"},
+    {KEY(training, decay_steps), "[0, 1e9]", "wsd: steps of the decay at the end"},
+    {KEY(training, min_lr_ratio), "[0, 1]", "floor of the decay, as a share of lr", "min_lr"},
     {KEY(training, weight_decay), "[0, 1000]", "of matrices, experts and embeddings", "wd"},
     {KEY(training, weight_decay_other), "[0, 1000]", "of norms, biases and the router"},
     {KEY(training, beta1), "[0, 1)", "AdamW: first moment", "adam_beta1"},
     {KEY(training, beta2), "[0, 1)", "AdamW: second moment", "adam_beta2"},
-    {KEY(training, epsilon), "(0, 1]", "AdamW: added to the root of the second moment",
-     "eps adam_eps adam_epsilon"},
-    {KEY(training, clip_norm), "[0, inf)", "clip gradients to this global norm; 0 = off",
-     "clip_grad grad_clip max_norm max_grad_norm gradient_clipping"},
-    {KEY(training, balance_loss), "[0, inf)", "coefficient of the load-balance loss",
-     "aux_loss aux_loss_coef router_aux_loss_coef moe_aux_loss_coeff"},
+    {KEY(training, epsilon), "(0, 1]", "AdamW: added to the root of the second moment", "eps"},
+    {KEY(training, clip_norm), "[0, inf)", "clip gradients to this norm; 0 = off", "max_grad_norm"},
+    {KEY(training, balance_loss), "[0, inf)", "coefficient of the load-balance loss", "aux_loss"},
     {KEY(training, force_balance), "", "route evenly whatever the router says: to measure speed"},
     {KEY(training, deterministic), "", "bit-identical when repeated or resumed"},
     {KEY(training, seed), "[0, inf)", "initialisation of the weights", "random_seed"},
-    {KEY(training, init_std), "[0, 100]", "standard deviation of the initial weights",
-     "initializer_range init_method_std"},
-    {KEY(validation, interval), "[0, 1000000000]", "validate every so many steps; 0 = never",
-     "eval_interval eval_steps"},
+    {KEY(training, init_std), "[0, 100]", "deviation of initial weights", "initializer_range"},
+    {KEY(validation, interval), "[0, 1e9]", "every so many steps; 0 = never", "eval_interval"},
     {KEY(validation, tokens), "[1, inf)", "tokens a validation reads of each corpus", "eval_iters"},
-    {KEY(checkpoint, interval), "[0, 1000000000]", "save every so many steps; 0 = at the end only",
-     "save_interval save_steps"},
-    {KEY(checkpoint, keep_last), "[0, 1000000]", "newest checkpoints to keep; 0 = all",
-     "save_total_limit"},
+    {KEY(checkpoint, interval), "[0, 1e9]", "every so many steps; 0 = at the end", "save_interval"},
+    {KEY(checkpoint, keep_last), "[0, 1e6]", "newest to keep; 0 = all", "save_total_limit"},
     {KEY(checkpoint, resume), "", "go on from the newest complete checkpoint in run.folder"},
     {KEY(checkpoint, save), "", "false: never write one"},
-    {KEY(checkpoint, allow_schedule_change), "",
-     "resume with another learning-rate schedule than saved"},
+    {KEY(checkpoint, allow_schedule_change), "", "resume with another schedule of lr than saved"},
     {KEY(log, tensorboard), "", "write TensorBoard event files too"},
     {KEY(log, check_finite), "", "stop at the first NaN or Inf and name the tensor"},
 };
 #undef KEY
+
+const Key* find_key(std::string_view section, std::string_view name) {
+  for (const Key& key : kKeys)
+    if (section == key.section && name == key.name) return &key;
+  return nullptr;
+}
 
 template <class... Cases>
 struct Overloaded : Cases... {
   using Cases::operator()...;
 };
 
-std::string full_name(const Key& key) { return fmt::format("{}.{}", key.section, key.name); }
-
 // The interval of a number: "[0, 1)", "(0, inf)".
-struct Interval {
+bool within(double value, std::string_view interval) {  // false for NaN
   double low = 0, high = 0;
-  bool open_low, open_high;
-  explicit Interval(std::string_view text)
-      : open_low(text.front() == '('), open_high(text.back() == ')') {
-    const size_t comma = text.find(", ");
-    std::from_chars(text.data() + 1, text.data() + comma, low);
-    std::from_chars(text.data() + comma + 2, text.data() + text.size() - 1, high);
-  }
-  bool holds(double value) const {  // false for NaN
-    return (open_low ? value > low : value >= low) && (open_high ? value < high : value <= high);
-  }
-};
+  const size_t comma = interval.find(", ");
+  std::from_chars(interval.data() + 1, interval.data() + comma, low);
+  std::from_chars(interval.data() + comma + 2, interval.data() + interval.size() - 1, high);
+  return (interval.front() == '(' ? value > low : value >= low) &&
+         (interval.back() == ')' ? value < high : value <= high);
+}
 
 std::vector<std::string> split(std::string_view text, char separator) {
   std::vector<std::string> words;
@@ -172,86 +141,67 @@ std::string quote(std::string_view text) {
   return quoted + '"';
 }
 
-std::string toml_of_number(double number) {
+// A value as TOML that reads back to the same bits.
+std::string toml_of(const std::string& text) { return quote(text); }
+std::string toml_of(bool on) { return on ? "true" : "false"; }
+std::string toml_of(int64_t number) { return fmt::format("{}", number); }
+std::string toml_of(uint64_t number) { return fmt::format("{}", number); }
+std::string toml_of(double number) {
   const std::string text = fmt::format("{}", number);
   return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
 }
-
-std::string toml_of_sources(const std::vector<DataSource>& sources) {
+std::string toml_of(const std::vector<DataSource>& sources) {
   if (sources.empty()) return quote("");
   if (sources.size() == 1 && sources[0].name.empty()) return quote(sources[0].path);
   std::string text;
-  for (const DataSource& source : sources) {
-    text += fmt::format("{}{{path = {}, weight = {}", text.empty() ? "" : ", ", quote(source.path),
-                        toml_of_number(source.weight));
-    text += source.name.empty() ? "}" : fmt::format(", name = {}}}", quote(source.name));
-  }
+  for (const auto& [path, weight, name] : sources)
+    text += fmt::format("{}{{path = {}, weight = {}{}{}}}", text.empty() ? "" : ", ", quote(path),
+                        toml_of(weight),
+                        name.empty() ? "" : ", name = ", name.empty() ? "" : quote(name));
   return fmt::format("[{}]", text);
 }
-
-// The value of a field as TOML that reads back to the same bits.
 std::string toml_of(const Field& field) {
-  return std::visit(
-      Overloaded{[](const std::string* text) { return quote(*text); },
-                 [](const bool* on) { return std::string(*on ? "true" : "false"); },
-                 [](const double* number) { return toml_of_number(*number); },
-                 [](const std::vector<DataSource>* sources) { return toml_of_sources(*sources); },
-                 [](const auto* integer) { return fmt::format("{}", *integer); }},
-      field);
+  return std::visit([](const auto* value) { return toml_of(*value); }, field);
 }
 
 std::string describe_value(const toml::node& node) {
-  switch (node.type()) {
-    case toml::node_type::string:
-      return "the text " + quote(**node.as_string());
-    case toml::node_type::integer:
-      return fmt::format("the integer {}", **node.as_integer());
-    case toml::node_type::floating_point:
-      return fmt::format("the float {}", **node.as_floating_point());
-    case toml::node_type::boolean:
-      return **node.as_boolean() ? "true" : "false";
-    case toml::node_type::array:
-      return "an array";
-    case toml::node_type::table:
-      return "a table";
-    default:
-      return "a date or time";
-  }
+  if (const auto* text = node.as_string()) return "the text " + quote(**text);
+  if (const auto* integer = node.as_integer()) return fmt::format("the integer {}", **integer);
+  if (const auto* number = node.as_floating_point()) return fmt::format("the float {}", **number);
+  if (const auto* on = node.as_boolean()) return toml_of(**on);
+  return node.is_array() ? "an array" : node.is_table() ? "a table" : "a date or time";
 }
 
-// Reads a path, or an array of {path, weight, name}; returns what is wrong, or nothing.
+// Reads one element of a blend; returns what is wrong with it, or nothing.
+std::string assign_source(const toml::node& node, DataSource& source) {
+  if (!node.is_table())
+    return " must be {path = \"...\", weight = 0.5}, not " + describe_value(node);
+  for (const auto& [key, value] : *node.as_table()) {
+    const std::string_view name = key.str();
+    if (name == "weight" && value.is_number()) {
+      source.weight = *value.value<double>();
+    } else if ((name == "path" || name == "name") && value.is_string()) {
+      (name == "path" ? source.path : source.name) = **value.as_string();
+    } else {
+      return fmt::format(": {} = {} is not one of path (text), weight (a number), name (text)",
+                         name, describe_value(value));
+    }
+  }
+  if (source.path.empty()) return " has no path";
+  if (within(source.weight, "(0, inf)")) return "";
+  return fmt::format(": weight {} is outside (0, inf)", source.weight);
+}
+
 std::string assign_sources(const toml::node& node, std::vector<DataSource>& sources) {
   std::vector<DataSource> read;
   if (node.is_string()) {
-    if (!(**node.as_string()).empty()) read.push_back({**node.as_string()});
+    if (!node.as_string()->get().empty()) read.push_back({**node.as_string()});
   } else if (!node.is_array()) {
-    return fmt::format("must be a path or an array of {{path, weight}}, not {}",
-                       describe_value(node));
+    return "must be a path or an array of {path, weight}, not " + describe_value(node);
   } else {
     for (const toml::node& element : *node.as_array()) {
-      const toml::table* table = element.as_table();
-      if (!table)
-        return fmt::format("source {} must be {{path = \"...\", weight = 0.5}}, not {}",
-                           read.size() + 1, describe_value(element));
-      DataSource source;
-      for (const auto& [key, value] : *table) {
-        const std::string_view name = key.str();
-        if (name == "weight" && value.is_number()) {
-          source.weight = *value.value<double>();
-        } else if ((name == "path" || name == "name") && value.is_string()) {
-          (name == "path" ? source.path : source.name) = **value.as_string();
-        } else {
-          return fmt::format(
-              "source {}: {} = {} is not one of path (text), weight (a number), "
-              "name (text)",
-              read.size() + 1, name, describe_value(value));
-        }
-      }
-      if (source.path.empty()) return fmt::format("source {} has no path", read.size() + 1);
-      if (!(source.weight > 0) || std::isinf(source.weight))
-        return fmt::format("source {}: weight {} is outside (0, inf)", read.size() + 1,
-                           source.weight);
-      read.push_back(std::move(source));
+      const std::string problem = assign_source(element, read.emplace_back());
+      if (!problem.empty()) return fmt::format("source {}{}", read.size(), problem);
     }
   }
   for (const DataSource& source : read)
@@ -262,53 +212,46 @@ std::string assign_sources(const toml::node& node, std::vector<DataSource>& sour
 
 // Stores the value; returns what is wrong with it, or nothing.
 std::string assign(const Key& key, const toml::node& node, const Field& field) {
-  const auto bounded = [&](auto value, auto* target) -> std::string {
-    if (!Interval(key.limits).holds(static_cast<double>(value))) {
+  const auto expected = [&](const std::string& what) {
+    const bool quoted = node.is_string() && what != "text";
+    return fmt::format("must be {}, not {}{}", what, describe_value(node),
+                       quoted ? "; numbers (0.1, not .1), true and false take no quotes" : "");
+  };
+  const auto number = [&](auto value, auto* target) -> std::string {
+    if (!within(static_cast<double>(value), key.limits))
       return fmt::format("{} is outside {}", value, key.limits);
-    }
     *target = static_cast<std::remove_pointer_t<decltype(target)>>(value);
     return "";
   };
-  const auto expected = [&](std::string_view what) {
-    const bool quoted = node.is_string() && what != "text";
-    return fmt::format("must be {}, not {}{}", what, describe_value(node),
-                       quoted ? "; numbers and true or false take no quotes" : "");
+  const auto text = [&](std::string* target) -> std::string {
+    if (!node.is_string()) return expected("text");
+    const std::string& value = **node.as_string();
+    const auto allowed = split(key.limits, '|');
+    if (allowed.size() > 1 && std::ranges::find(allowed, value) == allowed.end())
+      return fmt::format("{} is not one of {}; nearest is {}", quote(value), key.limits,
+                         nearest_word(value, allowed));
+    if (value.find('\0') != std::string::npos) return "holds a NUL character";
+    *target = value;
+    return "";
   };
-  return std::visit(
-      Overloaded{[&](std::string* target) -> std::string {
-                   if (!node.is_string()) return expected("text");
-                   const std::string& value = **node.as_string();
-                   const auto allowed = split(key.limits, '|');
-                   if (allowed.size() > 1 && std::ranges::find(allowed, value) == allowed.end()) {
-                     return fmt::format("{} is not one of {}; nearest is {}", quote(value),
-                                        key.limits, nearest_word(value, allowed));
-                   }
-                   if (value.find('\0') != std::string::npos) return "holds a NUL character";
-                   *target = value;
-                   return "";
-                 },
-                 [&](std::vector<DataSource>* target) { return assign_sources(node, *target); },
-                 [&](bool* target) -> std::string {
-                   if (!node.is_boolean()) return expected("true or false");
-                   *target = **node.as_boolean();
-                   return "";
-                 },
-                 [&](double* target) -> std::string {
-                   if (node.is_integer())
-                     return bounded(static_cast<double>(**node.as_integer()), target);
-                   return node.is_floating_point() ? bounded(**node.as_floating_point(), target)
-                                                   : expected("a number");
-                 },
-                 [&](auto* target) -> std::string {
-                   if (node.is_integer()) return bounded(**node.as_integer(), target);
-                   std::string problem = expected("an integer");
-                   if (const auto* number = node.as_floating_point();
-                       number && std::trunc(**number) == **number && std::abs(**number) < 1e18) {
-                     problem += fmt::format("; write {:.0f}", **number);
-                   }
-                   return problem;
-                 }},
-      field);
+  const auto flag = [&](bool* target) -> std::string {
+    if (!node.is_boolean()) return expected("true or false");
+    *target = **node.as_boolean();
+    return "";
+  };
+  const auto real = [&](double* target) {
+    return node.is_number() ? number(*node.value<double>(), target) : expected("a number");
+  };
+  const auto integer = [&](auto* target) {
+    if (node.is_integer()) return number(**node.as_integer(), target);
+    const double written = node.value_exact<double>().value_or(0.5);
+    const bool whole = std::trunc(written) == written && std::abs(written) < 1e18;
+    return expected("an integer") + (whole ? fmt::format("; write {:.0f}", written) : "");
+  };
+  const auto sources = [&](std::vector<DataSource>* target) {
+    return assign_sources(node, *target);
+  };
+  return std::visit(Overloaded{text, flag, real, sources, integer}, field);
 }
 
 // Edits that make one word of the other: insert, delete, replace, swap of neighbours (optimal
@@ -335,163 +278,139 @@ size_t edit_distance(std::string_view word, std::string_view other) {
 std::string nearest_key(std::string_view section, std::string_view name) {
   std::string nearest;
   size_t smallest = std::numeric_limits<size_t>::max();
-  for (const Key& key : kKeys) {
-    std::vector<std::string> names = split(key.synonyms, ' ');
-    names.emplace_back(key.name);
-    for (const std::string& candidate : names) {
+  for (const Key& key : kKeys)
+    for (const auto& candidate : split(fmt::format("{} {}", key.name, key.synonyms), ' ')) {
       size_t distance = edit_distance(name, candidate);
-      if (!section.empty() && section != key.section) {
-        if (distance > 1) continue;
-        distance += 2;
-      }
-      if (distance < smallest) smallest = distance, nearest = full_name(key);
+      if (!section.empty() && section != key.section) distance += distance <= 1 ? 2 : 100;
+      if (distance >= smallest) continue;
+      smallest = distance;
+      nearest = fmt::format("{}.{}", key.section, key.name);
     }
-  }
-  return nearest.empty() ? nearest_key("", name) : nearest;
-}
-
-std::vector<std::string> section_names() {
-  std::vector<std::string> names;
-  for (const Key& key : kKeys) {
-    if (names.empty() || names.back() != key.section) names.emplace_back(key.section);
-  }
-  return names;
-}
-
-// Reads tables into the configuration and remembers every mistake, with its place.
-class Reader {
- public:
-  void read_file(std::string_view text, const std::string& source);
-  void read_override(const std::string& text);
-  void check_together();
-  RunConfig result() const;
-
- private:
-  struct Place {
-    int64_t order = 0;  // line; overrides come after all lines
-    std::string text;   // "run.toml:12" or "--set"
-  };
-  void set(std::string_view section, std::string_view name, const toml::node& node,
-           const Place& place);
-  void mistake(const Place& place, std::string_view key, std::string_view problem) {
-    mistakes_.emplace(place.order, fmt::format("{}: {}: {}", place.text, key, problem));
-  }
-
-  RunConfig config_;
-  std::string source_;
-  std::map<std::string, Place> places_;  // of keys that were given
-  std::vector<std::string> wrong_;       // keys whose value was refused
-  std::multimap<int64_t, std::string> mistakes_;
-  int64_t overrides_ = 0;
-};
-
-void Reader::set(std::string_view section, std::string_view name, const toml::node& node,
-                 const Place& place) {
-  const auto key = std::ranges::find_if(
-      kKeys, [&](const Key& k) { return section == k.section && name == k.name; });
-  const std::string full = fmt::format("{}.{}", section, name);
-  if (key == std::end(kKeys)) {
-    mistake(place, full, fmt::format("unknown key; nearest is {}", nearest_key(section, name)));
-    return;
-  }
-  places_[full] = place;
-  std::erase(wrong_, full);
-  const std::string problem = assign(*key, node, key->field(config_));
-  if (problem.empty()) return;
-  mistake(place, full, problem);
-  wrong_.push_back(full);
+  return nearest;
 }
 
 // Advice for the two slips that make a line no TOML at all: .5 for 0.5, and text without quotes.
 std::string syntax_advice(std::string_view text, int64_t line) {
   for (; line > 1; --line) text.remove_prefix(std::min(text.find('\n') + 1, text.size()));
   text = text.substr(0, text.find('\n'));
-  const size_t equals = text.find('=');
-  if (equals == std::string_view::npos) return "";
-  text.remove_prefix(equals + 1);
-  text.remove_prefix(std::min(text.find_first_not_of(" \t+-"), text.size()));
-  if (text.starts_with('.')) return "; a number begins with a digit: 0.00001 or 1e-5";
-  const auto letter = [](char c) { return (c | 32) >= 'a' && (c | 32) <= 'z'; };
-  if (!text.empty() && (letter(text[0]) || text[0] == '/')) return "; text needs quotes";
-  return "";
+  const size_t equals = std::min(text.find('='), text.size());
+  const size_t first = std::min(text.find_first_not_of("= \t+-", equals), text.size());
+  const char c = first < text.size() ? text[first] : ' ';
+  if (c == '.') return "; a number begins with a digit: 0.00001 or 1e-5";
+  return std::isalpha(static_cast<unsigned char>(c)) || c == '/' ? "; text needs quotes" : "";
 }
 
-void Reader::read_file(std::string_view text, const std::string& source) {
-  source_ = source;
-  toml::table table;
-  try {
-    table = toml::parse(text);
-  } catch (const toml::parse_error& error) {
-    const auto at = error.source().begin;
-    PITH_FAIL("{}:{}: column {}: {}{}", source, at.line, at.column, error.description(),
-              syntax_advice(text, at.line));
-  }
-  const auto place_of = [&](int64_t line) {
-    return Place{line, fmt::format("{}:{}", source, line)};
-  };
-  const auto sections = section_names();
-  for (const auto& [name, node] : table) {
-    const Place place = place_of(name.source().begin.line);
-    const auto* section = node.as_table();
-    const bool known = std::ranges::find(sections, name.str()) != sections.end();
-    if (known && section) {
-      for (const auto& [key, value] : *section) {
-        set(name.str(), key.str(), value, place_of(key.source().begin.line));
-      }
-    } else if (known) {
-      mistake(place, name.str(), fmt::format("is a section: write [{}]", name.str()));
-    } else if (section) {
-      mistake(place, fmt::format("[{}]", name.str()),
-              fmt::format("unknown section; nearest is [{}]", nearest_word(name.str(), sections)));
-    } else {
-      mistake(place, name.str(),
-              fmt::format("unknown key outside any section; nearest is {}",
-                          nearest_key("", name.str())));
-    }
-  }
-}
-
-void Reader::read_override(const std::string& text) {
-  const Place place{std::numeric_limits<int64_t>::max() / 2 + overrides_++, "--set"};
-  const size_t equals = text.find('=');
-  const size_t dot = text.find('.');
-  if (equals == std::string::npos || dot > equals) {
-    return mistake(place, text, "not of the form section.key=value");
-  }
-  const auto parse_value = [](std::string_view value) -> std::optional<toml::table> {
+// Reads tables into the configuration and remembers every mistake, with its place.
+class Reader {
+ public:
+  void read_file(std::string_view text, const std::string& source) {
+    source_ = source;
+    toml::table table;
     try {
-      toml::table parsed = toml::parse(fmt::format("value = {}", value));
-      if (parsed.size() == 1 && parsed.contains("value")) return parsed;
-    } catch (const toml::parse_error&) {
+      table = toml::parse(text);
+    } catch (const toml::parse_error& error) {
+      const auto at = error.source().begin;
+      PITH_FAIL("{}:{}: column {}: {}{}", source, at.line, at.column, error.description(),
+                syntax_advice(text, at.line));
     }
-    return std::nullopt;
-  };
-  const auto trimmed = [&](size_t begin, size_t end) {
-    while (begin < end && text[begin] == ' ') ++begin;
-    while (begin < end && text[end - 1] == ' ') --end;
-    return text.substr(begin, end - begin);
-  };
-  const std::string section = trimmed(0, dot), name = trimmed(dot + 1, equals);
-  const std::string value = trimmed(equals + 1, text.size());
-  const auto key = std::ranges::find_if(
-      kKeys, [&](const Key& k) { return section == k.section && name == k.name; });
-  const Field field = key == std::end(kKeys) ? Field() : key->field(config_);
-  const bool wants_sources = std::holds_alternative<std::vector<DataSource>*>(field);
-  const bool wants_text =
-      wants_sources || (key != std::end(kKeys) && std::holds_alternative<std::string*>(field));
-  auto parsed = parse_value(value);
-  const bool is_wanted = parsed && (parsed->begin()->second.is_string() ||
-                                    (wants_sources && parsed->begin()->second.is_array()));
-  if (wants_text && !is_wanted) parsed = parse_value(quote(value));
-  if (parsed) return set(section, name, parsed->begin()->second, place);
-  // What is no TOML is text, which set() refuses for this key; only invalid UTF-8 isn't even that.
-  if (parsed = parse_value(quote(value)); parsed) {
-    mistake(place, section + "." + name,
-            fmt::format("{} is no number{}", quote(value), syntax_advice("=" + value, 1)));
-  } else {
+    const auto place_of = [&](const toml::key& key) {
+      const int64_t line = key.source().begin.line;
+      return Place{line, fmt::format("{}:{}", source, line)};
+    };
+    std::vector<std::string> sections;
+    for (const Key& key : kKeys) sections.emplace_back(key.section);
+    for (const auto& [key, node] : table) {
+      const std::string name(key.str());
+      const auto* section = node.as_table();
+      if (std::ranges::find(sections, name) == sections.end()) {
+        if (section)
+          mistake(place_of(key), "[" + name + "]",
+                  fmt::format("unknown section; nearest is [{}]", nearest_word(name, sections)));
+        else
+          mistake(place_of(key), name,
+                  "unknown key outside any section; nearest is " + nearest_key("", name));
+      } else if (!section) {
+        mistake(place_of(key), name, fmt::format("is a section: write [{}]", name));
+      } else {
+        for (const auto& [inner, value] : *section) set(name, inner.str(), value, place_of(inner));
+      }
+    }
+  }
+
+  void read_override(const std::string& text) {
+    const Place place{std::numeric_limits<int64_t>::max() / 2 + overrides_++, "--set"};
+    const size_t equals = text.find('='), dot = text.find('.');
+    if (equals == std::string::npos || dot > equals)
+      return mistake(place, text, "not of the form section.key=value");
+    const auto trimmed = [&](size_t begin, size_t end) {
+      while (begin < end && text[begin] == ' ') ++begin;
+      while (begin < end && text[end - 1] == ' ') --end;
+      return text.substr(begin, end - begin);
+    };
+    const std::string section = trimmed(0, dot), name = trimmed(dot + 1, equals);
+    const std::string value = trimmed(equals + 1, text.size());
+    const auto parse = [](std::string_view toml) -> std::optional<toml::table> {
+      try {
+        toml::table parsed = toml::parse(fmt::format("value = {}", toml));
+        if (parsed.size() == 1 && parsed.contains("value")) return parsed;
+      } catch (const toml::parse_error&) {
+      }
+      return std::nullopt;
+    };
+    const Key* key = find_key(section, name);
+    const Field field = key ? key->field(config_) : Field(static_cast<bool*>(nullptr));
+    const bool sources = std::holds_alternative<std::vector<DataSource>*>(field);
+    const bool wants_text = sources || std::holds_alternative<std::string*>(field);
+    auto parsed = parse(value);
+    const toml::node* node = parsed ? parsed->get("value") : nullptr;
+    // Text comes without quotes here, and may look like anything.
+    if (!node || (wants_text && !node->is_string() && !(sources && node->is_array())))
+      parsed = parse(quote(value));
+    if (parsed) return set(section, name, *parsed->get("value"), place);
     mistake(place, section + "." + name, "not valid UTF-8");
   }
-}
+
+  void check_together();
+
+  RunConfig result() const {
+    std::string text;
+    for (const auto& [order, mistake] : mistakes_) text += (text.empty() ? "" : "\n") + mistake;
+    if (!text.empty()) PITH_FAIL_HINT("pithtrain pretrain --help lists all keys", "{}", text);
+    RunConfig config = config_;
+    if (config.model.config.empty()) config.model.config = config.model.init;
+    return config;
+  }
+
+ private:
+  struct Place {
+    int64_t order = 0;  // line; overrides come after all lines
+    std::string text;   // "run.toml:12" or "--set"
+  };
+  struct Given {
+    Place place;
+    bool refused;
+  };
+
+  void mistake(const Place& place, const std::string& key, const std::string& problem) {
+    mistakes_.emplace(place.order, fmt::format("{}: {}: {}", place.text, key, problem));
+  }
+
+  void set(std::string_view section, std::string_view name, const toml::node& node,
+           const Place& place) {
+    const Key* key = find_key(section, name);
+    const std::string full = fmt::format("{}.{}", section, name);
+    if (!key) return mistake(place, full, "unknown key; nearest is " + nearest_key(section, name));
+    const std::string problem = assign(*key, node, key->field(config_));
+    given_[full] = {place, !problem.empty()};
+    if (!problem.empty()) mistake(place, full, problem);
+  }
+
+  RunConfig config_;
+  std::string source_;
+  std::map<std::string, Given> given_;
+  std::multimap<int64_t, std::string> mistakes_;
+  int64_t overrides_ = 0;
+};
 
 // Rules between keys. A rule is skipped where one of its keys was refused already.
 void Reader::check_together() {
@@ -499,10 +418,10 @@ void Reader::check_together() {
     if (holds) return;
     Place place{0, source_};  // no key of the rule was given: the file as a whole lacks something
     for (const char* key : keys) {
-      if (std::ranges::find(wrong_, key) != wrong_.end()) return;
-      if (auto given = places_.find(key); given != places_.end() && place.order == 0) {
-        place = given->second;
-      }
+      const auto given = given_.find(key);
+      if (given == given_.end()) continue;
+      if (given->second.refused) return;
+      if (place.order == 0) place = given->second.place;
     }
     mistake(place, *keys.begin(), problem);
   };
@@ -550,15 +469,17 @@ void Reader::check_together() {
                   config_.data.sequence_length));
 }
 
-RunConfig Reader::result() const {
-  if (mistakes_.empty()) {
-    RunConfig config = config_;
-    if (config.model.config.empty()) config.model.config = config.model.init;
-    return config;
+// "[section]" and a line for each of its keys.
+template <class Line>
+std::string by_section(const Line& line) {
+  std::string text, section;
+  for (const Key& key : kKeys) {
+    if (section != key.section)
+      text += fmt::format("{}[{}]\n", text.empty() ? "" : "\n", key.section);
+    section = key.section;
+    text += line(key) + "\n";
   }
-  std::string text;
-  for (const auto& [order, mistake] : mistakes_) text += (text.empty() ? "" : "\n") + mistake;
-  PITH_FAIL_HINT("pithtrain pretrain --help lists all keys", "{}", text);
+  return text;
 }
 
 }  // namespace
@@ -569,88 +490,34 @@ RunConfig load_run_config(const std::filesystem::path& file,
              file.string());
   std::ifstream stream(file, std::ios::binary);
   PITH_CHECK(stream.good(), "{}: cannot be opened: {}", file.string(), std::strerror(errno));
-  std::ostringstream text;
-  text << stream.rdbuf();
+  const std::string text{std::istreambuf_iterator<char>(stream), {}};
   PITH_CHECK(!stream.bad(), "{}: cannot be read", file.string());
-  return parse_run_config(text.view(), file.string(), overrides);
+  return parse_run_config(text, file.string(), overrides);
 }
 
 RunConfig parse_run_config(std::string_view text, const std::string& source,
                            const std::vector<std::string>& overrides) {
   Reader reader;
   reader.read_file(text, source);
-  for (const std::string& text_of_one : overrides) reader.read_override(text_of_one);
+  for (const std::string& one : overrides) reader.read_override(one);
   reader.check_together();
   return reader.result();
 }
 
 std::string to_toml(const RunConfig& config) {
   RunConfig copy = config;
-  std::string text, section;
-  for (const Key& key : kKeys) {
-    if (section != key.section)
-      text += fmt::format("{}[{}]\n", text.empty() ? "" : "\n", key.section);
-    section = key.section;
-    text += fmt::format("{} = {}\n", key.name, toml_of(key.field(copy)));
-  }
-  return text;
+  return by_section(
+      [&](const Key& key) { return fmt::format("{} = {}", key.name, toml_of(key.field(copy))); });
 }
 
 std::string describe_config_keys() {
   RunConfig defaults;
-  std::string text, section;
-  for (const Key& key : kKeys) {
-    if (section != key.section)
-      text += fmt::format("{}[{}]\n", text.empty() ? "" : "\n", key.section);
-    section = key.section;
+  return by_section([&](const Key& key) {
     const Field field = key.field(defaults);
     const char* const types[] = {"text", "integer", "integer", "float", "bool", "corpora"};
-    text += fmt::format("  {:<22}{:<9}{:<12}{:<21}{}\n", key.name, types[field.index()],
-                        toml_of(field), key.limits, key.description);
-  }
-  return text;
-}
-
-std::string config_reference() {
-  std::string text = R"(# Configuration
-
-A run is described by one TOML file, read by `pithtrain pretrain RUN.toml`. `--set
-section.key=value` changes a key for one run and may be repeated; text needs no quotes there:
-
-    pithtrain pretrain examples/demo.toml --set training.lr=1e-4 --set run.folder=runs/second
-
-All keys, with type, default value, and the interval or the words that are allowed:
-
-```text
-)";
-  text += describe_config_keys();
-  return text + R"(```
-
-Rules between keys:
-
-- `data.train` must be given, and `model.config` or `model.init`.
-- `training.micro_batch` divides `training.global_batch`.
-- `training.warmup_steps` is at most `training.steps`; the schedule `wsd` needs
-  `training.decay_steps`, at most what warm-up leaves of the steps; no other schedule has it.
-- `validation.interval` needs `data.validation`, and `validation.tokens` at least one sequence.
-- `data.packing = "best_fit"` needs `data.document_mask`.
-
-`data.train` and `data.validation` take a path or an array: `train = [{path = "a", weight = 0.7},
-{path = "b", weight = 0.3}]`. A weight is a share of the rows read in training; weights need not add
-up to 1. A corpus may have a `name`, which metrics use (`validation/NAME/loss`); else it is the last
-part of its path. `exhausted = "stop"` ends the run before a corpus would begin its second epoch.
-
-A resumed run refuses other `[data]` settings, corpora or weights than those of its checkpoint, and
-another learning-rate schedule (`training.steps` among it, where the schedule depends on it) unless
-`checkpoint.allow_schedule_change` is on.
-
-Relative paths start at the working directory. An integer is written as one (`1000`, `1_000`, not
-`1e3`), a number begins with a digit (`0.1`, not `.1`). All mistakes of a file are reported at
-once, each with its line. A run writes its resolved configuration into its folder, as a file that
-can be given to `pretrain` again.
-
-This file is the output of `pithtrain --config-reference`; a test compares the two.
-)";
+    return fmt::format("  {:<22}{:<9}{:<12}{:<21}{}", key.name, types[field.index()],
+                       toml_of(field), key.limits, key.description);
+  });
 }
 
 std::string nearest_word(std::string_view word, const std::vector<std::string>& candidates) {

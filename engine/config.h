@@ -18,75 +18,55 @@ struct DataSource {
   }
 };
 
-// Defaults are the values below; docs/configuration.md and `pithtrain pretrain --help` are made
-// from the table in config.cpp, so each field has one description, one range, one place.
+// Defaults are the values below; description and range of each field stand in the table of
+// config.cpp, of which `pithtrain pretrain --help` is made.
 struct RunConfig {
   struct Run {
-    std::string folder = "runs/run";
-    std::string device = "auto";  // auto, cpu, cuda
-    int64_t threads = 0;          // CPU threads; 0 = all
+    std::string folder = "runs/run", device = "auto";
+    int64_t threads = 0;
   } run;
   struct Model {
-    std::string config;              // config.json, or a folder that holds one
-    std::string init;                // weights: a Hugging Face folder or checkpoint; empty = random
-    std::string dtype = "bfloat16";  // compute dtype: bfloat16, float32
-    int64_t num_layers = 0;          // cut to the first N layers; 0 = all
+    std::string config, init, dtype = "bfloat16";
+    int64_t num_layers = 0;
   } model;
   struct Parallel {  // processes = pp x dp x cp; dp follows from their number
     int64_t pp = 1, cp = 1, ep = 1;
-    std::string sharding = "fsdp";  // fsdp: over all ranks of a stage; hsdp: within blocks of them
+    std::string sharding = "fsdp", weights = "keep", chunks;
     int64_t hsdp_size = 0;
-    std::string weights = "keep";  // between uses: keep them whole, or reshard
-    std::string chunks;            // layers of each of 2 pp chunks: "2,2,4,0"; empty = by cost
   } parallel;
   struct Data {
     std::vector<DataSource> train, validation;
     int64_t sequence_length = 4096;
-    bool document_mask = true;         // attention and positions stop at document borders
-    uint64_t seed = 1;                 // order of documents
-    std::string packing = "concat";    // concat, best_fit
-    std::string exhausted = "repeat";  // repeat, stop
+    bool document_mask = true;
+    uint64_t seed = 1;
+    std::string packing = "concat", exhausted = "repeat";
   } data;
   struct Training {
-    int64_t steps = 1000;
-    int64_t global_batch = 32;  // sequences a step
-    int64_t micro_batch = 1;    // sequences a micro-batch
+    int64_t steps = 1000, global_batch = 32, micro_batch = 1;  // batches in sequences
     double lr = 3e-4;
-    std::string schedule = "cosine";  // constant, cosine, wsd
-    int64_t warmup_steps = 0;
-    int64_t decay_steps = 0;        // wsd: length of the decay at the end
-    double min_lr_ratio = 0.1;      // floor of the decay, as a share of lr
-    double weight_decay = 0.1;      // matrices, experts, embeddings
-    double weight_decay_other = 0;  // norms, biases, router
-    double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8;
-    double clip_norm = 1.0;      // 0 = off
-    double balance_loss = 1e-3;  // coefficient of the load-balance loss
-    bool force_balance = false;  // ignore the router's choice: for measurements only
-    bool deterministic = false;  // bit-identical when repeated
-    uint64_t seed = 1;           // initialisation
+    std::string schedule = "cosine";
+    int64_t warmup_steps = 0, decay_steps = 0;
+    double min_lr_ratio = 0.1, weight_decay = 0.1, weight_decay_other = 0;
+    double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8, clip_norm = 1.0, balance_loss = 1e-3;
+    bool force_balance = false, deterministic = false;
+    uint64_t seed = 1;
     double init_std = 0.02;
   } training;
   struct Validation {
-    int64_t interval = 0;  // steps; 0 = never
-    int64_t tokens = 65536;
+    int64_t interval = 0, tokens = 65536;
   } validation;
   struct Checkpoint {
-    int64_t interval = 0;   // steps; 0 = only at the end
-    int64_t keep_last = 2;  // 0 = all
-    bool resume = true;     // continue from the newest complete checkpoint of run.folder
-    bool save = true;       // false: never write one (benchmarks)
-    bool allow_schedule_change = false;  // of the learning rate, on resume
+    int64_t interval = 0, keep_last = 2;
+    bool resume = true, save = true, allow_schedule_change = false;
   } checkpoint;
   struct Log {
-    bool tensorboard = true;
-    bool check_finite = true;  // stop at the first NaN or Inf, naming the tensor
+    bool tensorboard = true, check_finite = true;
   } log;
 };
 
 // Reads a TOML file, then applies overrides "section.key=value" (the value is TOML; text may come
 // without quotes). Throws one Error that lists every mistake: file:line, key, what is wrong, the
-// nearest valid key or the allowed values. Relative paths in the file are relative to the working
-// directory, like on the command line.
+// nearest valid key or the allowed values. Relative paths start at the working directory.
 RunConfig load_run_config(const std::filesystem::path& file,
                           const std::vector<std::string>& overrides);
 
@@ -94,15 +74,11 @@ RunConfig load_run_config(const std::filesystem::path& file,
 RunConfig parse_run_config(std::string_view text, const std::string& source,
                            const std::vector<std::string>& overrides);
 
-// The whole configuration as TOML, every key with its value: written to the run folder, printed by
-// --dry-run. load_run_config of this text gives the same configuration.
+// The whole configuration as TOML, which load_run_config reads back to the same.
 std::string to_toml(const RunConfig& config);
 
-// One line per key: name, type, default, range, description. For --help.
+// One line per key: name, type, default, range, description. For --help and docs/configuration.md.
 std::string describe_config_keys();
-
-// The whole of docs/configuration.md, which `pithtrain --config-reference` prints.
-std::string config_reference();
 
 // The candidate with the fewest edits (insert, delete, replace, swap) from `word`; ties: the first.
 std::string nearest_word(std::string_view word, const std::vector<std::string>& candidates);

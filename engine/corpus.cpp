@@ -4,6 +4,7 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <ranges>
 #include <regex>
 #include <set>
 #include <system_error>
@@ -22,20 +23,6 @@ constexpr size_t kHeader = 9 + 8 + 1 + 8 + 8;
 constexpr const char* kFormat = "pithtrain corpus";
 constexpr uint64_t kBlock = 256 << 10;  // bytes of PREFIX.bin under one sum of the side file
 
-struct IdType {
-  int code;  // of the index format
-  const char* name;
-  int64_t width;
-};
-constexpr IdType kIdTypes[] = {{1, "uint8", 1}, {2, "int8", 1},  {3, "int16", 2},
-                               {4, "int32", 4}, {5, "int64", 8}, {8, "uint16", 2}};
-
-const IdType& id_type(int code, const std::string& source) {
-  for (const IdType& type : kIdTypes)
-    if (type.code == code) return type;
-  PITH_FAIL("{}: dtype code {} is not an integer type of this format", source, code);
-}
-
 // The arrays of an index follow a header of 34 bytes, so nothing in it is aligned.
 template <class T>
 T load(const char* array, int64_t i) {
@@ -50,19 +37,41 @@ void widen(const char* ids, std::span<int64_t> out) {
 }
 
 template <class T>
-void append_value(std::string& bytes, T value) {
-  bytes.append(reinterpret_cast<const char*>(&value), sizeof(T));
+std::string raw(T value) {
+  return {reinterpret_cast<const char*>(&value), sizeof(T)};
 }
 
-// PREFIX.json as a typed record; a corpus of another program has none.
-struct SideFile {
-  bool present = false;
-  uint64_t sum = 0;
-  int64_t vocab_size = 0;
-  std::string tokenizer_hash, index_sum;
-  uint64_t block_bytes = kBlock;
-  std::string block_sums;  // 16 hexadecimal digits a block
+struct IdType {
+  int code;  // of the index format
+  const char* name;
+  int64_t width;
+  void (*load)(const char* ids, std::span<int64_t> out);
 };
+constexpr IdType kIdTypes[] = {{1, "uint8", 1, widen<uint8_t>}, {2, "int8", 1, widen<int8_t>},
+                               {3, "int16", 2, widen<int16_t>}, {4, "int32", 4, widen<int32_t>},
+                               {5, "int64", 8, widen<int64_t>}, {8, "uint16", 2, widen<uint16_t>}};
+
+const IdType& id_type(int code, const std::string& source) {
+  for (const IdType& type : kIdTypes)
+    if (type.code == code) return type;
+  PITH_FAIL("{}: dtype code {} is not an integer type of this format", source, code);
+}
+
+// PREFIX.json, by its keys; a corpus of another program has none.
+struct SideFile {
+  std::string format = kFormat;
+  int64_t version = 1, vocab_size = 0;
+  std::string tokenizer_hash;
+  int64_t documents = 0, tokens = 0;
+  std::string index_xxh3;
+  uint64_t block_bytes = kBlock;
+  std::string block_xxh3;  // 16 hexadecimal digits a block
+
+  bool present = false;
+  uint64_t sum = 0;  // of the file itself
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SideFile, format, version, vocab_size, tokenizer_hash, documents,
+                                   tokens, index_xxh3, block_bytes, block_xxh3)
 
 SideFile read_side_file(const fs::path& path) {
   if (!fs::exists(path)) return {};
@@ -74,15 +83,11 @@ SideFile read_side_file(const fs::path& path) {
                    "{}: not the side file of a corpus", source);
   check_seal(file.bytes(), source);
   try {
-    PITH_CHECK(document.at("version") == 1, "{}: version {} is not known", source,
-               document.at("version").dump());
-    return {true,
-            xxh3(file.bytes()),
-            document.at("vocab_size").get<int64_t>(),
-            document.at("tokenizer_hash").get<std::string>(),
-            document.at("index_xxh3").get<std::string>(),
-            document.at("block_bytes").get<uint64_t>(),
-            document.at("block_xxh3").get<std::string>()};
+    SideFile side = document;
+    PITH_CHECK(side.version == 1, "{}: version {} is not known", source, side.version);
+    side.present = true;
+    side.sum = xxh3(file.bytes());
+    return side;
   } catch (const json::exception& error) {
     PITH_FAIL("{}: {}", source, error.what());
   }
@@ -113,10 +118,9 @@ std::vector<std::string> shard_prefixes(const std::string& prefix) {
   std::set<int64_t> counts;
   for (const auto& entry : fs::directory_iterator(folder)) {
     const std::string file = entry.path().filename().string();
-    std::smatch match;
-    if (!file.starts_with(name)) continue;
-    const std::string ending = file.substr(name.size());
-    if (std::regex_match(ending, match, rest)) counts.insert(std::stoll(match[1]));
+    const std::string ending = file.starts_with(name) ? file.substr(name.size()) : "";
+    if (std::smatch match; std::regex_match(ending, match, rest))
+      counts.insert(std::stoll(match[1]));
   }
   PITH_CHECK(counts.size() <= 1, "{}: shards of two corpora, of {} and of {}", prefix,
              *counts.begin(), *counts.rbegin());
@@ -147,8 +151,7 @@ CorpusIndex parse_corpus_index(std::string_view bytes, uint64_t bin_bytes,
   index.width = id_type(index.dtype_code, source).width;
   const uint64_t body = bytes.size() - kHeader;
   PITH_CHECK(sequences <= body / 12 && borders <= body / 8 && 12 * sequences + 8 * borders == body,
-             "{}: {} bytes do not hold {} sequences and {} documents", source, bytes.size(),
-             sequences, borders);
+             "{}: its bytes do not hold {} sequences, {} documents", source, sequences, borders);
   PITH_CHECK(borders >= 1, "{}: the list of documents is empty", source);
   index.num_sequences = static_cast<int64_t>(sequences);
   index.num_documents = static_cast<int64_t>(borders) - 1;
@@ -159,29 +162,25 @@ CorpusIndex parse_corpus_index(std::string_view bytes, uint64_t bin_bytes,
   PITH_CHECK(load<int64_t>(index.documents, 0) == 0 &&
                  load<int64_t>(index.documents, index.num_documents) == index.num_sequences,
              "{}: documents do not span all {} sequences", source, sequences);
-  for (int64_t d = 0; d < index.num_documents; ++d)
-    PITH_CHECK(load<int64_t>(index.documents, d) <= load<int64_t>(index.documents, d + 1),
-               "{}: document {} ends before it begins", source, d);
-  const auto document_of = [&](int64_t sequence) {
-    int64_t d = 0;
-    while (load<int64_t>(index.documents, d + 1) <= sequence) ++d;
-    return d;
-  };
   int64_t tokens = 0;  // cannot overflow: at most 2^31 for each 12 bytes of the index
   const auto held = static_cast<int64_t>(bin_bytes / static_cast<uint64_t>(index.width));
-  for (int64_t s = 0; s < index.num_sequences; ++s) {
-    const auto length = load<int32_t>(index.lengths, s);
-    if (length < 0 || load<int64_t>(index.pointers, s) != tokens * index.width)
-      PITH_FAIL("{}: document {}: its tokens do not follow those of the one before", source,
-                document_of(s));
-    tokens += length;
-    if (tokens > held)
-      PITH_FAIL_HINT("the .bin file is cut short: copy or build the corpus again",
-                     "{}: document {} ends at token {}, the .bin file holds {}", source,
-                     document_of(s), tokens, held);
+  for (int64_t d = 0, s = 0; d < index.num_documents; ++d) {
+    const auto end = load<int64_t>(index.documents, d + 1);
+    PITH_CHECK(s <= end && end <= index.num_sequences, "{}: document {} goes from {} to {} of {}",
+               source, d, s, end, sequences);
+    for (; s < end; ++s) {
+      const auto length = load<int32_t>(index.lengths, s);
+      PITH_CHECK(length >= 0 && load<int64_t>(index.pointers, s) == tokens * index.width,
+                 "{}: document {}: its tokens do not follow those before", source, d);
+      tokens += length;
+      if (tokens > held)
+        PITH_FAIL_HINT("the .bin file is cut short: copy or build the corpus again",
+                       "{}: document {} ends at token {}, the .bin holds {}", source, d, tokens,
+                       held);
+    }
   }
   PITH_CHECK(static_cast<uint64_t>(tokens * index.width) == bin_bytes,
-             "{}: the documents fill {} bytes, the .bin file has {}", source, tokens * index.width,
+             "{}: documents fill {} bytes, the .bin has {}", source, tokens * index.width,
              bin_bytes);
   index.num_tokens = tokens;
   return index;
@@ -195,7 +194,6 @@ struct Corpus::Shard {
   uint64_t index_sum = 0;
 
   explicit Shard(std::string path);
-
   // Index of the first id outside the vocabulary, or -1. Without a side file only negative ids are.
   int64_t first_invalid(std::span<const int64_t> ids) const {
     const int64_t limit = side.present ? side.vocab_size : std::numeric_limits<int64_t>::max();
@@ -205,77 +203,60 @@ struct Corpus::Shard {
   }
 
   void load_ids(int64_t token, std::span<int64_t> out) const {
-    const char* ids = bin.data.get() + token * index.width;
-    switch (index.dtype_code) {
-      case 1:
-        return widen<uint8_t>(ids, out);
-      case 2:
-        return widen<int8_t>(ids, out);
-      case 3:
-        return widen<int16_t>(ids, out);
-      case 4:
-        return widen<int32_t>(ids, out);
-      case 5:
-        return widen<int64_t>(ids, out);
-      default:
-        return widen<uint16_t>(ids, out);
-    }
+    id_type(index.dtype_code, prefix).load(bin.data.get() + token * index.width, out);
   }
 
   int64_t document_at(uint64_t byte) const {  // the last one that begins at or before it
-    int64_t low = 0, high = index.num_documents;
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      const bool before = index.begin(middle) * index.width <= static_cast<int64_t>(byte);
-      (before ? low : high) = middle;
-    }
-    return low;
+    const auto documents = std::views::iota(int64_t{1}, std::max<int64_t>(1, index.num_documents));
+    const auto after = std::ranges::partition_point(documents, [&](int64_t d) {
+      return index.begin(d) * index.width <= static_cast<int64_t>(byte);
+    });
+    return *after - 1;
   }
 
   void verify(std::vector<std::string>& problems) const;
 };
 
 Corpus::Shard::Shard(std::string path) : prefix(std::move(path)) {
-  if (!fs::exists(prefix + ".idx") || !fs::exists(prefix + ".bin"))
-    PITH_FAIL_HINT(
-        "give the path without extension; `pithtrain corpus build --out PREFIX` makes one",
-        "there is no corpus {0}: {0}.{1} is missing", prefix,
-        fs::exists(prefix + ".idx") ? "bin" : "idx");
+  for (const char* extension : {".idx", ".bin"})
+    if (!fs::exists(prefix + extension))
+      PITH_FAIL_HINT(
+          "give the path without extension; `pithtrain corpus build --out PREFIX` makes one",
+          "there is no corpus {0}: {0}{1} is missing", prefix, extension);
   side = read_side_file(prefix + ".json");
   index_file = map_file(prefix + ".idx");
   bin = map_file(prefix + ".bin");
   index_sum = xxh3(index_file.bytes());
   index = parse_corpus_index(index_file.bytes(), bin.size, prefix + ".idx");
   if (!side.present) return;
-  PITH_CHECK(hex(index_sum) == side.index_sum,
+  PITH_CHECK(hex(index_sum) == side.index_xxh3,
              "{}.idx is damaged: its bytes do not match the sum in {}.json", prefix, prefix);
-  PITH_CHECK(
-      side.block_bytes > 0 && side.vocab_size > 0 &&
-          side.block_sums.size() == 16 * ((bin.size + side.block_bytes - 1) / side.block_bytes),
-      "{}.json does not belong to this {}.bin of {} bytes", prefix, prefix, bin.size);
+  PITH_CHECK(side.block_bytes > 0 && side.vocab_size > 0, "{}.json: no blocks or ids", prefix);
+  const uint64_t blocks = bin.size / side.block_bytes + (bin.size % side.block_bytes > 0);
+  PITH_CHECK(side.block_xxh3.size() == 16 * blocks,
+             "{}.json does not belong to this .bin of {} bytes", prefix, bin.size);
 }
 
 void Corpus::Shard::verify(std::vector<std::string>& problems) const {
-  for (size_t block = 0; block < side.block_sums.size() / 16; ++block) {
+  for (size_t block = 0; block < side.block_xxh3.size() / 16; ++block) {
     const uint64_t begin = block * side.block_bytes;
     const std::string_view bytes = bin.bytes().substr(begin, side.block_bytes);
-    if (hex(xxh3(bytes)) != std::string_view(side.block_sums).substr(16 * block, 16))
+    if (hex(xxh3(bytes)) != std::string_view(side.block_xxh3).substr(16 * block, 16))
       problems.push_back(fmt::format(
           "{}.bin is damaged between bytes {} and {}: documents {} to {}", prefix, begin,
           begin + bytes.size(), document_at(begin), document_at(begin + bytes.size() - 1)));
   }
-  std::vector<int64_t> ids(1 << 16);
+  std::vector<int64_t> ids;
   for (int64_t d = 0, bad = -1; d < index.num_documents; ++d, bad = -1) {
-    const int64_t first = index.begin(d), size = index.begin(d + 1) - first;
-    for (int64_t at = 0; at < size && bad < 0; at += static_cast<int64_t>(ids.size())) {
-      const auto count = std::min<int64_t>(size - at, static_cast<int64_t>(ids.size()));
-      const auto part = std::span(ids).first(static_cast<size_t>(count));
-      load_ids(first + at, part);
-      bad = first_invalid(part);
-      if (bad < 0) continue;
-      problems.push_back(
-          fmt::format("{}.bin: document {}, token {}: id {} is outside the vocabulary", prefix, d,
-                      at + bad, part[static_cast<size_t>(bad)]));
+    constexpr int64_t kPart = 1 << 16;
+    for (int64_t at = index.begin(d); at < index.begin(d + 1) && bad < 0; at += kPart) {
+      ids.resize(static_cast<size_t>(std::min(index.begin(d + 1) - at, kPart)));
+      load_ids(at, ids);
+      bad = first_invalid(ids);
+      if (bad >= 0)
+        problems.push_back(
+            fmt::format("{}.bin: document {}, token {}: id {} is outside the vocabulary", prefix, d,
+                        at + bad - index.begin(d), ids[static_cast<size_t>(bad)]));
     }
   }
 }
@@ -416,10 +397,9 @@ struct CorpusWriter::State {
     written = 0;
   }
 
-  template <class T>
   void append(std::span<const int32_t> ids) {
-    for (const int32_t id : ids) {
-      append_value(block, static_cast<T>(id));
+    for (const int32_t id : ids) {  // little-endian: its first bytes are the narrower id
+      block.append(reinterpret_cast<const char*>(&id), static_cast<size_t>(width));
       if (block.size() == kBlock) end_block();
     }
   }
@@ -427,52 +407,38 @@ struct CorpusWriter::State {
   void close_shard() {
     end_block();
     for (auto* file : {&bin, &lengths, &sums}) (*file)->close();
-    const uint64_t index_sum = write_index();
-    const json side = {{"format", kFormat},
-                       {"version", 1},
-                       {"vocab_size", vocab_size},
-                       {"tokenizer_hash", tokenizer_hash},
-                       {"documents", at.documents},
-                       {"tokens", at.tokens},
-                       {"index_xxh3", hex(index_sum)},
-                       {"block_bytes", kBlock},
-                       {"block_xxh3", read_file(base() + ".sum.tmp")}};
-    write_file(fs::path(base()).parent_path(), fs::path(base()).filename().string() + ".json.tmp",
-               seal_json(side.dump(1)));
+    const json side = SideFile{.vocab_size = vocab_size,
+                               .tokenizer_hash = tokenizer_hash,
+                               .documents = at.documents,
+                               .tokens = at.tokens,
+                               .index_xxh3 = hex(write_index()),
+                               .block_xxh3 = read_file(base() + ".sum.tmp")};
+    write_file("", base() + ".json.tmp", seal_json(side.dump(1)));
   }
 
   uint64_t write_index() const {
     const MappedFile mapped = map_file(base() + ".len.tmp");
     OutputFile out(base() + ".idx.tmp");
     const auto count = static_cast<uint64_t>(at.documents);
-    std::string bytes(kMagic);
-    append_value<uint64_t>(bytes, 1);
-    append_value<uint8_t>(bytes, width == 2 ? 8 : 4);
-    append_value<uint64_t>(bytes, count);
-    append_value<uint64_t>(bytes, count + 1);
-    out.append(bytes);
+    out.append(std::string(kMagic) + raw(uint64_t{1}) + raw(uint8_t(width == 2 ? 8 : 4)) +
+               raw(count) + raw(count + 1));
     out.append(mapped.bytes());
-    const auto put = [&](int64_t value) {
-      out.append({reinterpret_cast<const char*>(&value), sizeof value});
-    };
     int64_t pointer = 0;
     for (int64_t d = 0; d < at.documents; ++d) {
-      put(pointer);
+      out.append(raw(pointer));
       pointer += load<int32_t>(mapped.data.get(), d) * width;
     }
-    for (int64_t d = 0; d <= at.documents; ++d) put(d);
+    for (int64_t d = 0; d <= at.documents; ++d) out.append(raw(d));
     return out.close();
   }
 };
 
 CorpusWriter::CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash,
                            int64_t shard_tokens, const CorpusProgress* resume) {
-  PITH_CHECK(vocab_size > 0 && vocab_size <= int64_t{1} << 31, "corpus {}: a vocabulary of {} ids",
-             prefix, vocab_size);
-  PITH_CHECK(fs::path(prefix).has_filename(), "{} names a folder, not the corpora files in it",
-             prefix);
-  if (const auto folder = fs::path(prefix).parent_path(); !folder.empty())
-    fs::create_directories(folder);
+  PITH_CHECK(vocab_size > 0 && vocab_size <= int64_t{1} << 31, "{}: a vocabulary of {} ids", prefix,
+             vocab_size);
+  PITH_CHECK(fs::path(prefix).has_filename(), "{} names a folder, not files in it", prefix);
+  fs::create_directories(fs::absolute(prefix).parent_path());
   state_ = std::make_shared<State>();
   state_->prefix = std::move(prefix);
   state_->tokenizer_hash = std::move(tokenizer_hash);
@@ -490,23 +456,18 @@ void CorpusWriter::add_document(std::span<const int32_t> ids) {
   PITH_CHECK(!state.closed, "corpus {} is finished already", state.prefix);
   for (size_t i = 0; i < ids.size(); ++i)
     PITH_CHECK(ids[i] >= 0 && ids[i] < state.vocab_size,
-               "corpus {}: document {}, token {}: id {} is outside the vocabulary of {}",
-               state.prefix, state.at.documents, i, ids[i], state.vocab_size);
-  PITH_CHECK(size <= INT32_MAX, "corpus {}: document {} has {} tokens; the format ends at {}",
-             state.prefix, state.at.documents, size, INT32_MAX);
+               "{}: document {}, token {}: id {} is outside the vocabulary of {}", state.prefix,
+               state.at.documents, i, ids[i], state.vocab_size);
+  PITH_CHECK(size <= INT32_MAX, "corpus {}: document {} has {} tokens, too many for the format",
+             state.prefix, state.at.documents, size);
   if (state.shard_tokens > 0 && state.at.documents > 0 &&
       state.at.tokens + size > state.shard_tokens) {
     state.close_shard();
     state.at = {state.at.shard + 1};
     state.open_shard();
   }
-  if (state.width == 2) {
-    state.append<uint16_t>(ids);
-  } else {
-    state.append<int32_t>(ids);
-  }
-  const auto length = static_cast<int32_t>(size);
-  state.lengths->append({reinterpret_cast<const char*>(&length), sizeof length});
+  state.append(ids);
+  state.lengths->append(raw(static_cast<int32_t>(size)));
   ++state.at.documents;
   state.at.tokens += size;
 }
@@ -540,21 +501,18 @@ void publish_corpus(const std::string& prefix, int64_t shards) {
   const fs::path folder = fs::absolute(prefix).parent_path();
   try {
     // Without .idx there is no corpus: the old ones go first, the new ones come last.
-    const auto rename = [&](const char* extension, bool only_remove) {
+    for (const auto& [ending, old] : {std::pair{".idx", true}, std::pair{".bin", false},
+                                      std::pair{".json", false}, std::pair{".idx", false}})
       for (int64_t shard = 0; shard < std::max<int64_t>(1, shards); ++shard) {
-        const fs::path from = base_name(prefix, shard, shards > 0) + extension + ".tmp";
-        const fs::path to = final_name(prefix, shard, shards) + extension;
+        const fs::path from = base_name(prefix, shard, shards > 0) + ending + ".tmp";
+        const fs::path to = final_name(prefix, shard, shards) + ending;
         kept.insert(to.filename());
         if (!fs::exists(from)) continue;  // done before an interruption
-        if (only_remove) {
+        if (old)
           fs::remove(to);
-        } else {
+        else
           fs::rename(from, to);
-        }
       }
-    };
-    rename(".idx", true);
-    for (const char* extension : {".bin", ".json", ".idx"}) rename(extension, false);
     sync_folder(folder);
     // What is left of an older corpus that was cut otherwise, and of the writing.
     for (const auto& entry : fs::directory_iterator(folder))

@@ -13,11 +13,10 @@ namespace pith {
 
 // PREFIX.idx: "MMIDIDX\0\0", version 1 (u64), dtype code (u8), sequence count (u64), document count
 // + 1 (u64), int32 lengths, int64 byte pointers, int64 document indices (first sequence of each
-// document, then the sequence count). PREFIX.bin: the ids. A side file PREFIX.json names tokenizer
-// hash, vocabulary, counts and checksums; corpora without one (of other programs) are read as well.
-// Opening checks everything but the ids themselves: index (and its sum), borders, size of
-// PREFIX.bin, side file. A corpus may be cut into shards PREFIX-00000-of-0000N.*, each a corpus of
-// its own; PREFIX then names all of them, joined in order, and a missing one is an Error.
+// document, then the sequence count). PREFIX.bin: the ids. PREFIX.json: tokenizer hash, vocabulary,
+// counts and checksums; corpora without it (of other programs) are read as well. Opening checks all
+// but the ids. A corpus may be cut into shards PREFIX-00000-of-0000N.*, each a corpus of its own;
+// PREFIX then names all of them, joined in order, and a missing one is an Error.
 class Corpus {
  public:
   explicit Corpus(const std::string& prefix);
@@ -29,9 +28,8 @@ class Corpus {
   void read(int64_t document, int64_t begin, std::span<int64_t> out) const;
   int64_t vocab_size() const;          // from the side file; 0 where there is none
   std::string tokenizer_hash() const;  // from the side file; "" where there is none
-  std::string fingerprint()
-      const;                  // hash of index, size and side file: changes when the corpus does
-  std::string dtype() const;  // of an id in PREFIX.bin: "uint16", ...
+  std::string fingerprint() const;     // of index, size and side file: changes with the corpus
+  std::string dtype() const;           // of an id in PREFIX.bin: "uint16", ...
   const std::string& prefix() const;
   std::vector<std::string> shards() const;  // their prefixes; one for a corpus that is not cut
 
@@ -47,10 +45,10 @@ struct CorpusProgress {
   int64_t shard = 0, documents = 0, tokens = 0;
 };
 
-// Appends documents; writes to temporary names and renames at the end, so a killed build leaves
-// nothing that looks whole. Width: 16-bit ids for a vocabulary up to 65,536 (uint16), else int32.
-// Ids are checked. Memory does not grow with the corpus. Not finished means not wanted: the
-// temporary files are removed, unless sync() was called.
+// Appends documents under temporary names and renames at the end, so a killed build leaves nothing
+// that looks whole. Ids are uint16 for a vocabulary up to 65,536, else int32, and checked. Memory
+// does not grow with the corpus. Not finished means not wanted: the temporary files are removed,
+// unless sync() was called.
 class CorpusWriter {
  public:
   // With shard_tokens > 0 a shard ends before the document that would make it longer. `resume`

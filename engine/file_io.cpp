@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <nlohmann/json.hpp>
+#include <set>
 #include <system_error>
 
 #include "core/error.h"
@@ -72,9 +74,7 @@ OutputFile::OutputFile(std::filesystem::path path, uint64_t keep)
   if (keep > 0) {
     const off_t end = ::lseek(descriptor_, 0, SEEK_END);
     PITH_CHECK(end >= 0 && static_cast<uint64_t>(end) >= keep,
-               "{} has {} bytes, fewer than the {} "
-               "that were written",
-               path_.string(), end, keep);
+               "{} has {} bytes, fewer than the {} written", path_.string(), end, keep);
     if (::ftruncate(descriptor_, static_cast<off_t>(keep)) != 0) fail_write(path_, "cut");
     if (::lseek(descriptor_, 0, SEEK_END) < 0) fail_write(path_, "extend");
   }
@@ -122,6 +122,40 @@ uint64_t OutputFile::close() {
   descriptor_ = -1;
   if (result != 0) fail_write(path_, "close");
   return XXH3_64bits_digest(sum_.get());
+}
+
+nlohmann::json parse_json(std::string_view text, const std::string& source) {
+  using nlohmann::json;
+  using Event = json::parse_event_t;
+  std::vector<std::set<std::string>> keys;  // of the objects that are open
+  const auto check = [&](int depth, Event event, json& parsed) {
+    PITH_CHECK(depth < 64, "{}: values inside each other, more than 64 deep", source);
+    if (event == Event::object_start) keys.emplace_back();
+    if (event == Event::object_end) keys.pop_back();
+    if (event == Event::key)
+      PITH_CHECK(keys.back().insert(parsed.get_ref<const std::string&>()).second,
+                 "{}: key {} stands twice in one object", source, parsed.dump());
+    return true;
+  };
+  // The library's messages begin "[json.exception.parse_error.101] parse error at line L, ...: ".
+  const auto after = [](const json::exception& error, std::string_view mark) {
+    std::string_view what = error.what();
+    return what.substr(what.find(mark) + mark.size());
+  };
+  try {
+    return json::parse(text, check);
+  } catch (const json::parse_error& error) {
+    const auto before = text.substr(0, std::min(text.size(), error.byte > 0 ? error.byte - 1 : 0));
+    const auto line = std::count(before.begin(), before.end(), '\n') + 1;
+    const size_t column = before.size() - (before.rfind('\n') + 1) + 1;  // npos + 1 = 0
+    PITH_FAIL("{}:{}:{}: not JSON: {:.300}", source, line, column, after(error, ": "));
+  } catch (const json::exception& error) {  // a number out of range
+    PITH_FAIL("{}: not JSON: {:.300}", source, after(error, "] "));
+  }
+}
+
+nlohmann::json read_json(const std::filesystem::path& path) {
+  return parse_json(map_file(path).bytes(), path.string());
 }
 
 WrittenFile write_file(const std::filesystem::path& folder, const std::string& name,

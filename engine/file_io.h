@@ -5,14 +5,14 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace pith {
 
-// A whole file, read-only; the pages stay mapped while any copy lives. A file that another program
-// cuts shorter meanwhile is beyond help (SIGBUS), like with every mapping.
+// A whole file, read-only; the pages stay mapped while any copy lives.
 struct MappedFile {
   std::shared_ptr<const char> data;
   uint64_t size = 0;
@@ -23,8 +23,7 @@ MappedFile map_file(const std::filesystem::path& path);
 std::string read_file(const std::filesystem::path& path);
 
 // A file being written from its beginning, or behind the first `keep` bytes of what is there. Every
-// failure names the path and the system's reason. Not closed means not wanted: the destructor
-// closes the descriptor and leaves the rest to the owner.
+// failure names the path and the system's reason.
 class OutputFile {
  public:
   explicit OutputFile(std::filesystem::path path, uint64_t keep = 0);
@@ -54,15 +53,19 @@ struct WrittenFile {
 WrittenFile write_file(const std::filesystem::path& folder, const std::string& name,
                        std::string_view bytes);
 
+// JSON of a file, or of text that came from `source`, with errors that name file, line and column.
+// A key that stands twice in one object is an error too: readers disagree about which one counts.
+nlohmann::json read_json(const std::filesystem::path& path);
+nlohmann::json parse_json(std::string_view text, const std::string& source);
+
 // Makes creations, renames and deletions inside a folder durable.
 void sync_folder(const std::filesystem::path& folder);
 
 uint64_t xxh3(std::string_view bytes);
 std::string hex(uint64_t value);  // 16 digits
 
-// A JSON object (text from dump, ending in "}") that carries the xxh3 of its own bytes as its last
-// member, "checksum". check_seal throws, naming `source`, when any byte of the text is not what was
-// written.
+// A JSON object (text from dump) with the xxh3 of its own bytes as its last member, "checksum";
+// check_seal throws, naming `source`, when any byte is not what was written.
 std::string seal_json(const std::string& object);
 void check_seal(std::string_view text, const std::string& source);
 

@@ -41,8 +41,7 @@ std::map<std::string, std::string> read_weight_map(const fs::path& path) {
     auto file = value.get<std::string>();
     // A file of this folder and nothing else: an index can't be trusted to stay inside.
     PITH_CHECK(fs::path(file).filename() == file && file != ".." && file != ".",
-               "{}: weight_map: {} lies in {}, which is not a file name", path.string(), name,
-               file);
+               "{}: {} lies in {}, which is not a file name", path.string(), name, file);
     result.emplace(name, std::move(file));
   }
   return result;
@@ -57,50 +56,20 @@ struct ByValue {
 
 }  // namespace
 
-json parse_json(std::string_view text, const std::string& source) {
-  std::vector<std::set<std::string>> keys;  // of the objects that are open
-  const auto refuse_twins = [&](int, json::parse_event_t event, json& parsed) {
-    using Event = json::parse_event_t;
-    if (event == Event::object_start) keys.emplace_back();
-    if (event == Event::object_end) keys.pop_back();
-    if (event == Event::key)
-      PITH_CHECK(keys.back().insert(parsed.get_ref<const std::string&>()).second,
-                 "{}: key {} stands twice in one object", source, parsed.dump());
-    return true;
-  };
-  // The library's messages begin "[json.exception.parse_error.101] parse error at line L, ...: ".
-  const auto after = [](const json::exception& error, std::string_view mark) {
-    std::string_view what = error.what();
-    return what.substr(what.find(mark) + mark.size());
-  };
-  try {
-    return json::parse(text, refuse_twins);
-  } catch (const json::parse_error& error) {
-    const auto before = text.substr(0, std::min(text.size(), error.byte > 0 ? error.byte - 1 : 0));
-    const auto line = std::count(before.begin(), before.end(), '\n') + 1;
-    const size_t column = before.size() - (before.rfind('\n') + 1) + 1;  // npos + 1 = 0
-    PITH_FAIL("{}:{}:{}: not JSON: {:.300}", source, line, column, after(error, ": "));
-  } catch (const json::exception& error) {  // a number out of range
-    PITH_FAIL("{}: not JSON: {:.300}", source, after(error, "] "));
-  }
-}
-
-json read_json(const fs::path& path) { return parse_json(map_file(path).bytes(), path.string()); }
-
 std::vector<std::string> summarize_names(const std::vector<std::string>& names) {
   // The texts around the numbers ("layers.", ".weight") -> the tuples of numbers that stand there.
   std::map<std::vector<std::string>, std::vector<std::vector<std::string>>> patterns;
   for (const std::string& name : names) {
     std::vector<std::string> texts(1), numbers;
-    for (size_t i = 0; i < name.size();) {
-      const size_t end = std::min(name.find_first_not_of("0123456789", i), name.size());
-      if (end > i) {
-        numbers.push_back(name.substr(i, end - i));
+    bool before = false;
+    for (const char c : name) {
+      const bool digit = c >= '0' && c <= '9';
+      if (digit && !before) {
+        numbers.emplace_back();
         texts.emplace_back();
-        i = end;
-      } else {
-        texts.back() += name[i++];
       }
+      before = digit;
+      (digit ? numbers : texts).back() += c;
     }
     patterns[texts].push_back(std::move(numbers));
   }
@@ -130,15 +99,11 @@ std::vector<std::string> summarize_names(const std::vector<std::string>& names) 
       continue;
     }
     size_t listed = 0;
-    for (const auto& tuple : distinct) {
-      if (listed++ < kListed) {
-        lines.push_back(join(texts, [&](size_t i) { return tuple[i]; }));
-      } else {
-        lines.push_back(
-            fmt::format("{} and {} more", fmt::join(texts, "#"), distinct.size() - kListed));
-        break;
-      }
-    }
+    for (auto tuple = distinct.begin(); tuple != distinct.end() && listed < kListed; ++tuple)
+      lines.push_back(join(texts, [&](size_t i) { return (*tuple)[i]; })), ++listed;
+    if (listed < distinct.size())
+      lines.push_back(
+          fmt::format("{} and {} more", fmt::join(texts, "#"), distinct.size() - listed));
   }
   return lines;
 }
@@ -161,36 +126,28 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
   }
 
   std::vector<std::string> problems;
-  std::map<std::string, std::vector<std::string>> unlisted, absent;  // by file
-  std::set<std::string> opened;
   for (const std::string& shard : shards) {
     try {
       files_.emplace_back(folder / shard);
-      opened.insert(shard);
     } catch (const Error& error) {
       problems.push_back(error.message());
       continue;
     }
-    for (const auto& [name, entry] : files_.back().header().tensors) {
-      const auto listed = weight_map.find(name);
-      if (indexed && listed == weight_map.end()) {
-        unlisted[shard].push_back(name);
+    std::vector<std::string> unlisted, absent;
+    const auto& tensors = files_.back().header().tensors;
+    for (const auto& [name, entry] : tensors) {
+      if (indexed && !weight_map.contains(name)) {
+        unlisted.push_back(name);
       } else if (const auto [first, fresh] = file_of_.emplace(name, files_.size() - 1); !fresh) {
         problems.push_back(fmt::format("tensor {} is in two files: {} and {}", name,
                                        files_[first->second].path().filename().string(), shard));
       }
     }
+    for (const auto& [name, file] : weight_map)
+      if (file == shard && !tensors.contains(name)) absent.push_back(name);
+    report(problems, shard + " holds a tensor that the index does not list", unlisted);
+    report(problems, "the index lists a tensor that " + shard + " does not hold", absent);
   }
-  for (const auto& [name, file] : weight_map)
-    if (opened.count(file)) {
-      const auto found = file_of_.find(name);
-      if (found == file_of_.end() || files_[found->second].path().filename() != file)
-        absent[file].push_back(name);
-    }
-  for (const auto& [file, names] : unlisted)
-    report(problems, fmt::format("{} holds a tensor that the index does not list", file), names);
-  for (const auto& [file, names] : absent)
-    report(problems, fmt::format("the index lists a tensor that {} does not hold", file), names);
   if (!problems.empty()) fail_with(folder.string(), problems);
 }
 
@@ -285,15 +242,6 @@ WrittenFile write_weight_index(const fs::path& folder, const std::vector<Written
   PITH_CHECK(!weight_map.empty(), "{}: there are no weights to write", folder.string());
   const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}};
   return write_file(folder, kIndex, index.dump(2) + "\n");
-}
-
-std::vector<WrittenFile> write_hf_weights(const fs::path& folder,
-                                          const std::vector<NamedTensor>& weights,
-                                          uint64_t shard_bytes) {
-  const WeightFiles files = split_weights(weights, shard_bytes);
-  std::vector<WrittenFile> written = write_weight_files(folder, files, 0, files.size());
-  written.push_back(write_weight_index(folder, written));
-  return written;
 }
 
 }  // namespace pith

@@ -2,7 +2,6 @@
 // them.
 #pragma once
 #include <map>
-#include <nlohmann/json_fwd.hpp>
 #include <span>
 
 #include "core/parameter.h"
@@ -30,41 +29,28 @@ class HfFolder {
   std::map<std::string, size_t> file_of_;
 };
 
-// JSON of a file, or of text that came from `source`, with errors that name file, line and column.
-// A key that stands twice in one object is an error too: readers disagree about which one counts.
-nlohmann::json read_json(const std::filesystem::path& path);
-nlohmann::json parse_json(std::string_view text, const std::string& source);
-
 // Names that differ only in numbers as one line each: "layers.{0-47}.experts.{0-127}.up_proj
-// (6144)". Exact: a line with ranges stands for every combination in them; what does not combine is
-// listed one by one.
+// (6144)", if every combination is there; else one by one.
 std::vector<std::string> summarize_names(const std::vector<std::string>& names);
 
-// Where elements [first, first + target.numel()) of a Hugging Face tensor go: flat, any float dtype
-// and device.
+// Where elements [first, first + target.numel()) of a Hugging Face tensor go: flat, any float
+// dtype.
 struct ImportTarget {
   const HfTensor* tensor;
   int64_t first;
   Tensor target;
 };
 
-// Copies from the folder into the targets, converting, reading their ranges only. Tensors missing,
-// left over, or of another shape or a non-float dtype are collected into one Error.
-// `optional_extra`: names that may be left over.
+// Copies ranges from the folder into the targets, converting. Tensors missing, left over (but not
+// in `optional_extra`), of another shape or a non-float dtype are collected into one Error.
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
                     std::span<const std::string> optional_extra = {});
 
 inline constexpr uint64_t kWeightFileBytes = 5'000'000'000;
 
-// Writes model-0000i-of-0000n.safetensors of at most shard_bytes each and
-// model.safetensors.index.json (total_size, weight_map); a single file is still written with an
-// index. Returns what was written, index last.
-std::vector<WrittenFile> write_hf_weights(const std::filesystem::path& folder,
-                                          const std::vector<NamedTensor>& weights,
-                                          uint64_t shard_bytes = kWeightFileBytes);
-
-// Its steps, for several writers of one folder: which tensors share a file; the files first + 1,
-// first + 2, ... of `total`; the index, once all files named model-* of `files` are there.
+// The steps of writing a folder, by several writers perhaps: which tensors share a file of at most
+// shard_bytes; the files model-0000i-of-0000n.safetensors, i = first + 1, ..., n = total; the index
+// (total_size, weight_map), once all files named model-* of `files` are there.
 using WeightFiles = std::vector<std::vector<NamedTensor>>;
 WeightFiles split_weights(const std::vector<NamedTensor>& weights,
                           uint64_t shard_bytes = kWeightFileBytes);

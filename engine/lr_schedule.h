@@ -15,8 +15,7 @@ namespace pith {
 //             Hu et al. 2024, arXiv 2404.06395
 double learning_rate(const RunConfig::Training& training, int64_t step);
 
-// The keys that the rate depends on, with their values: "training.lr" -> "0.0003", ... Two runs
-// with equal settings have the same rate at every step.
+// The keys that the rate depends on, with their values: "training.lr" -> "0.0003", ...
 std::map<std::string, std::string> schedule_settings(const RunConfig::Training& training);
 
 }  // namespace pith

@@ -33,30 +33,33 @@ double tokens_per_second(const StepMetrics& m) {
   return m.seconds > 0 ? static_cast<double>(m.tokens) / m.seconds : 0;
 }
 
-void put(Json& line, const std::string& name, double value) {
-  line[name] = value;  // nlohmann writes null for what is not finite
-  if (!std::isfinite(value)) line["nonfinite"][name] = fmt::format("{}", value);
+using Scalars = std::vector<std::pair<std::string, double>>;
+
+// The extra values are not among them.
+Scalars scalars_of(const StepMetrics& m) {
+  return {{"loss", m.loss},
+          {"balance_loss", m.balance_loss},
+          {"grad_norm", m.grad_norm},
+          {"lr", m.lr},
+          {"seconds", m.seconds},
+          {"tokens_per_second", tokens_per_second(m)},
+          {"memory_gib", m.memory_gib},
+          {"memory_peak_gib", m.memory_peak_gib}};
 }
 
 Json step_json(const StepMetrics& m) {
-  Json line;
-  line["step"] = m.step;
-  line["total_steps"] = m.total_steps;
-  put(line, "loss", m.loss);
-  put(line, "balance_loss", m.balance_loss);
-  put(line, "grad_norm", m.grad_norm);
-  put(line, "lr", m.lr);
-  line["tokens"] = m.tokens;
-  line["trained_tokens"] = m.trained_tokens;
-  line["tokens_seen"] = m.tokens_seen;
-  put(line, "seconds", m.seconds);
-  put(line, "tokens_per_second", tokens_per_second(m));
-  line["mfu"] = nullptr;
-  if (m.mfu > 0) line["mfu"] = m.mfu;
-  put(line, "memory_gib", m.memory_gib);
-  put(line, "memory_peak_gib", m.memory_peak_gib);
-  line["time"] = unix_seconds();
-  for (const auto& [name, value] : m.extra) put(line, name, value);
+  Json line = {{"step", m.step},
+               {"total_steps", m.total_steps},
+               {"tokens", m.tokens},
+               {"trained_tokens", m.trained_tokens},
+               {"tokens_seen", m.tokens_seen},
+               {"time", unix_seconds()},
+               {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
+  for (const Scalars& values : {scalars_of(m), m.extra})
+    for (const auto& [name, value] : values) {
+      line[name] = value;  // nlohmann writes null for what is not finite
+      if (!std::isfinite(value)) line["nonfinite"][name] = fmt::format("{}", value);
+    }
   return line;
 }
 
@@ -71,11 +74,8 @@ void cut_after(const fs::path& path, int64_t resumed_step) {
     const bool newline = !file.eof();
     const Json line = Json::parse(text, nullptr, /*allow_exceptions=*/false);
     if (line.is_discarded() && !newline) break;
-    const auto step = line.is_object() ? line.find("step") : line.end();
-    if (line.is_object() && step != line.end() && step->is_number_integer() &&
-        step->get<int64_t>() > resumed_step) {
-      break;
-    }
+    const Json step = line.is_object() && line.contains("step") ? line["step"] : Json();
+    if (step.is_number_integer() && step.get<int64_t>() > resumed_step) break;
     kept += text.size() + (newline ? 1 : 0);
     complete = newline;
   }
@@ -125,8 +125,10 @@ struct MetricsLog::Sinks {
     }
   }
   void report(const char* sink, const std::string& cause) {
-    std::fputs(fmt::format("warning: {}; training goes on without {}\n", cause, sink).c_str(),
-               stderr);
+    fmt::print(stderr, "warning: {}; training goes on without {}\n", cause, sink);
+  }
+  void report_unwritten(const char* sink, const std::string& what) {
+    report(sink, fmt::format("{} cannot be written: {}", what, std::strerror(errno)));
   }
   void write_line(const Json& line) {
     if (!lines) return;
@@ -135,15 +137,14 @@ struct MetricsLog::Sinks {
     *lines << line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n" << std::flush;
     // A deleted file still takes what is written, so its name is looked up too.
     if (lines->good() && access(path.c_str(), W_OK) == 0) return;
-    report("metrics.jsonl",
-           fmt::format("{}: cannot be written: {}", path.string(), std::strerror(errno)));
+    report_unwritten("metrics.jsonl", path.string() + ":");
     lines.reset();
   }
   void print_line(const std::string& text) {
     if (!print) return;
     if (std::fputs((text + "\n").c_str(), stdout) >= 0 && std::fflush(stdout) == 0) return;
     print = false;
-    report("progress lines", fmt::format("stdout cannot be written: {}", std::strerror(errno)));
+    report_unwritten("progress lines", "stdout");
   }
   double seconds_left(const StepMetrics& m) {
     recent_seconds.push_back(m.seconds);
@@ -178,19 +179,11 @@ void MetricsLog::write(const StepMetrics& m) {
   sinks_->last_step = m.step;
   sinks_->write_line(step_json(m));
   if (sinks_->tensorboard) {
-    std::vector<std::pair<std::string, double>> values = {
-        {"train/loss", m.loss},
-        {"train/balance_loss", m.balance_loss},
-        {"train/grad_norm", m.grad_norm},
-        {"train/lr", m.lr},
-        {"train/tokens_per_second", tokens_per_second(m)},
-        {"train/memory_peak_gib", m.memory_peak_gib}};
+    Scalars values = m.extra;
     if (m.mfu > 0) values.emplace_back("train/mfu", m.mfu);
-    values.insert(values.end(), m.extra.begin(), m.extra.end());
+    for (const auto& [name, value] : scalars_of(m)) values.emplace_back("train/" + name, value);
     if (!sinks_->tensorboard->scalars(m.step, values)) {
-      sinks_->report("TensorBoard files",
-                     fmt::format("{}: cannot be written: {}",
-                                 (sinks_->folder / "tensorboard").string(), std::strerror(errno)));
+      sinks_->report_unwritten("TensorBoard files", (sinks_->folder / "tensorboard:").string());
       sinks_->tensorboard.reset();
     }
   }

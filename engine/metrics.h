@@ -24,14 +24,12 @@ struct StepMetrics {
   std::vector<std::pair<std::string, double>> extra;  // "validation/loss", ...
 };
 
-// Logging never stops training: a sink that can't be written is reported once on stderr and left
-// out.
+// Logging never stops training: a sink that can't be written is reported once and left out.
 //
-// metrics.jsonl holds one JSON object a line, of two kinds. A step has the fields of StepMetrics,
-// "time" (Unix seconds), "tokens_per_second" and the extra values under their names; "mfu" is null
-// where the peak is not known. NaN and infinities, which JSON lacks, are null too, and the object
-// "nonfinite" then names them: {"loss": null, ..., "nonfinite": {"loss": "nan"}}. An event has
-// "event", "time", "after_step" and "text". Each line is flushed when written.
+// metrics.jsonl holds one JSON object a line, flushed at once. A step has the fields of
+// StepMetrics, "time" (Unix seconds), "tokens_per_second" and the extra values under their names;
+// "mfu" is null where the peak is not known. NaN and infinities, which JSON lacks, are null too and
+// stand in "nonfinite": {"loss": "nan"}. An event has "event", "time", "after_step" and "text".
 class MetricsLog {
  public:
   // Opens run_folder/metrics.jsonl for appending and run_folder/tensorboard/. Of an older file all

@@ -20,8 +20,8 @@ struct TensorEntry {
 
 // The header as the format defines it: 8 bytes length, JSON, data. Throws an Error that names
 // `source` and the tensor for every violation (length past the file, malformed JSON, unknown dtype,
-// size != shape x dtype, overlaps, gaps, trailing bytes). Never allocates more than a small
-// multiple of the bytes given.
+// size != shape x dtype, overlaps, gaps, trailing bytes). Allocates a multiple of the bytes given,
+// whatever they say.
 struct SafetensorsHeader {
   std::map<std::string, TensorEntry> tensors;
   std::map<std::string, std::string> metadata;
@@ -30,11 +30,7 @@ struct SafetensorsHeader {
 SafetensorsHeader parse_safetensors_header(std::string_view head, uint64_t file_size,
                                            const std::string& source);
 
-// Name of a dtype in the format: "BF16", "F32", ... Throws for one that the format lacks.
-std::string safetensors_dtype(at::ScalarType dtype);
-
-// A memory-mapped file. Tensors are read-only views into the mapping, which lives as long as any of
-// them.
+// A memory-mapped file; the mapping lives as long as any of its tensors.
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::filesystem::path& path);

@@ -19,9 +19,7 @@ double uniform(uint64_t seed, uint64_t draw_index) {
   return static_cast<double>((high << 26) | low) * 0x1p-53;
 }
 
-}  // namespace
-
-void check_sampling_options(const SamplingOptions& options) {
+void check_options(const SamplingOptions& options) {
   PITH_CHECK(options.temperature >= 0 && std::isfinite(options.temperature),
              "temperature {}: must be a finite number of at least 0", options.temperature);
   PITH_CHECK(options.top_p >= 0 && options.top_p <= 1, "top_p {}: must be in [0, 1]",
@@ -31,8 +29,10 @@ void check_sampling_options(const SamplingOptions& options) {
   PITH_CHECK(options.top_k >= 0, "top_k {}: must be at least 0", options.top_k);
 }
 
+}  // namespace
+
 int64_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw_index) {
-  check_sampling_options(options);
+  check_options(options);
   PITH_CHECK(!logits.empty() && logits.size() <= std::numeric_limits<int32_t>::max(),
              "sampling from {} logits", logits.size());
   size_t best = 0;

@@ -13,9 +13,6 @@ struct SamplingOptions {
   uint64_t seed = 0;
 };
 
-// Throws an Error naming the option that is out of range.
-void check_sampling_options(const SamplingOptions& options);
-
 // Index of the token drawn from `logits` (V). Filters, each on the distribution that the one before
 // it left, renormalised, in the order of Hugging Face transformers:
 //   temperature  softmax(logits / temperature)
@@ -25,7 +22,7 @@ void check_sampling_options(const SamplingOptions& options);
 // The most probable token always stays; equal logits rank by the lower id, which also decides which
 // of them a filter keeps. The draw is a function of (seed, draw_index, logits, options): give every
 // token of every sequence its own draw_index. FP64 inside. A logit of -inf is never drawn; NaN,
-// +inf, or nothing left to draw is an Error.
+// +inf, nothing left to draw or an option out of range is an Error.
 int64_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw_index);
 
 }  // namespace pith

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <bit>
 #include <cerrno>
 #include <chrono>
@@ -12,16 +11,6 @@
 
 namespace pith {
 namespace {
-
-constexpr std::array<uint32_t, 256> make_crc_table() {
-  std::array<uint32_t, 256> table{};
-  for (uint32_t byte = 0; byte < 256; ++byte) {
-    uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82F63B78u : 0u);
-    table[byte] = crc;
-  }
-  return table;
-}
 
 // Bytes of a number as it lies in memory, which is the file's order.
 static_assert(std::endian::native == std::endian::little);
@@ -46,9 +35,11 @@ std::string field(uint32_t number, Wire wire, const std::string& value) {
 }  // namespace
 
 uint32_t crc32c(std::string_view bytes) {
-  static constexpr std::array<uint32_t, 256> table = make_crc_table();
   uint32_t crc = ~0u;
-  for (const char byte : bytes) crc = table[(crc ^ static_cast<uint8_t>(byte)) & 255] ^ (crc >> 8);
+  for (const char byte : bytes) {
+    crc ^= static_cast<uint8_t>(byte);
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82F63B78u : 0u);
+  }
   return ~crc;
 }
 

@@ -2,7 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "engine/hf_folder.h"
+#include "engine/file_io.h"
 
 namespace pith {
 namespace {
@@ -16,22 +16,10 @@ int64_t read_id(const json& value, int64_t vocab_size, const std::string& place)
   return value.get<int64_t>();
 }
 
-void append_document(Row& row, const json& document, const json* labels, int64_t vocab_size,
-                     const std::string& place) {
-  PITH_CHECK(document.is_array() && !document.empty(),
-             "{}: a document must be a non-empty list of ids", place);
-  PITH_CHECK(labels == nullptr || (labels->is_array() && labels->size() == document.size()),
+void check_list(const json& list, const json* labels, const std::string& place) {
+  PITH_CHECK(list.is_array() && !list.empty(), "{}: must be a list that is not empty", place);
+  PITH_CHECK(!labels || (labels->is_array() && labels->size() == list.size()),
              "{}: labels must have the shape of rows", place);
-  row.document_begins.push_back(static_cast<int64_t>(row.tokens.size()));
-  for (size_t i = 0; i < document.size(); ++i) {
-    row.tokens.push_back(read_id(document[i], vocab_size, place));
-    row.positions.push_back(static_cast<int64_t>(i));
-    if (labels != nullptr)
-      row.labels.push_back((*labels)[i] == -100 ? -100 : read_id((*labels)[i], vocab_size, place));
-    else
-      row.labels.push_back(i + 1 < document.size() ? read_id(document[i + 1], vocab_size, place)
-                                                   : -100);
-  }
 }
 
 }  // namespace
@@ -39,24 +27,29 @@ void append_document(Row& row, const json& document, const json* labels, int64_t
 std::vector<Row> read_token_rows(const std::filesystem::path& path, int64_t vocab_size) {
   const json file = read_json(path);
   const std::string source = path.string();
-  PITH_CHECK(file.is_array() || (file.is_object() && file.contains("rows")),
+  PITH_CHECK(file.is_array() || file.contains("rows"),
              "{}: expected a list of rows, or an object with \"rows\"", source);
   const json& rows = file.is_array() ? file : file["rows"];
-  const json* labels = file.is_object() && file.contains("labels") ? &file["labels"] : nullptr;
-  PITH_CHECK(rows.is_array() && !rows.empty(), "{}: no rows", source);
-  PITH_CHECK(labels == nullptr || (labels->is_array() && labels->size() == rows.size()),
-             "{}: labels must have the shape of rows", source);
+  const json* labels = file.contains("labels") ? &file["labels"] : nullptr;
+  const auto at = [](const json* list, size_t i) { return list ? &(*list)[i] : nullptr; };
+  check_list(rows, labels, source);
   std::vector<Row> out(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
-    PITH_CHECK(rows[r].is_array() && !rows[r].empty(), "{}: row {} must be a list of documents",
-               source, r);
-    const json* row_labels = labels == nullptr ? nullptr : &(*labels)[r];
-    PITH_CHECK(
-        row_labels == nullptr || (row_labels->is_array() && row_labels->size() == rows[r].size()),
-        "{}: labels must have the shape of rows (row {})", source, r);
+    Row& row = out[r];
+    check_list(rows[r], at(labels, r), fmt::format("{}: row {}", source, r));
     for (size_t d = 0; d < rows[r].size(); ++d) {
-      append_document(out[r], rows[r][d], row_labels == nullptr ? nullptr : &(*row_labels)[d],
-                      vocab_size, fmt::format("{}: row {}, document {}", source, r, d));
+      const json& document = rows[r][d];
+      const json* own = at(at(labels, r), d);
+      const std::string place = fmt::format("{}: row {}, document {}", source, r, d);
+      check_list(document, own, place);
+      row.document_begins.push_back(static_cast<int64_t>(row.tokens.size()));
+      for (size_t i = 0; i < document.size(); ++i) {
+        row.tokens.push_back(read_id(document[i], vocab_size, place));
+        row.positions.push_back(static_cast<int64_t>(i));
+        const json next = i + 1 < document.size() ? document[i + 1] : json(-100);
+        const json& label = own ? (*own)[i] : next;
+        row.labels.push_back(label == -100 ? -100 : read_id(label, vocab_size, place));
+      }
     }
   }
   return out;

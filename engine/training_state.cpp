@@ -22,42 +22,16 @@ std::string difference(const std::string& name, const Value& saved, const Value&
 
 }  // namespace
 
-std::string TrainingState::to_json() const {
-  auto corpora = nlohmann::ordered_json::array();
-  for (const Source& source : sources)
-    corpora.push_back({{"path", source.path},
-                       {"fingerprint", source.fingerprint},
-                       {"tokenizer_hash", source.tokenizer_hash},
-                       {"weight", source.weight}});
-  return nlohmann::ordered_json{{"step", step},
-                                {"rows_read", rows_read},
-                                {"tokens_seen", tokens_seen},
-                                {"sources", corpora},
-                                {"sequence_length", sequence_length},
-                                {"data_seed", data_seed},
-                                {"document_mask", document_mask},
-                                {"packing", packing},
-                                {"schedule", schedule}}
-             .dump(2) +
-         "\n";
-}
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingState::Source, path, fingerprint, tokenizer_hash, weight)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingState, step, rows_read, tokens_seen, sources,
+                                   sequence_length, data_seed, document_mask, packing, schedule)
+
+std::string TrainingState::to_json() const { return nlohmann::json(*this).dump(2) + "\n"; }
 
 TrainingState TrainingState::from_json(const std::string& text, const std::string& source) {
+  const nlohmann::json document = parse_json(text, source);
   try {
-    const auto json = nlohmann::json::parse(text);
-    TrainingState state;
-    json.at("step").get_to(state.step);
-    json.at("rows_read").get_to(state.rows_read);
-    json.at("tokens_seen").get_to(state.tokens_seen);
-    for (const auto& corpus : json.at("sources"))
-      state.sources.push_back({corpus.at("path"), corpus.at("fingerprint"),
-                               corpus.at("tokenizer_hash"), corpus.at("weight")});
-    json.at("sequence_length").get_to(state.sequence_length);
-    json.at("data_seed").get_to(state.data_seed);
-    json.at("document_mask").get_to(state.document_mask);
-    json.at("packing").get_to(state.packing);
-    json.at("schedule").get_to(state.schedule);
-    return state;
+    return document.get<TrainingState>();
   } catch (const nlohmann::json::exception& error) {
     PITH_FAIL("{} is not a training state: {}", source, error.what());
   }
@@ -81,26 +55,21 @@ void TrainingState::check_same_data(const TrainingState& other, const std::strin
   compare("data.seed", data_seed, other.data_seed);
   compare("data.document_mask", document_mask, other.document_mask);
   compare("data.packing", packing, other.packing);
-  if (!differences.empty()) {
+  if (!differences.empty())
     PITH_FAIL_HINT(
         "restore these settings; or start a new run folder with model.init = this checkpoint",
         "{} cannot be resumed: its position in the data would mean other rows:{}", source,
         differences);
-  }
 }
 
 std::string TrainingState::schedule_differences(const TrainingState& other) const {
-  std::map<std::string, std::string> keys = schedule;
-  keys.insert(other.schedule.begin(), other.schedule.end());
-  const auto value = [](const auto& settings, const std::string& key) {
-    const auto found = settings.find(key);
-    return found == settings.end() ? "not in use" : found->second;
-  };
+  std::map<std::string, std::pair<std::string, std::string>> values;  // of each key: saved, now
+  for (const auto& [key, value] : schedule) values[key] = {value, "not in use"};
+  for (const auto& [key, value] : other.schedule)
+    values[key] = {schedule.contains(key) ? schedule.at(key) : "not in use", value};
   std::string differences;
-  for (const auto& [key, unused] : keys) {
-    const std::string saved = value(schedule, key), now = value(other.schedule, key);
-    if (saved != now) differences += difference(key, saved, now);
-  }
+  for (const auto& [key, both] : values)
+    if (both.first != both.second) differences += difference(key, both.first, both.second);
   return differences;
 }
 

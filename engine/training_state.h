@@ -40,9 +40,8 @@ struct TrainingState {
 };
 
 // Host copies of what this rank writes of these groups: its parts of masters and moments (replica 0
-// only), and, of every unit, the whole weights on one member of the shard group, by turns. So a
-// rank's host memory is 12 bytes for each element of its parts plus the weights of its turns (about
-// the stage's weights / ranks, at least one unit). Collective.
+// only), 12 bytes an element, and, of every unit, the whole weights on one member of the shard
+// group, by turns. Collective.
 void collect_state(std::span<ShardGroup> groups, CheckpointContent& content);
 
 // Masters, moments and (through publish) weights from a checkpoint's optimizer shards, whatever
@@ -50,13 +49,13 @@ void collect_state(std::span<ShardGroup> groups, CheckpointContent& content);
 void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& checkpoint);
 
 // Weights only, from any Hugging Face folder; moments start at zero. `tied_head`: a stored
-// lm_head.weight is allowed. `whole_model`: the parameter_units() of whole_model(), where other
-// ranks hold parts of it: names that this rank does not miss. Collective.
+// lm_head.weight is allowed. `whole_model`: parameter_units() of the whole model, where other ranks
+// hold parts of it. Collective.
 void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder,
                      bool tied_head, const std::vector<std::vector<Parameter*>>& whole_model = {});
 
-// Name of the first parameter (in the order of the forward pass) that holds a NaN or Inf in this
-// rank's part of the weights ("weight NAME") or of the gradient ("gradient of NAME"), or "".
+// The first parameter, in forward order, that holds a NaN or Inf in this rank's part of the weights
+// ("weight NAME") or of the gradient ("gradient of NAME"), or "".
 std::string first_non_finite(std::span<ShardGroup> groups);
 
 }  // namespace pith

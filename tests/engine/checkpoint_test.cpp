@@ -34,6 +34,12 @@ CheckpointContent content_of(int64_t step, int64_t rows = 6) {
   return content;
 }
 
+void write_checkpoint(const fs::path& root, const CheckpointContent& content, int64_t keep_last) {
+  CheckpointWriter writer;
+  writer.start(root, content, keep_last);
+  writer.finish();
+}
+
 std::vector<std::string> listing(const fs::path& folder) {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename());

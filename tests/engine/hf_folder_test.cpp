@@ -56,6 +56,15 @@ std::vector<NamedTensor> weights(int count) {
   return result;
 }
 
+std::vector<WrittenFile> write_hf_weights(const std::filesystem::path& folder,
+                                          const std::vector<NamedTensor>& tensors,
+                                          uint64_t shard_bytes) {
+  const WeightFiles files = split_weights(tensors, shard_bytes);
+  auto written = write_weight_files(folder, files, 0, files.size());
+  written.push_back(write_weight_index(folder, written));
+  return written;
+}
+
 TEST(HfFolder, ShardsAreWrittenStrictlyAndReadBack) {
   for (const uint64_t shard_bytes : {1u, 60u, 89u, 90u, 1000u}) {
     const Scratch scratch;

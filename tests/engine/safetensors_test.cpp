@@ -5,6 +5,8 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <nlohmann/json.hpp>
+
 #include "tests/engine/scratch.h"
 
 namespace pith {
@@ -76,18 +78,18 @@ TEST(Safetensors, EveryViolationNamesFileAndTensor) {
       {file_of("[]", ""), "not an object"},
       {file_of("3", ""), "not an object"},
       {file_of(R"({"w":3})", ""), "w is not an object"},
-      {file_of(R"({"w":[1]})", ""), "not an object of tensors"},
+      {file_of(R"({"w":[1]})", ""), "w is not an object"},
       {file_of("{\"\xff\":{}}", ""), "not JSON"},
       {file_of(one(R"("dtype":"F32","shape":[2])"), eight), "data_offsets is missing"},
       {file_of(one(R"("dtype":"F32","shape":[2],"data_offsets":[0,8],"x":1)"), eight), "besides"},
-      {file_of(one(R"("dtype":"F31","shape":[2],"data_offsets":[0,8])"), eight), "dtype F31"},
+      {file_of(one(R"("dtype":"F31","shape":[2],"data_offsets":[0,8])"), eight), "dtype \"F31\""},
       {file_of(one(R"("dtype":"","shape":[2],"data_offsets":[0,8])"), eight), "dtype"},
       {file_of(one(R"("dtype":"F32","shape":[-2],"data_offsets":[0,8])"), eight),
        "shape must hold"},
       {file_of(one(R"("dtype":"F32","shape":[2.0],"data_offsets":[0,8])"), eight),
        "shape must hold"},
       {file_of(one(R"("dtype":"F32","shape":[[2]],"data_offsets":[0,8])"), eight),
-       "not an object of"},
+       "shape must hold"},
       {file_of(one(R"("dtype":"F32","shape":[3],"data_offsets":[0,8])"), eight),
        "do not hold float32"},
       {file_of(one(R"("dtype":"F64","shape":[2],"data_offsets":[0,8])"), eight),
@@ -111,15 +113,15 @@ TEST(Safetensors, EveryViolationNamesFileAndTensor) {
       {file_of(R"({"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},)"
                R"("w":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}})",
                eight),
-       "tensor w is there twice"},
+       "\"w\" stands twice"},
       {file_of(one(R"("dtype":"U8","dtype":"U8","shape":[8],"data_offsets":[0,8])"), eight),
-       "twice"},
+       "\"dtype\" stands twice"},
       {file_of(R"({"__metadata__":{"format":3}})", ""), "format is not a string"},
   };
   for (const auto& [bytes, part] : cases) EXPECT_ERROR(parse(bytes), "x.safetensors", part);
   std::string deep = R"({"w":{"dtype":"U8","data_offsets":[0,0],"shape":[)";
   for (int i = 0; i < 100; ++i) deep += "0,";
-  EXPECT_ERROR(parse(file_of(deep + "0]}}", "")), "more than 64 dimensions");
+  EXPECT_ERROR(parse(file_of(deep + "0]}}", "")), "at most 64 dimensions");
 }
 
 TEST(Safetensors, TruncationAtEveryLengthIsAnError) {
@@ -140,6 +142,11 @@ TEST(Safetensors, WritingRefusesWhatCannotBeRead) {
                "no dtype");
   EXPECT_ERROR(write_safetensors(scratch / "none" / "a", {{"x", one}}), "none", "No such file");
   EXPECT_ERROR(write_safetensors("/dev/full", {{"x", one}}), "/dev/full", "No space left");
+}
+
+TEST(FileIo, JsonInsideItselfEndsAtADepth) {
+  EXPECT_ERROR(parse_json(std::string(1 << 20, '['), "x.json"), "x.json", "64 deep");
+  parse_json("[[[[]]]]", "x.json");
 }
 
 TEST(FileIo, SealedJsonNoticesEveryChangedByteAndEveryLength) {

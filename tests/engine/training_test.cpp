@@ -121,7 +121,9 @@ TEST(Restore, WeightsMastersAndMomentsAreBitEqual) {
   content.files.emplace_back("config.json", saved.model.config().to_json(at::kBFloat16));
   content.training_state = TrainingState{}.to_json();
   collect_state(saved.groups, content);
-  write_checkpoint(root, content, 2);
+  CheckpointWriter writer;
+  writer.start(root, content, 2);
+  writer.finish();
   const auto folder = newest_checkpoint(root);
   ASSERT_TRUE(folder.has_value());
 
@@ -160,7 +162,7 @@ TEST(Restore, AForeignFolderListsEveryProblemAtOnce) {
     weights.emplace_back(name, changed);
   }
   weights.emplace_back("model.layers.9.extra", at::full({2}, 1.0f));  // left over
-  write_hf_weights(folder, weights);
+  write_weight_index(folder, write_weight_files(folder, split_weights(weights), 0, 1));
   try {
     restore_weights(tiny.groups, folder, false);
     FAIL() << "accepted";

@@ -70,5 +70,5 @@ printf x | dd of="out ü/train.bin" bs=1 seek=20 conv=notrunc 2>/dev/null
 expect 1 'damaged: .*train.bin is damaged between bytes 0 and 122: documents 0 to 2' inspect "out ü/train"
 expect 1 'damaged' corpus verify "out ü/train"
 truncate -s -2 again/train.bin
-expect 1 'document 2 ends at token 61, the .bin file holds 60' corpus show again/train 0
+expect 1 'document 2 ends at token 61, the .bin holds 60' corpus show again/train 0
 echo PASS
