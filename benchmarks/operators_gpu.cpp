@@ -21,6 +21,7 @@
 #include "operators/attention.h"
 #include "operators/embedding.h"
 #include "operators/grouped_linear.h"
+#include "operators/kernels.h"
 #include "operators/linear.h"
 #include "operators/linear_cross_entropy.h"
 #include "operators/permute.h"

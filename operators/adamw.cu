@@ -1,19 +1,13 @@
 // AdamW in one pass, and the sum of squares of a gradient.
-#include "operators/cuda_check.h"
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
 
-// As in adamw.h, which a .cu file does not include.
-struct AdamWScalars {
-  float decay, beta1, beta2, rest1, rest2, epsilon, rate, inverse_correction2;
-};
-
 namespace {
 
-constexpr int kThreads = 256, kWidth = 4;
+constexpr int kThreads = 256;
 
-__device__ inline float update(float w, float& m, float& v, float g, const AdamWScalars& s) {
+__device__ inline float update(float w, float& m, float& v, float g, const AdamWScalars<float>& s) {
   m = s.beta1 * m + s.rest1 * g;
   v = s.beta2 * v + s.rest2 * g * g;
   w -= s.decay * w;
@@ -24,7 +18,7 @@ __device__ inline float update(float w, float& m, float& v, float g, const AdamW
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)
     adamw_kernel(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, T* value,
-                 int64_t n, const float* grad_scale, AdamWScalars scalars) {
+                 int64_t n, const float* grad_scale, AdamWScalars<float> scalars) {
   const int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * N;
   if (i >= n) return;
   Vec<float, N> w = load<N>(master + i), m = load<N>(exp_avg + i), v = load<N>(exp_avg_sq + i);
@@ -42,26 +36,7 @@ __global__ void __launch_bounds__(kThreads)
   store(value + i, rounded);
 }
 
-template <class T>
-void launch(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, T* value,
-            int64_t n, const float* grad_scale, const AdamWScalars& scalars, CUstream_st* stream) {
-  const auto run = [&](auto kernel, int64_t width, int64_t from, int64_t to) {
-    if (from == to) return;
-    const int64_t threads = (to - from) / width;
-    kernel<<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
-        master + from, exp_avg + from, exp_avg_sq + from, grad + from, value + from, to - from,
-        grad_scale, scalars);
-    launch_check("adamw");
-  };
-  const bool fits = aligned<float, kWidth>({master, exp_avg, exp_avg_sq, grad}, {}) &&
-                    aligned<T, kWidth>({value}, {});
-  const int64_t even = fits ? n - n % kWidth : 0;
-  run(adamw_kernel<T, kWidth>, kWidth, 0, even);
-  run(adamw_kernel<T, 1>, 1, even, n);
-}
-
-constexpr int kSumBlocks =
-    1056;  // fixed, so that the order of summation is the same on every device
+constexpr int kSumBlocks = 1056;  // of no device, so that the order of summation is one on all
 
 // Sum over the threads of a block in a fixed order, valid in thread 0.
 __device__ double block_sum(double x) {
@@ -113,26 +88,32 @@ __global__ void __launch_bounds__(kThreads) total_kernel(const double* partial, 
 }  // namespace
 
 void adamw_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, void* value,
-                  int64_t n, const float* grad_scale, AdamWScalars scalars, bool is_bf16,
-                  CUstream_st* stream) {
-  if (is_bf16) {
-    launch(master, exp_avg, exp_avg_sq, grad, static_cast<bf16*>(value), n, grad_scale, scalars,
-           stream);
-  } else {
-    launch(master, exp_avg, exp_avg_sq, grad, static_cast<float*>(value), n, grad_scale, scalars,
-           stream);
-  }
+                  int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars,
+                  bool is_bf16, CUstream_st* stream) {
+  const auto run = [&]<class T, int N>(int64_t from, int64_t to) {
+    if (from == to) return;
+    adamw_kernel<T, N><<<num_blocks((to - from) / N, kThreads), kThreads, 0, stream>>>(
+        master + from, exp_avg + from, exp_avg_sq + from, grad + from,
+        static_cast<T*>(value) + from, to - from, grad_scale, scalars);
+    launch_check("adamw");
+  };
+  const auto vectors_and_tail = [&]<class T>() {
+    const bool fits =
+        aligned<float, 4>({master, exp_avg, exp_avg_sq, grad}, {}) && aligned<T, 4>({value}, {});
+    const int64_t even = fits ? n - n % 4 : 0;
+    run.template operator()<T, 4>(0, even);
+    run.template operator()<T, 1>(even, n);
+  };
+  is_bf16 ? vectors_and_tail.template operator()<bf16>()
+          : vectors_and_tail.template operator()<float>();
 }
 
 int64_t sum_of_squares_blocks() { return kSumBlocks; }
 
 void sum_of_squares(const float* x, int64_t n, double* partial, double* result,
                     CUstream_st* stream) {
-  if (aligned<float, 4>({x}, {})) {
-    squares_kernel<4><<<kSumBlocks, kThreads, 0, stream>>>(x, n, partial);
-  } else {
-    squares_kernel<1><<<kSumBlocks, kThreads, 0, stream>>>(x, n, partial);
-  }
+  const auto squares = aligned<float, 4>({x}, {}) ? squares_kernel<4> : squares_kernel<1>;
+  squares<<<kSumBlocks, kThreads, 0, stream>>>(x, n, partial);
   total_kernel<<<1, kThreads, 0, stream>>>(partial, result);
   launch_check("sum_of_squares");
 }

@@ -23,26 +23,3 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
 Tensor sum_of_squares(const Tensor& grad);
 
 }  // namespace pith
-
-#if PITH_CUDA
-struct CUstream_st;
-namespace pith::cuda {
-// The step's scalars, computed on the host in FP64.
-struct AdamWScalars {
-  float decay;  // lr * weight_decay
-  float beta1, beta2;
-  float rest1, rest2;  // 1 - beta1, 1 - beta2
-  float epsilon;
-  float rate;                 // lr / (1 - beta1^step)
-  float inverse_correction2;  // 1 / sqrt(1 - beta2^step)
-};
-// All (n); value float32, or bfloat16 where bf16.
-void adamw_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, void* value,
-                  int64_t n, const float* grad_scale, AdamWScalars scalars, bool bf16,
-                  CUstream_st* stream);
-// partial (sum_of_squares_blocks()) float64 is scratch; result: one float64.
-int64_t sum_of_squares_blocks();
-void sum_of_squares(const float* x, int64_t n, double* partial, double* result,
-                    CUstream_st* stream);
-}  // namespace pith::cuda
-#endif

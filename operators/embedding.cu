@@ -1,5 +1,4 @@
 // Gradient of the embedding: rows of equal tokens summed in order, without atomics.
-#include "operators/cuda_check.h"
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
@@ -42,30 +41,17 @@ __global__ void __launch_bounds__(kThreads)
   store(target, total);
 }
 
-template <class T, int N>
-void launch(const int64_t* sorted, const int64_t* position, const void* dy, float* grad,
-            int64_t num_tokens, int64_t hidden, CUstream_st* stream) {
-  const dim3 grid(static_cast<unsigned>(num_tokens),
-                  static_cast<unsigned>((hidden + kThreads * N - 1) / (kThreads * N)));
-  add_rows_kernel<T, N><<<grid, kThreads, 0, stream>>>(sorted, position, static_cast<const T*>(dy),
-                                                       grad, num_tokens, hidden);
-  launch_check("embedding: add_rows_by_token");
-}
-
 }  // namespace
 
 void add_rows_by_token(const int64_t* sorted, const int64_t* position, const void* dy, float* grad,
                        int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream) {
   if (num_tokens == 0 || hidden == 0) return;
-  const auto go = [&](auto kernel) {
-    kernel(sorted, position, dy, grad, num_tokens, hidden, stream);
-  };
-  const bool fits = aligned<float, 4>({grad, dy}, {hidden});
-  if (is_bf16) {
-    fits ? go(launch<bf16, 4>) : go(launch<bf16, 1>);
-  } else {
-    fits ? go(launch<float, 4>) : go(launch<float, 1>);
-  }
+  with_vectors<4>(is_bf16, {grad, dy}, {hidden}, [&]<class T, int N>() {
+    const dim3 grid(static_cast<unsigned>(num_tokens), num_blocks(hidden, kThreads * N));
+    add_rows_kernel<T, N><<<grid, kThreads, 0, stream>>>(
+        sorted, position, static_cast<const T*>(dy), grad, num_tokens, hidden);
+  });
+  launch_check("embedding: add_rows_by_token");
 }
 
 }  // namespace pith::cuda

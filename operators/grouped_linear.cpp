@@ -2,31 +2,19 @@
 
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
 
-#include "operators/matmul.h"
+#include "operators/function.h"
 
 namespace pith {
 namespace {
-
-// Calls f(expert, first slot, number of slots) for every expert that has slots.
-template <class F>
-void for_each_expert(const Tensor& offsets_host, F&& f) {
-  const int32_t* end = offsets_host.const_data_ptr<int32_t>();
-  int64_t begin = 0;
-  for (int64_t e = 0; e < offsets_host.numel(); begin = end[e++]) {
-    if (end[e] > begin) f(e, begin, end[e] - begin);
-  }
-}
 
 // at::_grouped_mm wants rows of 16-byte multiples at 16-byte addresses in every operand and result.
 bool grouped_mm_fits(const Tensor& x, const Tensor& matrices) {
   auto aligned = [](const Tensor& t) {
     return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
   };
-  return x.is_cuda() && x.scalar_type() == at::kBFloat16 && matrices.size(1) % 8 == 0 &&
-         matrices.size(2) % 8 == 0 && aligned(x) && aligned(matrices);
+  return x.is_cuda() && is_bf16(x) && matrices.size(1) % 8 == 0 && matrices.size(2) % 8 == 0 &&
+         aligned(x) && aligned(matrices);
 }
 
 // x (S, K) times its expert's matrix of matrices (E, K, N) -> (S, N).
@@ -35,22 +23,16 @@ Tensor multiply(const Tensor& x, const Tensor& matrices, const Tensor& offsets,
   if (x.size(0) > 0 && grouped_mm_fits(x, matrices)) {
     return at::_grouped_mm(x, matrices, offsets);
   }
-  const bool wide = x.is_cpu();  // BF16 on a CPU: FP32 sums, rounded once
-  Tensor y = at::empty({x.size(0), matrices.size(2)},
-                       wide ? x.options().dtype(wide_dtype(x.scalar_type())) : x.options());
+  Tensor y = at::empty({x.size(0), matrices.size(2)}, x.options());
   for_each_expert(offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
     Tensor rows = y.narrow(0, begin, count);
-    if (wide) {
-      mm_wide_out(rows, x.narrow(0, begin, count), matrices.select(0, e));
-    } else {
-      at::mm_out(rows, x.narrow(0, begin, count), matrices.select(0, e));
-    }
+    mm_rounded_out(rows, x.narrow(0, begin, count), matrices.select(0, e));
   });
-  return y.to(x.scalar_type());
+  return y;
 }
 
 struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& value,
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& value,
                         Parameter* weight, const ExpertPlan* plan) {
     ctx->save_for_backward({x});
     ctx->saved_data["weight"] = reinterpret_cast<int64_t>(weight);
@@ -59,8 +41,7 @@ struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
     return multiply(x, value.transpose(1, 2), plan->offsets, plan->offsets_host);
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& grads) {
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     at::NoGradGuard no_grad;
     const Tensor x = ctx->get_saved_variables()[0];
     auto* weight = reinterpret_cast<Parameter*>(ctx->saved_data["weight"].toInt());

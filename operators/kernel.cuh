@@ -1,14 +1,31 @@
-// What the memory-bound kernels share: 16-byte vectors of float or bfloat16, sums over a warp,
-// launch shapes.
+// What the kernels share: 16-byte vectors of float or bfloat16, sums over a warp, launch shapes,
+// errors of the CUDA runtime.
 #pragma once
 #include <cuda_bf16.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 #include <initializer_list>
+#include <source_location>
+
+#include "operators/kernels.h"
 
 namespace pith::cuda {
 
 using bf16 = __nv_bfloat16;
+constexpr int kWarp = 32;
+
+inline void check(cudaError_t error, const char* what,
+                  std::source_location at = std::source_location::current()) {
+  if (error != cudaSuccess) fail(what, cudaGetErrorString(error), at.file_name(), at.line());
+}
+
+// After a kernel launch: reports a bad configuration. Faults inside the kernel appear at a later
+// call.
+inline void launch_check(const char* kernel,
+                         std::source_location at = std::source_location::current()) {
+  check(cudaGetLastError(), kernel, at);
+}
 
 // N neighbouring elements, moved by one instruction where they fill 4, 8 or 16 bytes.
 template <class T, int N>
@@ -63,6 +80,24 @@ bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<
   return true;
 }
 
+// Calls f.operator()<T, N>() with T = bf16 or float and vectors of N elements: 16 bytes, at most
+// MOST elements; 1 where vectors do not fit.
+template <int MOST = 8, class F>
+void with_vectors(bool is_bf16, std::initializer_list<const void*> pointers,
+                  std::initializer_list<int64_t> strides, F&& f) {
+  const auto choose = [&]<class T>() {
+    constexpr int kN = kFull<T> < MOST ? kFull<T> : MOST;
+    const bool fits = aligned<uint8_t, 16>(pointers, {}) && aligned<T, kN>({}, strides);
+    fits ? f.template operator()<T, kN>() : f.template operator()<T, 1>();
+  };
+  is_bf16 ? choose.template operator()<bf16>() : choose.template operator()<float>();
+}
+
+// Blocks that take `each` of n.
+inline unsigned num_blocks(int64_t n, int64_t each) {
+  return static_cast<unsigned>((n + each - 1) / each);
+}
+
 // Threads over (rows, columns): a block covers width(columns) columns of several rows. Rows lie on
 // grid.x, the only grid dimension that reaches 2^31.
 struct RowGrid {
@@ -71,9 +106,8 @@ struct RowGrid {
 inline RowGrid row_grid(int64_t rows, int64_t columns) {
   constexpr int64_t kThreads = 256;
   const int64_t x = columns < kThreads ? columns : kThreads, y = kThreads / x;
-  return {
-      dim3(static_cast<unsigned>((rows + y - 1) / y), static_cast<unsigned>((columns + x - 1) / x)),
-      dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
+  return {dim3(num_blocks(rows, y), num_blocks(columns, x)),
+          dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
 }
 
 }  // namespace pith::cuda

@@ -1,5 +1,4 @@
 // FP32 as a sum of three BF16 numbers, for products on tensor cores.
-#include "operators/cuda_check.h"
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
@@ -22,8 +21,8 @@ __global__ void split_kernel(const float* dy, bf16* parts, int64_t rows, int64_t
 void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns,
                   CUstream_st* stream) {
   if (rows * columns == 0) return;
-  const auto grid = static_cast<unsigned>((rows * columns + 255) / 256);
-  split_kernel<<<grid, 256, 0, stream>>>(dy, static_cast<bf16*>(parts), rows, columns);
+  split_kernel<<<num_blocks(rows * columns, 256), 256, 0, stream>>>(dy, static_cast<bf16*>(parts),
+                                                                    rows, columns);
   launch_check("split_bf16x3");
 }
 

@@ -13,12 +13,3 @@ Tensor linear(const Tensor& x, Parameter& weight);
 Tensor linear_fp32(const Tensor& x, Parameter& weight);
 
 }  // namespace pith
-
-#if PITH_CUDA
-struct CUstream_st;
-namespace pith::cuda {
-// dy (rows, columns) float32 -> parts (rows, 3 columns) bfloat16: [high | middle | low], whose sum
-// is dy to its last bit (short of underflow).
-void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns, CUstream_st* stream);
-}  // namespace pith::cuda
-#endif

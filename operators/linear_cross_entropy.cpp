@@ -7,12 +7,8 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
-#include <torch/csrc/autograd/custom_function.h>
-#if PITH_CUDA
-#include <c10/cuda/CUDAStream.h>
-#endif
 
-#include "operators/matmul.h"
+#include "operators/function.h"
 
 namespace pith {
 namespace {
@@ -30,53 +26,21 @@ int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
   return (rows + granularity - 1) / granularity * granularity;
 }
 
-void check_labels(const Tensor& labels, int64_t vocabulary) {
-  const int64_t* label = labels.const_data_ptr<int64_t>();
-  for (int64_t t = 0; t < labels.numel(); ++t) {
-    PITH_CHECK(label[t] == kIgnored || (label[t] >= 0 && label[t] < vocabulary),
-               "labels[{}] = {} is neither -100 nor in [0, {})", t, label[t], vocabulary);
-  }
-}
-
-// logits (C, V) -> logprobs (C); with `gradient` the logits become softmax - onehot, 0 in ignored
-// rows.
-template <class T>
-void logits_to_gradient_cpu(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient) {
-  at::_log_softmax_out(logits, logits, 1, false);
-  const int64_t vocabulary = logits.size(1);
-  const int64_t* label = labels.const_data_ptr<int64_t>();
-  T* row = logits.mutable_data_ptr<T>();
-  T* logprob = logprobs.mutable_data_ptr<T>();
-  for (int64_t t = 0; t < logits.size(0); ++t) {
-    logprob[t] = label[t] == kIgnored ? T{0} : row[t * vocabulary + label[t]];
-  }
-  if (!gradient) return;
-  logits.exp_();
-  for (int64_t t = 0; t < logits.size(0); ++t) {
-    if (label[t] != kIgnored) {
-      row[t * vocabulary + label[t]] -= T{1};
-    } else {
-      std::fill_n(row + t * vocabulary, vocabulary, T{0});
-    }
-  }
-}
-
-// The same on either device; returns the gradient (C, V), in the compute dtype where products can
-// take it.
+// logits (C, V) -> logprobs (C); returns their gradient softmax - onehot (C, V), 0 in ignored rows,
+// which takes the place of the logits, in the compute dtype where products can take it.
 Tensor logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient,
                           [[maybe_unused]] bool bf16) {
-#if PITH_CUDA
-  if (logits.is_cuda()) {
+  PITH_IF_CUDA (logits) {
     cuda::cross_entropy_rows(logits.mutable_data_ptr<float>(), labels.const_data_ptr<int64_t>(),
                              logprobs.mutable_data_ptr<float>(), logits.size(0), logits.size(1),
-                             gradient, bf16, c10::cuda::getCurrentCUDAStream().stream());
+                             gradient, bf16, current_stream());
     return gradient && bf16 ? logits.view(at::kBFloat16).narrow(1, 0, logits.size(1)) : logits;
   }
-#endif
-  if (logits.scalar_type() == at::kDouble) {
-    logits_to_gradient_cpu<double>(logits, labels, logprobs, gradient);
-  } else {
-    logits_to_gradient_cpu<float>(logits, labels, logprobs, gradient);
+  const Tensor ignored = labels.eq(kIgnored), column = labels.clamp_min(0).unsqueeze(1);
+  at::_log_softmax_out(logits, logits, 1, false);
+  logprobs.copy_(logits.gather(1, column).squeeze(1)).masked_fill_(ignored, 0);
+  if (gradient) {
+    logits.exp_().scatter_(1, column, -1, "add").index_fill_(0, ignored.nonzero().squeeze(1), 0);
   }
   return logits;
 }
@@ -94,7 +58,7 @@ Tensor run_chunks(const Tensor& hidden, const Request& request, CrossEntropy& re
   at::NoGradGuard no_grad;
   const Tensor value = request.weight->value.detach();
   const int64_t num_tokens = hidden.size(0), vocabulary = value.size(0);
-  const bool bf16 = hidden.scalar_type() == at::kBFloat16;
+  const bool bf16 = is_bf16(hidden);
   const auto wide = wide_dtype(hidden.scalar_type());
   const bool gradient = request.hidden_gradient || request.weight_gradient;
   // CPU: BF16 operands are widened once here instead of once per chunk.
@@ -129,7 +93,7 @@ Tensor run_chunks(const Tensor& hidden, const Request& request, CrossEntropy& re
 }
 
 struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& hidden,
+  static Tensor forward(AutogradContext* ctx, const Tensor& hidden,
                         const Tensor& /*value: makes the graph record*/, const Request& request,
                         CrossEntropy* result) {
     const Tensor dhidden = run_chunks(hidden, request, *result);
@@ -137,8 +101,7 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     return result->loss;
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& grads) {
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (grads[0].is_cpu()) {  // reading it on CUDA would wait for the device
       const double gradient = grads[0].item().toDouble();
       PITH_CHECK(
@@ -161,7 +124,7 @@ CrossEntropy linear_cross_entropy(const Tensor& hidden, Parameter& weight, const
   check_dtype(hidden, "linear_cross_entropy: hidden", weight.value.scalar_type());
   check_shape(labels, "linear_cross_entropy: labels", {hidden.size(0)});
   check_dtype(labels, "linear_cross_entropy: labels", at::kLong);
-  if (labels.is_cpu()) check_labels(labels.contiguous(), vocabulary);
+  check_ids(labels, "labels", vocabulary, kIgnored);
 
   const bool record = at::GradMode::is_enabled();
   Request request{&weight, labels.contiguous(), scale,
@@ -181,10 +144,7 @@ Tensor head_logits(const Tensor& hidden, const Parameter& weight) {
   at::NoGradGuard no_grad;
   check_shape(hidden, "head_logits: hidden", {-1, weight.value.size(1)});
   check_dtype(hidden, "head_logits: hidden", weight.value.scalar_type());
-  const auto wide = wide_dtype(hidden.scalar_type());
-  Tensor logits = at::empty({hidden.size(0), weight.value.size(0)}, hidden.options().dtype(wide));
-  mm_wide_out(logits, hidden, weight.value.t());
-  return logits;
+  return mm_wide(hidden, weight.value.t());
 }
 
 }  // namespace pith

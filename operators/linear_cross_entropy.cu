@@ -1,14 +1,10 @@
 // Cross-entropy over rows of FP32 logits, which its gradient overwrites.
-#include <cuda_runtime.h>
-
-#include "operators/cuda_check.h"
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
+constexpr int kThreads = 512, kWarps = kThreads / kWarp;
 constexpr int64_t kIgnored = -100;
 
 // exp(x - top) summed, relative to the largest x so far.
@@ -115,23 +111,18 @@ __global__ __launch_bounds__(kThreads) void cross_entropy_kernel(float* __restri
   }
 }
 
-template <class G, int N>
-void launch(float* logits, const int64_t* labels, float* logprobs, int64_t rows, int64_t vocabulary,
-            bool gradient, cudaStream_t stream) {
-  cross_entropy_kernel<G, N><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
-      logits, labels, logprobs, vocabulary, gradient);
-  launch_check("cross_entropy_rows");
-}
-
 }  // namespace
 
 void cross_entropy_rows(float* logits, const int64_t* labels, float* logprobs, int64_t rows,
                         int64_t vocabulary, bool gradient, bool is_bf16, cudaStream_t stream) {
   if (rows == 0) return;
   const bool full = aligned<float, 4>({logits}, {vocabulary});
-  auto run = is_bf16 ? (full ? launch<bf16, 4> : launch<bf16, 1>)
-                     : (full ? launch<float, 4> : launch<float, 1>);
-  run(logits, labels, logprobs, rows, vocabulary, gradient, stream);
+  const auto kernel =
+      is_bf16 ? (full ? cross_entropy_kernel<bf16, 4> : cross_entropy_kernel<bf16, 1>)
+              : (full ? cross_entropy_kernel<float, 4> : cross_entropy_kernel<float, 1>);
+  kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(logits, labels, logprobs, vocabulary,
+                                                               gradient);
+  launch_check("cross_entropy_rows");
 }
 
 }  // namespace pith::cuda

@@ -2,10 +2,6 @@
 #pragma once
 #include "core/parameter.h"
 
-#if PITH_CUDA
-struct CUstream_st;
-#endif
-
 namespace pith {
 
 struct CrossEntropy {
@@ -27,17 +23,5 @@ CrossEntropy linear_cross_entropy(const Tensor& hidden, Parameter& weight, const
 
 // hidden (T, H), weight (V, H) -> (T, V) float32 logits, no gradient: for generation and traces.
 Tensor head_logits(const Tensor& hidden, const Parameter& weight);
-
-#if PITH_CUDA
-namespace cuda {
-
-// logits (rows, V) float32: writes logprobs (rows) and, with `gradient`, softmax - onehot(label)
-// over the logits, row by row at the same start, 0 for label -100; in BF16 a row fills the first
-// half of its float row.
-void cross_entropy_rows(float* logits, const int64_t* labels, float* logprobs, int64_t rows,
-                        int64_t vocabulary, bool gradient, bool is_bf16, CUstream_st* stream);
-
-}  // namespace cuda
-#endif
 
 }  // namespace pith

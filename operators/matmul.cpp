@@ -1,6 +1,7 @@
 #include "operators/matmul.h"
 
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 namespace pith {
@@ -23,6 +24,26 @@ void mm_wide_out(Tensor& out, const Tensor& a, const Tensor& b) {
   }
 }
 
+Tensor mm_wide(const Tensor& a, const Tensor& b) {
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(wide_dtype(a.scalar_type())));
+  mm_wide_out(out, a, b);
+  return out;
+}
+
+void mm_rounded_out(Tensor& out, const Tensor& a, const Tensor& b) {
+  if (widen_first(a)) {
+    out.copy_(mm_wide(a, b));
+  } else {
+    at::mm_out(out, a, b);
+  }
+}
+
+Tensor mm_rounded(const Tensor& a, const Tensor& b) {
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
+  mm_rounded_out(out, a, b);
+  return out;
+}
+
 void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha) {
   if (x.size(0) == 0) return;
   Tensor out = gradient;  // a second handle on the same memory
@@ -38,12 +59,10 @@ void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor&
 void add_weight_gradient(const WeightGradient& job) {
   const at::NoGradGuard no_grad;
   if (!job.offsets_host.defined()) return add_weight_gradient(job.weight->grad, job.dy, job.x);
-  const int32_t* end = job.offsets_host.const_data_ptr<int32_t>();
-  int64_t begin = 0;
-  for (int64_t e = 0; e < job.offsets_host.numel(); begin = end[e++]) {
-    add_weight_gradient(job.weight->grad.select(0, e), job.dy.narrow(0, begin, end[e] - begin),
-                        job.x.narrow(0, begin, end[e] - begin));
-  }
+  for_each_expert(job.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
+    add_weight_gradient(job.weight->grad.select(0, e), job.dy.narrow(0, begin, count),
+                        job.x.narrow(0, begin, count));
+  });
 }
 
 DeferWeightGradients::DeferWeightGradients(std::vector<WeightGradient>& jobs) {

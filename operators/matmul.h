@@ -9,15 +9,33 @@ inline at::ScalarType wide_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// out (M, N) in wide_dtype = a (M, K) b (K, N), without rounding to the compute dtype in between.
+inline Tensor widen(const Tensor& x) { return x.to(wide_dtype(x.scalar_type())); }
+
+// a (M, K) b (K, N) -> (M, N) in wide_dtype, without rounding to the compute dtype in between.
 void mm_wide_out(Tensor& out, const Tensor& a, const Tensor& b);
+Tensor mm_wide(const Tensor& a, const Tensor& b);
+
+// The same in the operands' dtype: summed in FP32, rounded once, on either device.
+void mm_rounded_out(Tensor& out, const Tensor& a, const Tensor& b);
+Tensor mm_rounded(const Tensor& a, const Tensor& b);
+
+// Calls f(expert, first row, number of rows) for every expert that has rows; offsets_host (E)
+// int32: the ends of the experts' rows.
+template <class F>
+void for_each_expert(const Tensor& offsets_host, F&& f) {
+  const int32_t* end = offsets_host.const_data_ptr<int32_t>();
+  int64_t begin = 0;
+  for (int64_t e = 0; e < offsets_host.numel(); begin = end[e++]) {
+    if (end[e] > begin) f(e, begin, end[e] - begin);
+  }
+}
 
 // gradient (out, in) in wide_dtype += alpha * dy^T x, with dy (T, out) and x (T, in); T may be 0.
 void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor& x,
                          double alpha = 1);
 
-// The same into a parameter's buffer; with offsets_host (E) int32, the ends of the experts' rows, x
-// and dy hold rows by expert and the gradient is (E, out, in).
+// The same into a parameter's buffer; with offsets_host x and dy hold rows by expert and the
+// gradient is (E, out, in).
 struct WeightGradient {
   Parameter* weight;
   Tensor dy, x, offsets_host;

@@ -1,13 +1,8 @@
 // Grouping by expert: counting sort of the top-k ids, row gather, gather-and-sum and its backward.
-#include <cuda_runtime.h>
-
-#include "operators/cuda_check.h"
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
 namespace {
-
-constexpr int kWarp = 32;
 
 // --- The plan: a stable counting sort. A warp owns a chunk of consecutive entries. ---
 
@@ -206,56 +201,35 @@ template <class T>
 void launch_gather(void* out, const void* rows, const int32_t* row_of_slot, int64_t slots,
                    int64_t row_bytes, cudaStream_t stream) {
   const int64_t units = row_bytes / static_cast<int64_t>(sizeof(T));
-  const RowGrid shape = row_grid((slots + kRowsInFlight - 1) / kRowsInFlight, units);
+  const RowGrid shape = row_grid(num_blocks(slots, kRowsInFlight), units);
   gather_kernel<T><<<shape.grid, shape.block, 0, stream>>>(
       static_cast<T*>(out), static_cast<const T*>(rows), row_of_slot, slots, units);
   launch_check("gather_rows");
 }
 
-template <class T, int N>
-void launch_gather_sum(void* out, const void* slots, const float* weight, const int32_t* slot_of,
-                       int64_t rows, int64_t k, int64_t hidden, cudaStream_t stream) {
-  const RowGrid shape = row_grid(rows, hidden / N);
-  gather_sum_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(
-      static_cast<T*>(out), static_cast<const T*>(slots), weight, slot_of, rows, k, hidden);
-  launch_check("gather_sum");
-}
-
-template <class T, int N>
-void launch_unpermute_backward(void* dslots, float* dweight, const void* dout, const void* slots,
-                               const float* weight, const int32_t* slot_of, int64_t rows, int64_t k,
-                               int64_t hidden, cudaStream_t stream) {
-  constexpr int64_t kWarps = 8;
-  const auto blocks = static_cast<unsigned>((rows * k + kWarps - 1) / kWarps);
-  unpermute_backward_kernel<T, N><<<blocks, kWarps * kWarp, 0, stream>>>(
-      static_cast<T*>(dslots), dweight, static_cast<const T*>(dout), static_cast<const T*>(slots),
-      weight, slot_of, rows * k, k, hidden);
-  launch_check("unpermute_backward");
-}
-
 }  // namespace
 
 int64_t expert_plan_workspace(int64_t entries, int64_t num_experts) {
-  const int64_t chunk = chunk_entries(entries);
-  return ((entries + chunk - 1) / chunk * num_experts + 1) * static_cast<int64_t>(sizeof(int32_t));
+  const int64_t chunks = num_blocks(entries, chunk_entries(entries));
+  return (chunks * num_experts + 1) * static_cast<int64_t>(sizeof(int32_t));
 }
 
 void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t num_experts,
                  int32_t* row_of_slot, int32_t* slot_of, int32_t* offsets, void* workspace,
                  cudaStream_t stream) {
-  const int64_t chunk = chunk_entries(entries), chunks = (entries + chunk - 1) / chunk;
-  const auto blocks = static_cast<unsigned>((chunks + kWarpsPerBlock - 1) / kWarpsPerBlock);
+  const int64_t chunk = chunk_entries(entries), chunks = num_blocks(entries, chunk);
+  const unsigned blocks = num_blocks(chunks, kWarpsPerBlock);
   const auto experts = static_cast<int>(num_experts);
   const size_t shared = sizeof(int32_t) * static_cast<size_t>(kWarpsPerBlock * num_experts);
   auto* count = static_cast<int32_t*>(workspace);
-  PITH_CUDA_CHECK(cudaMemsetAsync(offsets + num_experts, 0, sizeof(int32_t), stream));
+  check(cudaMemsetAsync(offsets + num_experts, 0, sizeof(int32_t), stream), "expert_plan");
   if (blocks > 0) {
     count_kernel<<<blocks, kWarpsPerBlock * kWarp, shared, stream>>>(
         topk_idx, entries, experts, chunk, count, offsets + num_experts);
     launch_check("expert_plan: count");
   }
-  const int threads = (experts + kWarp - 1) / kWarp * kWarp;
-  scan_kernel<<<1, static_cast<unsigned>(threads), 0, stream>>>(count, chunks, experts, offsets);
+  scan_kernel<<<1, num_blocks(experts, kWarp) * kWarp, 0, stream>>>(count, chunks, experts,
+                                                                    offsets);
   launch_check("expert_plan: scan");
   if (blocks == 0) return;
   place_kernel<<<blocks, kWarpsPerBlock * kWarp, shared, stream>>>(
@@ -273,25 +247,26 @@ void gather_rows(void* out, const void* rows, const int32_t* row_of_slot, int64_
 
 void gather_sum(void* out, const void* slots, const float* weight, const int32_t* slot_of,
                 int64_t rows, int64_t k, int64_t hidden, bool is_bf16, cudaStream_t stream) {
-  if (rows == 0 || hidden == 0) return;
-  auto launch = is_bf16 ? (aligned<bf16, 8>({out, slots}, {hidden}) ? launch_gather_sum<bf16, 8>
-                                                                    : launch_gather_sum<bf16, 1>)
-                        : (aligned<float, 4>({out, slots}, {hidden}) ? launch_gather_sum<float, 4>
-                                                                     : launch_gather_sum<float, 1>);
-  launch(out, slots, weight, slot_of, rows, k, hidden, stream);
+  if (rows * hidden == 0) return;
+  with_vectors(is_bf16, {out, slots}, {hidden}, [&]<class T, int N>() {
+    const RowGrid shape = row_grid(rows, hidden / N);
+    gather_sum_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(
+        static_cast<T*>(out), static_cast<const T*>(slots), weight, slot_of, rows, k, hidden);
+  });
+  launch_check("gather_sum");
 }
 
 void unpermute_backward(void* dslots, float* dweight, const void* dout, const void* slots,
                         const float* weight, const int32_t* slot_of, int64_t rows, int64_t k,
-                        int64_t hidden, bool is_bf16, cudaStream_t stream) {
+                        int64_t hidden, bool is_bf16, CUstream_st* stream) {
   if (rows == 0) return;
-  const auto pointers = {static_cast<const void*>(dslots), dout, slots};
-  auto launch = is_bf16
-                    ? (aligned<bf16, 8>(pointers, {hidden}) ? launch_unpermute_backward<bf16, 8>
-                                                            : launch_unpermute_backward<bf16, 1>)
-                    : (aligned<float, 4>(pointers, {hidden}) ? launch_unpermute_backward<float, 4>
-                                                             : launch_unpermute_backward<float, 1>);
-  launch(dslots, dweight, dout, slots, weight, slot_of, rows, k, hidden, stream);
+  constexpr int kWarps = 8;
+  with_vectors(is_bf16, {dslots, dout, slots}, {hidden}, [&]<class T, int N>() {
+    unpermute_backward_kernel<T, N><<<num_blocks(rows * k, kWarps), kWarps * kWarp, 0, stream>>>(
+        static_cast<T*>(dslots), dweight, static_cast<const T*>(dout), static_cast<const T*>(slots),
+        weight, slot_of, rows * k, k, hidden);
+  });
+  launch_check("unpermute_backward");
 }
 
 }  // namespace pith::cuda

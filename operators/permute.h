@@ -2,10 +2,6 @@
 #pragma once
 #include "core/tensor.h"
 
-#if PITH_CUDA
-struct CUstream_st;
-#endif
-
 namespace pith {
 
 // Which row goes to which of E local experts. Slots are sorted by expert, within an expert by row,
@@ -34,33 +30,5 @@ Tensor permute(const Tensor& rows, const ExpertPlan& plan);
 // nothing, a row without experts becomes 0. Differentiable in both: d weight(r, j) = <d out(r),
 // expert_rows(slot)>, 0 where the entry is -1.
 Tensor unpermute(const Tensor& expert_rows, const Tensor& weight, const ExpertPlan& plan);
-
-#if PITH_CUDA
-namespace cuda {
-
-// Bytes of scratch that expert_plan needs for R * K entries.
-int64_t expert_plan_workspace(int64_t entries, int64_t num_experts);
-
-// Fills row_of_slot (R * K reserved), slot_of (R, K) and offsets (E + 1): the ends, then the number
-// of ids that are neither -1 nor in [0, E).
-void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t num_experts,
-                 int32_t* row_of_slot, int32_t* slot_of, int32_t* offsets, void* workspace,
-                 CUstream_st* stream);
-
-// out (S, H) = rows[row_of_slot], rows of row_bytes bytes.
-void gather_rows(void* out, const void* rows, const int32_t* row_of_slot, int64_t slots,
-                 int64_t row_bytes, CUstream_st* stream);
-
-// out (R, H) = sum over j of weight(r, j) * slots(slot_of(r, j)); weight may be null (all 1).
-void gather_sum(void* out, const void* slots, const float* weight, const int32_t* slot_of,
-                int64_t rows, int64_t k, int64_t hidden, bool is_bf16, CUstream_st* stream);
-
-// dslots(slot_of(r, j)) = weight(r, j) * dout(r); dweight(r, j) = <dout(r), slots(slot_of(r, j))>.
-void unpermute_backward(void* dslots, float* dweight, const void* dout, const void* slots,
-                        const float* weight, const int32_t* slot_of, int64_t rows, int64_t k,
-                        int64_t hidden, bool is_bf16, CUstream_st* stream);
-
-}  // namespace cuda
-#endif
 
 }  // namespace pith

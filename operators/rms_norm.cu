@@ -4,17 +4,9 @@
 #include <algorithm>
 #include <climits>
 
-#include "operators/cuda_check.h"
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
-
-// As in rms_norm.h, which a .cu file does not include.
-struct NormRows {
-  int64_t count, dim, inner, outer_stride, inner_stride;
-};
-
-int64_t rms_norm_blocks(NormRows rows);
 
 namespace {
 
@@ -27,13 +19,24 @@ struct Spread {
   static constexpr int N = N_, LANES = LANES_, PER = PER_, MOST = MOST_;
 };
 
-template <int LANES>
-__device__ inline int lane_of() {
-  return LANES == 0 ? threadIdx.x : threadIdx.x % (LANES == 0 ? 1 : LANES);
-}
-template <int LANES>
+// Threads of a row, and this one's place among them.
+template <class S>
 __device__ inline int group_size() {
-  return LANES == 0 ? blockDim.x : LANES;
+  return S::LANES == 0 ? blockDim.x : S::LANES;
+}
+template <class S>
+__device__ inline int lane() {
+  return S::LANES == 0 ? threadIdx.x : threadIdx.x % group_size<S>();
+}
+
+// Calls f(k, j) for the vectors of this thread, the k-th of which begins at element j.
+template <class S, class F>
+__device__ inline void for_vectors(int64_t dim, F&& f) {
+#pragma unroll
+  for (int k = 0; k < S::PER; ++k) {
+    const int j = (k * group_size<S>() + lane<S>()) * S::N;
+    if (j < dim) f(k, j);
+  }
 }
 
 // Sum over the threads of a row; each gets the same bits.
@@ -64,40 +67,29 @@ __device__ inline int64_t row_start(const NormRows& rows, int64_t r) {
 template <class T, class S>
 __global__ void __launch_bounds__(S::MOST)
     forward_kernel(const T* x, NormRows rows, const T* weight, float eps, T* y, float* rstd) {
-  constexpr int N = S::N;
-  const int lane = lane_of<S::LANES>(), threads = group_size<S::LANES>();
-  const int rows_per_block = blockDim.x / threads;
-  const int64_t r = blockIdx.x * int64_t{rows_per_block} + threadIdx.x / threads;
+  const int rows_per_block = blockDim.x / group_size<S>();
+  const int64_t r = blockIdx.x * int64_t{rows_per_block} + threadIdx.x / group_size<S>();
   const bool valid = r < rows.count;  // threads past the end stay for the shuffles
   const T* from = x + row_start(rows, valid ? r : 0);
-  Vec<T, N> cached[S::PER];
+  Vec<T, S::N> cached[S::PER];
   float squares = 0;
+  for_vectors<S>(rows.dim, [&](int k, int j) { cached[k] = load<S::N>(from + j); });
+  for_vectors<S>(rows.dim, [&](int k, int) {
 #pragma unroll
-  for (int k = 0; k < S::PER; ++k) {
-    const int j = (k * threads + lane) * N;
-    if (j < rows.dim) cached[k] = load<N>(from + j);
-  }
-#pragma unroll
-  for (int k = 0; k < S::PER; ++k) {
-    if ((k * threads + lane) * N >= rows.dim) continue;
-#pragma unroll
-    for (int i = 0; i < N; ++i) squares += to_float(cached[k].v[i]) * to_float(cached[k].v[i]);
-  }
+    for (int i = 0; i < S::N; ++i) squares += to_float(cached[k].v[i]) * to_float(cached[k].v[i]);
+  });
   squares = row_sum<S::LANES>(squares);
   const float scale = 1.0f / sqrtf(squares / static_cast<float>(rows.dim) + eps);
   if (!valid) return;
-  if (lane == 0) rstd[r] = scale;
+  if (lane<S>() == 0) rstd[r] = scale;
+  for_vectors<S>(rows.dim, [&](int k, int j) {
+    const Vec<T, S::N> w = load<S::N>(weight + j);
 #pragma unroll
-  for (int k = 0; k < S::PER; ++k) {
-    const int j = (k * threads + lane) * N;
-    if (j >= rows.dim) continue;
-    const Vec<T, N> w = load<N>(weight + j);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < S::N; ++i) {
       cached[k].v[i] = from_float<T>(to_float(cached[k].v[i]) * scale * to_float(w.v[i]));
     }
     store(y + r * rows.dim + j, cached[k]);
-  }
+  });
 }
 
 // Every block takes rows a grid apart, keeps the sums for dweight of its columns in registers and
@@ -107,8 +99,7 @@ __global__ void __launch_bounds__(S::MOST)
     backward_kernel(const T* x, NormRows rows, const T* weight, const float* rstd, const T* dy,
                     T* dx, float* partial) {
   constexpr int N = S::N;
-  const int lane = lane_of<S::LANES>(), threads = group_size<S::LANES>();
-  const int group = threadIdx.x / threads, num_groups = blockDim.x / threads;
+  const int group = threadIdx.x / group_size<S>(), num_groups = blockDim.x / group_size<S>();
   float sums[S::PER][N] = {};
   const int64_t first = blockIdx.x * int64_t{num_groups};
   for (int64_t base = first; base < rows.count; base += int64_t{gridDim.x} * num_groups) {
@@ -118,18 +109,12 @@ __global__ void __launch_bounds__(S::MOST)
     const T* gradient = dy + (valid ? r : 0) * rows.dim;
     const float scale = valid ? rstd[r] : 0.0f;
     Vec<T, N> a[S::PER], d[S::PER];
-#pragma unroll
-    for (int k = 0; k < S::PER; ++k) {
-      const int j = (k * threads + lane) * N;
-      if (j >= rows.dim) continue;
+    for_vectors<S>(rows.dim, [&](int k, int j) {
       a[k] = load<N>(from + j);
       d[k] = load<N>(gradient + j);
-    }
+    });
     float projection = 0;  // sum of dy w n, where n = x rstd
-#pragma unroll
-    for (int k = 0; k < S::PER; ++k) {
-      const int j = (k * threads + lane) * N;
-      if (j >= rows.dim || !valid) continue;
+    for_vectors<S>(valid ? rows.dim : 0, [&](int k, int j) {
       const Vec<T, N> w = load<N>(weight + j);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -137,14 +122,10 @@ __global__ void __launch_bounds__(S::MOST)
         sums[k][i] += product;
         projection += product * to_float(w.v[i]);
       }
-    }
+    });
     if (dx == nullptr) continue;
     projection = row_sum<S::LANES>(projection) / static_cast<float>(rows.dim);
-    if (!valid) continue;
-#pragma unroll
-    for (int k = 0; k < S::PER; ++k) {
-      const int j = (k * threads + lane) * N;
-      if (j >= rows.dim) continue;
+    for_vectors<S>(valid ? rows.dim : 0, [&](int k, int j) {
       const Vec<T, N> w = load<N>(weight + j);
       Vec<T, N> out;
 #pragma unroll
@@ -153,22 +134,17 @@ __global__ void __launch_bounds__(S::MOST)
         out.v[i] = from_float<T>(scale * (g - to_float(a[k].v[i]) * scale * projection));
       }
       store(dx + r * rows.dim + j, out);
-    }
+    });
   }
   // The groups of the block add up one after the other: a fixed order.
   extern __shared__ float columns[];
   for (int turn = 0; turn < num_groups; ++turn) {
-    if (group == turn) {
+    for_vectors<S>(group == turn ? rows.dim : 0, [&](int k, int j) {
 #pragma unroll
-      for (int k = 0; k < S::PER; ++k) {
-        const int j = (k * threads + lane) * N;
-        if (j >= rows.dim) continue;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          columns[j + i] = turn == 0 ? sums[k][i] : columns[j + i] + sums[k][i];
-        }
+      for (int i = 0; i < N; ++i) {
+        columns[j + i] = turn == 0 ? sums[k][i] : columns[j + i] + sums[k][i];
       }
-    }
+    });
     __syncthreads();
   }
   for (int j = threadIdx.x; j < rows.dim; j += blockDim.x) {
@@ -194,103 +170,74 @@ __global__ void add_columns_kernel(const float* partial, int64_t blocks, int64_t
   dweight[column] += sum;
 }
 
-// Threads of a block, and rows it takes at a time.
-struct Shape {
-  int threads, rows;
-};
-template <class S>
-Shape shape_of(int64_t dim) {
-  if (S::LANES > 0) return {kGroupThreads, kGroupThreads / std::max(S::LANES, 1)};
-  const int64_t warps = (dim + 32 * S::N * S::PER - 1) / (32 * S::N * S::PER);
-  return {static_cast<int>(warps * 32), 1};
-}
-
-// Calls f(Spread{}) with the smallest spread that holds a row; N = 1 where vectors do not fit.
-template <class T, class F>
-void with_spread(const NormRows& rows, bool vectors, F&& f) {
-  constexpr int N = kFull<T>;
-  if (!vectors) {
-    if (rows.dim <= 32 * 8) return f(Spread<1, 32, 8>{});
-    if (rows.dim <= 1024 * 8) return f(Spread<1, 0, 8, 1024>{});
-    fail(cudaErrorInvalidValue, "rms_norm of rows above 8192 elements needs 16-byte aligned rows",
-         __FILE__, __LINE__);
+// Calls f(Spread{}, threads of a block) with the smallest spread that holds a row.
+template <int N, class F>
+void with_spread(int64_t dim, F&& f) {
+  const auto whole_block = [&](auto spread) {
+    f(spread, num_blocks(dim, kWarp * N * spread.PER) * kWarp);
+  };
+  if constexpr (N == 1) {
+    if (dim <= 32 * 8) return f(Spread<1, 32, 8>{}, kGroupThreads);
+    if (dim <= 1024 * 8) return whole_block(Spread<1, 0, 8, 1024>{});
+    check(cudaErrorInvalidValue, "rms_norm of rows above 8192 elements: 16-byte aligned rows only");
+  } else {
+    if (dim <= 16 * N) return f(Spread<N, 16, 1>{}, kGroupThreads);
+    if (dim <= 32 * 4 * N) return f(Spread<N, 32, 4>{}, kGroupThreads);
+    if (dim <= 512 * 4 * N) return whole_block(Spread<N, 0, 4, 512>{});
+    check(cudaErrorInvalidValue, "rms_norm of rows above 32 kB");
   }
-  if (rows.dim <= 16 * N) return f(Spread<N, 16, 1>{});
-  if (rows.dim <= 32 * 4 * N) return f(Spread<N, 32, 4>{});
-  if (rows.dim <= 512 * 4 * N) return f(Spread<N, 0, 4, 512>{});
-  fail(cudaErrorInvalidValue, "rms_norm of rows above 32 kB", __FILE__, __LINE__);
-}
-
-template <class T>
-bool fits(const NormRows& rows, std::initializer_list<const void*> pointers) {
-  return aligned<T, kFull<T>>(pointers, {rows.dim, rows.outer_stride, rows.inner_stride});
-}
-
-template <class T>
-void forward(const T* x, NormRows rows, const T* weight, float eps, T* y, float* rstd,
-             CUstream_st* stream) {
-  with_spread<T>(rows, fits<T>(rows, {x, weight, y}), [&](auto spread) {
-    using S = decltype(spread);
-    const Shape shape = shape_of<S>(rows.dim);
-    const auto grid = static_cast<unsigned>((rows.count + shape.rows - 1) / shape.rows);
-    forward_kernel<T, S><<<grid, shape.threads, 0, stream>>>(x, rows, weight, eps, y, rstd);
-    launch_check("rms_norm forward");
-  });
-}
-
-template <class T>
-void backward(const T* x, NormRows rows, const T* weight, const float* rstd, const T* dy, T* dx,
-              float* partial, float* dweight, CUstream_st* stream) {
-  const auto grid = static_cast<unsigned>(rms_norm_blocks(rows));
-  with_spread<T>(rows, fits<T>(rows, {x, weight, dy, dx}), [&](auto spread) {
-    using S = decltype(spread);
-    const size_t shared = static_cast<size_t>(rows.dim) * sizeof(float);
-    if (shared > 48 * 1024) {
-      PITH_CUDA_CHECK(cudaFuncSetAttribute(backward_kernel<T, S>,
-                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(shared)));
-    }
-    backward_kernel<T, S><<<grid, shape_of<S>(rows.dim).threads, shared, stream>>>(
-        x, rows, weight, rstd, dy, dx, partial);
-    launch_check("rms_norm backward");
-  });
-  if (dweight == nullptr) return;
-  add_columns_kernel<<<static_cast<unsigned>((rows.dim + 31) / 32), dim3(32, 32), 0, stream>>>(
-      partial, grid, rows.dim, dweight);
-  launch_check("rms_norm dweight");
 }
 
 }  // namespace
 
-void rms_norm_forward(const void* x, NormRows rows, const void* weight, double eps, void* y,
+void rms_norm_forward(const void* x, const NormRows& rows, const void* weight, double eps, void* y,
                       float* rstd, bool is_bf16, CUstream_st* stream) {
-  const auto e = static_cast<float>(eps);
-  if (is_bf16) {
-    forward(static_cast<const bf16*>(x), rows, static_cast<const bf16*>(weight), e,
-            static_cast<bf16*>(y), rstd, stream);
-  } else {
-    forward(static_cast<const float*>(x), rows, static_cast<const float*>(weight), e,
-            static_cast<float*>(y), rstd, stream);
-  }
+  if (rows.count == 0) return;
+  const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
+  with_vectors(is_bf16, {x, weight, y}, strides, [&]<class T, int N>() {
+    with_spread<N>(rows.dim, [&](auto spread, unsigned threads) {
+      using S = decltype(spread);
+      const unsigned at_a_time = S::LANES == 0 ? 1 : threads / std::max(S::LANES, 1);
+      forward_kernel<T, S><<<num_blocks(rows.count, at_a_time), threads, 0, stream>>>(
+          static_cast<const T*>(x), rows, static_cast<const T*>(weight), static_cast<float>(eps),
+          static_cast<T*>(y), rstd);
+    });
+  });
+  launch_check("rms_norm forward");
 }
 
-int64_t rms_norm_blocks(NormRows rows) {
+int64_t rms_norm_blocks(const NormRows& rows) {
   // Constants of no device, so that the order of summation is the same on all: as many
   // blocks as an H200 runs at once (eight or ten on each multiprocessor); at least 16 rows a block.
   const int64_t by_rows = (rows.count + 15) / 16, most = rows.dim <= 128 ? 1320 : 1056;
   return by_rows < most ? by_rows : most;
 }
 
-void rms_norm_backward(const void* x, NormRows rows, const void* weight, const float* rstd,
+void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, const float* rstd,
                        const void* dy, void* dx, float* partial, float* dweight, bool is_bf16,
                        CUstream_st* stream) {
-  if (is_bf16) {
-    backward(static_cast<const bf16*>(x), rows, static_cast<const bf16*>(weight), rstd,
-             static_cast<const bf16*>(dy), static_cast<bf16*>(dx), partial, dweight, stream);
-  } else {
-    backward(static_cast<const float*>(x), rows, static_cast<const float*>(weight), rstd,
-             static_cast<const float*>(dy), static_cast<float*>(dx), partial, dweight, stream);
-  }
+  if (rows.count == 0) return;
+  const auto blocks = static_cast<unsigned>(rms_norm_blocks(rows));
+  const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
+  with_vectors(is_bf16, {x, weight, dy, dx}, strides, [&]<class T, int N>() {
+    with_spread<N>(rows.dim, [&](auto spread, unsigned threads) {
+      const auto kernel = backward_kernel<T, decltype(spread)>;
+      const size_t shared = static_cast<size_t>(rows.dim) * sizeof(float);
+      if (shared > 48 * 1024) {
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(shared)),
+              "rms_norm backward");
+      }
+      kernel<<<blocks, threads, shared, stream>>>(
+          static_cast<const T*>(x), rows, static_cast<const T*>(weight), rstd,
+          static_cast<const T*>(dy), static_cast<T*>(dx), partial);
+    });
+  });
+  launch_check("rms_norm backward");
+  if (dweight == nullptr) return;
+  add_columns_kernel<<<num_blocks(rows.dim, 32), dim3(32, 32), 0, stream>>>(partial, blocks,
+                                                                            rows.dim, dweight);
+  launch_check("rms_norm dweight");
 }
 
 }  // namespace pith::cuda

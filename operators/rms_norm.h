@@ -12,23 +12,3 @@ namespace pith {
 Tensor rms_norm(const Tensor& x, Parameter& weight, double eps);
 
 }  // namespace pith
-
-#if PITH_CUDA
-struct CUstream_st;
-namespace pith::cuda {
-// Row r of x starts at element (r / inner) * outer_stride + (r % inner) * inner_stride; everything
-// else that has rows is contiguous.
-struct NormRows {
-  int64_t count, dim, inner, outer_stride, inner_stride;
-};
-void rms_norm_forward(const void* x, NormRows rows, const void* weight, double eps, void* y,
-                      float* rstd, bool bf16, CUstream_st* stream);
-// Rows of `partial` that the backward needs.
-int64_t rms_norm_blocks(NormRows rows);
-// dx (count, dim) unless null; dweight (dim) += unless null; partial (rms_norm_blocks, dim) is
-// scratch.
-void rms_norm_backward(const void* x, NormRows rows, const void* weight, const float* rstd,
-                       const void* dy, void* dx, float* partial, float* dweight, bool bf16,
-                       CUstream_st* stream);
-}  // namespace pith::cuda
-#endif

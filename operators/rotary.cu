@@ -1,5 +1,4 @@
 // Rotary embedding: every thread turns N pairs of one head.
-#include "operators/cuda_check.h"
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
@@ -40,25 +39,14 @@ void rotary(const void* x, const int32_t* positions, const float* cos, const flo
             int64_t table_rows, bool inverse, bool is_bf16, CUstream_st* stream) {
   if (rows * heads * dim == 0) return;
   const int64_t half = dim / 2;
-  const auto launch = [&](auto kernel, auto type, int64_t n) {
-    using T = decltype(type);
-    const RowGrid shape = row_grid(rows, heads * (half / n));
-    kernel<<<shape.grid, shape.block, 0, stream>>>(
+  with_vectors(is_bf16, {x, y}, {half, row_stride, head_stride}, [&]<class T, int N>() {
+    const RowGrid shape = row_grid(rows, heads * (half / N));
+    rotary_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(
         static_cast<const T*>(x), positions, cos, sin, static_cast<T*>(y), rows,
         static_cast<int>(heads), static_cast<int>(half), row_stride, head_stride, table_rows,
         inverse ? -1.0f : 1.0f);
-    launch_check("rotary");
-  };
-  if (is_bf16) {
-    constexpr int kN = kFull<bf16>;
-    const bool fits = aligned<bf16, kN>({x, y}, {half, row_stride, head_stride});
-    fits ? launch(rotary_kernel<bf16, kN>, bf16{}, kN) : launch(rotary_kernel<bf16, 1>, bf16{}, 1);
-  } else {
-    constexpr int kN = kFull<float>;
-    const bool fits = aligned<float, kN>({x, y}, {half, row_stride, head_stride});
-    fits ? launch(rotary_kernel<float, kN>, float{}, kN)
-         : launch(rotary_kernel<float, 1>, float{}, 1);
-  }
+  });
+  launch_check("rotary");
 }
 
 }  // namespace pith::cuda

@@ -22,14 +22,3 @@ RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double th
 Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table);
 
 }  // namespace pith
-
-#if PITH_CUDA
-struct CUstream_st;
-namespace pith::cuda {
-// x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, contiguous;
-// cos and sin (table_rows, dim / 2).
-void rotary(const void* x, const int32_t* positions, const float* cos, const float* sin, void* y,
-            int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
-            int64_t table_rows, bool inverse, bool bf16, CUstream_st* stream);
-}  // namespace pith::cuda
-#endif

@@ -1,13 +1,9 @@
 // Router kernels: one warp a row of expert scores, held in registers.
-#include <cuda_runtime.h>
-
-#include "operators/cuda_check.h"
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWarpsPerBlock = 4;
 
 __device__ inline float lanes_max(float x) {

@@ -1,5 +1,4 @@
 // SwiGLU forward and backward: one pass each, bound by memory.
-#include "operators/cuda_check.h"
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
@@ -45,44 +44,29 @@ __global__ void backward_kernel(const T* gate_up, const T* dy, T* dgate_up, int6
   store(dgate_up + at_up, dup);
 }
 
-template <class T, int N>
-void launch(const void* gate_up, const void* dy, void* out, int64_t rows, int64_t width,
-            CUstream_st* stream) {
-  const RowGrid shape = row_grid(rows, width / N);
-  const T* in = static_cast<const T*>(gate_up);
-  if (dy == nullptr) {
-    forward_kernel<T, N>
-        <<<shape.grid, shape.block, 0, stream>>>(in, static_cast<T*>(out), rows, width);
-  } else {
-    backward_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(
-        in, static_cast<const T*>(dy), static_cast<T*>(out), rows, width);
-  }
-  launch_check("swiglu");
-}
-
-// Backward where dy is given.
-void dispatch(const void* gate_up, const void* dy, void* out, int64_t rows, int64_t width,
-              bool is_bf16, CUstream_st* stream) {
-  const auto go = [&](auto kernel) { kernel(gate_up, dy, out, rows, width, stream); };
-  if (is_bf16) {
-    constexpr int kN = kFull<bf16>;
-    aligned<bf16, kN>({gate_up, dy, out}, {width}) ? go(launch<bf16, kN>) : go(launch<bf16, 1>);
-  } else {
-    constexpr int kN = kFull<float>;
-    aligned<float, kN>({gate_up, dy, out}, {width}) ? go(launch<float, kN>) : go(launch<float, 1>);
-  }
-}
-
 }  // namespace
 
 void swiglu_forward(const void* gate_up, void* y, int64_t rows, int64_t width, bool is_bf16,
                     CUstream_st* stream) {
-  dispatch(gate_up, nullptr, y, rows, width, is_bf16, stream);
+  if (rows * width == 0) return;
+  with_vectors(is_bf16, {gate_up, y}, {width}, [&]<class T, int N>() {
+    const RowGrid shape = row_grid(rows, width / N);
+    forward_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(static_cast<const T*>(gate_up),
+                                                                 static_cast<T*>(y), rows, width);
+  });
+  launch_check("swiglu forward");
 }
 
 void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
                      int64_t width, bool is_bf16, CUstream_st* stream) {
-  dispatch(gate_up, dy, dgate_up, rows, width, is_bf16, stream);
+  if (rows * width == 0) return;
+  with_vectors(is_bf16, {gate_up, dy, dgate_up}, {width}, [&]<class T, int N>() {
+    const RowGrid shape = row_grid(rows, width / N);
+    backward_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(
+        static_cast<const T*>(gate_up), static_cast<const T*>(dy), static_cast<T*>(dgate_up), rows,
+        width);
+  });
+  launch_check("swiglu backward");
 }
 
 }  // namespace pith::cuda
