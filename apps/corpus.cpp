@@ -30,13 +30,13 @@ std::optional<Tokenizer> find_tokenizer(const std::string& named, const std::str
   return Tokenizer::load(prefix + ".tokenizer");
 }
 
-void finish(CorpusWriter& writer, const CopyOptions& options,
-            const std::optional<Tokenizer>& tokenizer) {
+void finish(
+    CorpusWriter& writer, const CopyOptions& options, const std::optional<Tokenizer>& tokenizer) {
   if (tokenizer) tokenizer->save(options.out + ".tokenizer");
   writer.finish();
   const Corpus made(options.out);
   fmt::print("{}: {} documents, {} tokens\n", options.out, grouped(made.num_documents()),
-             grouped(made.num_tokens()));
+      grouped(made.num_tokens()));
 }
 
 // merge and split: the documents of all inputs, in order, as one new corpus.
@@ -50,20 +50,18 @@ void copy_corpora(const CopyOptions& options) {
     const Corpus& first = corpora.front();
     PITH_CHECK(corpus.tokenizer_hash() == first.tokenizer_hash() &&
                    corpus.vocab_size() == first.vocab_size(),
-               "{} and {} have different tokenizers: {} ({} ids), {} ({} ids)", first.prefix(),
-               prefix, first.tokenizer_hash(), first.vocab_size(), corpus.tokenizer_hash(),
-               corpus.vocab_size());
+        "{} and {} have different tokenizers: {} ({} ids), {} ({} ids)", first.prefix(), prefix,
+        first.tokenizer_hash(), first.vocab_size(), corpus.tokenizer_hash(), corpus.vocab_size());
   }
   const Corpus& first = corpora.front();
   const auto tokenizer = find_tokenizer(options.tokenizer, first.prefix());
   const std::string hash = tokenizer ? hex(tokenizer->hash()) : first.tokenizer_hash();
   const int64_t vocab_size = tokenizer ? tokenizer->vocab_size() : first.vocab_size();
   if (vocab_size == 0)
-    PITH_FAIL_HINT("name its tokenizer with --tokenizer", "{} does not state its vocabulary",
-                   first.prefix());
+    PITH_FAIL_HINT(
+        "name its tokenizer with --tokenizer", "{} does not state its vocabulary", first.prefix());
   PITH_CHECK(first.vocab_size() == 0 || hash == first.tokenizer_hash(),
-             "the tokenizer {} is not that of {}: {}", hash, first.prefix(),
-             first.tokenizer_hash());
+      "the tokenizer {} is not that of {}: {}", hash, first.prefix(), first.tokenizer_hash());
   CorpusWriter writer(options.out, vocab_size, hash, options.shard_tokens);
   for (const Corpus& corpus : corpora)
     for (int64_t d = 0; d < corpus.num_documents(); ++d)
@@ -74,8 +72,8 @@ void copy_corpora(const CopyOptions& options) {
 // Corpora of the Python program: token ids, then the ends of the documents, as two arrays.
 void import_numpy(const CopyOptions& options) {
   const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
-  CorpusWriter writer(options.out, tokenizer.vocab_size(), hex(tokenizer.hash()),
-                      options.shard_tokens);
+  CorpusWriter writer(
+      options.out, tokenizer.vocab_size(), hex(tokenizer.hash()), options.shard_tokens);
   std::vector<int32_t> ids;
   for (const InputFile& input : list_inputs(options.inputs, {".bin"})) {
     const MappedFile file = map_file(input.path);
@@ -86,18 +84,18 @@ void import_numpy(const CopyOptions& options) {
     for (int64_t d = 0; d < ends.size; ++d) {
       const int64_t end = ends[d];
       PITH_CHECK(end >= begin && end <= values.size, "{}: document {} ends at {}, not in {}..{}",
-                 input.path, d, end, begin, values.size);
+          input.path, d, end, begin, values.size);
       ids.clear();
       for (; begin < end; ++begin) {
         PITH_CHECK(values[begin] >= 0 && values[begin] < tokenizer.vocab_size(),
-                   "{}: document {}: id {} is outside the vocabulary of {}", input.path, d,
-                   values[begin], tokenizer.vocab_size());
+            "{}: document {}: id {} is outside the vocabulary of {}", input.path, d, values[begin],
+            tokenizer.vocab_size());
         ids.push_back(static_cast<int32_t>(values[begin]));
       }
       writer.add_document(ids);
     }
     PITH_CHECK(begin == values.size, "{}: {} tokens after the last document", input.path,
-               values.size - begin);
+        values.size - begin);
   }
   finish(writer, options, tokenizer);
 }
@@ -113,15 +111,15 @@ void show(const std::string& prefix, const ShowOptions& options) {
   const Corpus corpus(prefix);
   const std::vector<int32_t> ids = document_ids(corpus, options.document);
   const auto tokenizer = find_tokenizer(options.tokenizer, prefix);
-  PITH_CHECK(tokenizer || !options.tokens, "{} has no tokenizer beside it: give --tokenizer",
-             prefix);
+  PITH_CHECK(
+      tokenizer || !options.tokens, "{} has no tokenizer beside it: give --tokenizer", prefix);
   if (options.ids || !tokenizer) {
     for (const int32_t id : ids) fmt::print("{}\n", id);
   } else if (options.tokens) {
     for (size_t i = 0; i < ids.size(); ++i)
       fmt::print("{} {} {:?}\n", i, ids[i],
-                 tokenizer->is_special(ids[i]) ? tokenizer->token(ids[i])
-                                               : tokenizer->decode(std::span(ids).subspan(i, 1)));
+          tokenizer->is_special(ids[i]) ? tokenizer->token(ids[i])
+                                        : tokenizer->decode(std::span(ids).subspan(i, 1)));
   } else {
     const std::string text = tokenizer->decode(ids);
     std::fwrite(text.data(), 1, text.size(), stdout);
@@ -139,32 +137,32 @@ void add_build(CLI::App& corpus) {
   command->add_option("paths", options->paths, "files, globs, and folders")->required();
   command->add_option("--out", options->out, "corpus to write, without extension")->required();
   command->add_option("--tokenizer", options->tokenizer,
-                      "tokenizer.json or its folder; without it bytes are tokens");
+      "tokenizer.json or its folder; without it bytes are tokens");
   // One word: a list option would take the paths after it as well.
   command->add_option_function<std::string>(
       "--extensions",
       [options](const std::string& list) { options->endings = CLI::detail::split(list, ','); },
       "take only these from folders, e.g. .h,.jsonl.zst ('none': files without one)");
   command->add_option("--text-field", encode.read.text_field,
-                      "field of a JSON line or table: a.b is b inside a [text]");
+      "field of a JSON line or table: a.b is b inside a [text]");
   command->add_option("--id-field", encode.read.id_field, "field that names a document in reports");
   command->add_option("--end-token", options->end_token,
-                      "put behind each document ['' = none; the tokenizer's end of text]");
+      "put behind each document ['' = none; the tokenizer's end of text]");
   command->add_option("--shard-size", options->shard_tokens, "tokens a shard, e.g. 1000000000")
       ->check(CLI::PositiveNumber);
   command->add_option("--seed", options->seed, "shuffle the documents");
-  command->add_flag("--keep-duplicates", options->keep_duplicates,
-                    "keep documents whose text came before");
+  command->add_flag(
+      "--keep-duplicates", options->keep_duplicates, "keep documents whose text came before");
   size("--min-length", encode.min_length, "skip shorter texts, bytes");
   size("--max-length", encode.max_length, "skip longer texts, bytes");
   size("--max-line", encode.read.max_line, "longer lines and files are bad [16MB]");
   size("--max-bytes", options->max_bytes, "stop before the text is longer, e.g. 20MB");
   command->add_option("--max-bad", options->max_bad, "stop after more bad lines [100]");
   auto* share = command->add_option("--validation-share", options->validation_share,
-                                    "share of the documents held out, chosen by their content");
+      "share of the documents held out, chosen by their content");
   share->check(CLI::Range(0.0, 1.0));
-  auto* out = command->add_option("--validation-out", options->validation_out,
-                                  "corpus of the held-out documents");
+  auto* out = command->add_option(
+      "--validation-out", options->validation_out, "corpus of the held-out documents");
   share->needs(out);
   out->needs(share);
   command->add_option("--workers", encode.workers, "threads that encode [all cores]")
@@ -213,7 +211,7 @@ void add_corpus_command(CLI::App& app) {
   add_copy("merge", "Join corpora of one tokenizer", copy_corpora);
   add_copy("split", "Cut corpora into shards", copy_corpora).second->required();
   add_copy("import", "Read .bin files of the Python PithTrain: two numpy arrays, ids and ends",
-           import_numpy)
+      import_numpy)
       .first->required();
 
   auto prefix = std::make_shared<std::string>();

@@ -49,8 +49,7 @@ struct Journal {
   bool full = false;                  // stopped by max_bytes
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, phase, position, sides, kinds, seen, duplicates,
-                                   dropped_characters, longest, files_read, longest_place, problems,
-                                   full)
+    dropped_characters, longest, files_read, longest_place, problems, full)
 
 // Fingerprints of the texts so far: an open-addressing table in memory, and an append-only file
 // from which it is made again after an interruption. A table of more than a quarter of the memory
@@ -107,10 +106,10 @@ class SeenTexts {
       file = ::mkstemp(name.data());
       PITH_CHECK(file >= 0 && ::unlink(name.c_str()) == 0 &&
                      ::posix_fallocate(file, 0, static_cast<off_t>(bytes)) == 0,
-                 "cannot make a file of {} bytes beside {}", bytes, path_.string());
+          "cannot make a file of {} bytes beside {}", bytes, path_.string());
     }
     void* pages = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                         file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, file, 0);
+        file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, file, 0);
     if (file >= 0) ::close(file);
     PITH_CHECK(pages != MAP_FAILED, "no memory for {} fingerprints", bytes / sizeof(Fingerprint));
     return {static_cast<Fingerprint*>(pages), [bytes](Fingerprint* p) { ::munmap(p, bytes); }};
@@ -136,9 +135,9 @@ class Progress {
     const double gained = share - first_share_;
     const auto left = static_cast<int64_t>(gained > 0 ? seconds * (1 - share) / gained : 0);
     fmt::print(stderr, "{}{:5.1f}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}{}",
-               terminal_ ? "\r" : "", 100 * share, static_cast<double>(text) / 1e6 / seconds,
-               grouped(documents), grouped(tokens), left / 3600, left / 60 % 60, left % 60,
-               terminal_ ? "\x1b[K" : "\n");
+        terminal_ ? "\r" : "", 100 * share, static_cast<double>(text) / 1e6 / seconds,
+        grouped(documents), grouped(tokens), left / 3600, left / 60 % 60, left % 60,
+        terminal_ ? "\x1b[K" : "\n");
     drawn_ = terminal_;
   }
   void clear() {
@@ -162,8 +161,8 @@ class Build {
  public:
   explicit Build(CorpusBuildOptions options)
       : options_(std::move(options)),
-        tokenizer_(options_.tokenizer.empty() ? Tokenizer::bytes()
-                                              : Tokenizer::load(options_.tokenizer)),
+        tokenizer_(
+            options_.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(options_.tokenizer)),
         files_(list_inputs(options_.paths, options_.endings)),
         folder_(options_.out + ".build") {
     PITH_CHECK(fs::path(options_.out).has_filename(), "--out {} names a folder", options_.out);
@@ -171,7 +170,7 @@ class Build {
     if (!options_.validation_out.empty()) outs_.push_back(options_.validation_out);
     PITH_CHECK(outs_.size() == 1 || fs::absolute(outs_[0]).lexically_normal() !=
                                         fs::absolute(outs_[1]).lexically_normal(),
-               "--out and --validation-out are the same: {}", options_.out);
+        "--out and --validation-out are the same: {}", options_.out);
     PITH_CHECK(
         options_.memory / 40 >= options_.encode.read.max_line,  // measured: JSON of many numbers
         "--memory {} is less than 40 times --max-line {}", options_.memory,
@@ -211,7 +210,7 @@ class Build {
     if (!options_.end_token) {
       if (!tokenizer_.eos_id())
         PITH_FAIL_HINT("name one with --end-token, or give --end-token '' for none",
-                       "this tokenizer names no token that ends a document");
+            "this tokenizer names no token that ends a document");
       return tokenizer_.eos_id();
     }
     if (options_.end_token->empty()) return std::nullopt;
@@ -250,7 +249,7 @@ class Build {
     lock_ = ::open((folder_ / "lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
     PITH_CHECK(lock_ >= 0, "cannot write to {}", folder_.string());
     PITH_CHECK(::flock(lock_, LOCK_EX | LOCK_NB) == 0, "{} is being built by another process",
-               options_.out);
+        options_.out);
     const std::string now = plan();
     const fs::path journal = folder_ / "journal.json", plan_file = folder_ / "plan.txt";
     if (options_.restart || !fs::exists(journal)) {
@@ -266,9 +265,9 @@ class Build {
       };
       if (now != before)
         PITH_FAIL_HINT("give the options and inputs it was begun with, or --restart",
-                       "the unfinished build of {} cannot go on: it was begun with [{}], now it is "
-                       "[{}]",
-                       options_.out, line(before, place.second), line(now, place.first));
+            "the unfinished build of {} cannot go on: it was begun with [{}], now it is "
+            "[{}]",
+            options_.out, line(before, place.second), line(now, place.first));
       const std::string text = read_file(journal);
       check_seal(text, journal.string());
       journal_ = parse_json(text, journal.string()).get<Journal>();
@@ -281,8 +280,8 @@ class Build {
   void open_writers(std::string_view where) {
     for (size_t i = 0; i < outs_.size(); ++i)
       writers_.emplace_back(where.empty() ? outs_[i] : stage(i), tokenizer_.vocab_size(),
-                            hex(tokenizer_.hash()), where.empty() ? options_.shard_tokens : 0,
-                            &journal_.sides[i].written);
+          hex(tokenizer_.hash()), where.empty() ? options_.shard_tokens : 0,
+          &journal_.sides[i].written);
     if (journal_.phase == "encode" && !options_.keep_duplicates)
       seen_.emplace(folder_ / "seen", journal_.seen, options_.memory);
     saved_ = std::chrono::steady_clock::now();
@@ -339,7 +338,7 @@ class Build {
       if (journal_.full) break;
       journal_.position = chunk.end;
       progress_.show(text, total(&Side::documents), total(&Side::tokens),
-                     static_cast<double>(chunk.bytes_read) / static_cast<double>(all));
+          static_cast<double>(chunk.bytes_read) / static_cast<double>(all));
       save_journal_sometimes();
     }
     progress_.clear();
@@ -381,7 +380,7 @@ class Build {
     progress_.clear();
     for (const std::string& line : journal_.problems) fmt::print(stderr, "bad: {}\n", line);
     PITH_FAIL_HINT("look at --text-field; raise --max-bad to go on", "more than {} bad lines: {}",
-                   options_.max_bad, problem);
+        options_.max_bad, problem);
   }
 
   void shuffle_all() {
@@ -403,8 +402,8 @@ class Build {
                   binary = seen(Kind::kNotText), small = seen(Kind::kShort),
                   big = seen(Kind::kLong), bad = seen(Kind::kBad);
     fmt::print("{:<11} {}: {} duplicates, {} empty, {} not UTF-8 text, {} too short, {} too long\n",
-               "skipped", grouped(copies + empty + binary + small + big), grouped(copies),
-               grouped(empty), grouped(binary), grouped(small), grouped(big));
+        "skipped", grouped(copies + empty + binary + small + big), grouped(copies), grouped(empty),
+        grouped(binary), grouped(small), grouped(big));
     if (bad > 0) fmt::print("{:<11} {} lines; the first:\n", "bad", grouped(bad));
     for (const std::string& problem : journal_.problems) fmt::print("  {}\n", problem);
   }
@@ -419,15 +418,15 @@ class Build {
           static_cast<double>(side.bytes) / static_cast<double>(side.tokens), outs_[i],
           side.shards > 0 ? fmt::format("-*-of-{:05}", side.shards) : "");
     }
-    fmt::print("{:<11} {} tokens: {}\n", "longest", grouped(journal_.longest),
-               journal_.longest_place);
+    fmt::print(
+        "{:<11} {} tokens: {}\n", "longest", grouped(journal_.longest), journal_.longest_place);
     print_skipped();
     if (journal_.dropped_characters > 0)
       fmt::print("{:<11} {} characters that the tokenizer has no token for\n", "dropped",
-                 grouped(journal_.dropped_characters));
+          grouped(journal_.dropped_characters));
     if (journal_.full)
       fmt::print("{:<11} {} of {} files read; the next document would pass --max-bytes\n",
-                 "stopped", grouped(journal_.files_read), files_.size());
+          "stopped", grouped(journal_.files_read), files_.size());
   }
 
   CorpusBuildOptions options_;

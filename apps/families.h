@@ -16,8 +16,8 @@ template <class Use>
 auto with_family(const std::filesystem::path& path, Use&& use) {
   const std::string family = read_model_type(path);
   if (family == "qwen3_moe") return use.template operator()<Qwen3MoeModel>();
-  PITH_FAIL_HINT("supported: qwen3_moe", "{}: model_type \"{}\" is not supported", path.string(),
-                 family);
+  PITH_FAIL_HINT(
+      "supported: qwen3_moe", "{}: model_type \"{}\" is not supported", path.string(), family);
 }
 
 }  // namespace pith

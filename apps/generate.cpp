@@ -52,8 +52,8 @@ std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
 
 // The new tokens of every sequence as one micro-batch, each a document that begins at position
 // `done`.
-MicroBatch pack(const std::vector<Sequence>& sequences, const std::vector<size_t>& done,
-                at::Device device) {
+MicroBatch pack(
+    const std::vector<Sequence>& sequences, const std::vector<size_t>& done, at::Device device) {
   std::vector<Row> rows(sequences.size());
   for (size_t i = 0; i < sequences.size(); ++i) {
     const std::vector<int64_t>& ids = sequences[i].ids;
@@ -71,8 +71,8 @@ MicroBatch pack(const std::vector<Sequence>& sequences, const std::vector<size_t
 // tokens too.
 template <class Model, class OnToken>
 void generate_tokens(Pipeline<Model>& pipeline, std::vector<Sequence>& sequences,
-                     const GenerateOptions& options, const std::set<int64_t>& ends,
-                     int64_t num_layers, at::Device device, const OnToken& on_token) {
+    const GenerateOptions& options, const std::set<int64_t>& ends, int64_t num_layers,
+    at::Device device, const OnToken& on_token) {
   std::vector<LayerCache> caches(options.no_cache ? 0 : static_cast<size_t>(num_layers));
   std::vector<size_t> done(sequences.size(), 0);
   for (int64_t n = 0; n < options.max_tokens; ++n) {
@@ -105,26 +105,25 @@ int generate(const GenerateOptions& options) {
   mesh.device = select_device(options.device);
   std::string dtype = options.dtype;
   if (dtype == "auto") dtype = mesh.device.is_cpu() ? "fp32" : "bf16";
-  PITH_CHECK(dtype == "fp32" || dtype == "bf16", "--dtype must be auto, fp32 or bf16, not {}",
-             dtype);
+  PITH_CHECK(
+      dtype == "fp32" || dtype == "bf16", "--dtype must be auto, fp32 or bf16, not {}", dtype);
   PITH_CHECK(options.max_tokens >= 1, "--max-tokens must be at least 1");
 
   const auto config = Model::Config::parse_file(options.folder);
   Model model(config, whole_model(config.num_layers, config.num_experts));
-  std::vector<ShardGroup> groups =
-      make_shard_groups(model.parameter_units(), dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh,
-                        ShardGroup::Use::inference);
+  std::vector<ShardGroup> groups = make_shard_groups(model.parameter_units(),
+      dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh, ShardGroup::Use::inference);
   restore_weights(groups, options.folder, config.tie_embeddings);
   const Tokenizer tokenizer = Tokenizer::load(options.folder);
   PITH_CHECK(tokenizer.vocab_size() <= config.vocab_size, "the tokenizer has {} ids, the model {}",
-             tokenizer.vocab_size(), config.vocab_size);
+      tokenizer.vocab_size(), config.vocab_size);
 
   std::vector<Sequence> sequences;
   std::vector<std::string> prompts = options.prompts;
   for (const std::string& file : options.prompt_files) prompts.push_back(read_file(file));
   if (prompts.empty())
-    PITH_FAIL_HINT("pithtrain generate FOLDER --prompt \"...\"",
-                   "no prompt: give --prompt or --prompt-file");
+    PITH_FAIL_HINT(
+        "pithtrain generate FOLDER --prompt \"...\"", "no prompt: give --prompt or --prompt-file");
   int64_t longest = 0;
   for (const std::string& prompt : prompts) {
     Sequence& sequence = sequences.emplace_back();
@@ -134,8 +133,7 @@ int generate(const GenerateOptions& options) {
     longest = std::max(longest, static_cast<int64_t>(sequence.ids.size()));
   }
   const int64_t positions = longest + options.max_tokens;
-  PITH_CHECK(
-      positions <= config.max_positions,
+  PITH_CHECK(positions <= config.max_positions,
       "prompt and answer would take {} positions, the model has {} (max_position_embeddings)",
       positions, config.max_positions);
 
@@ -146,23 +144,23 @@ int generate(const GenerateOptions& options) {
   std::vector<StreamingDecoder> decoders(sequences.size(), StreamingDecoder(tokenizer));
   if (stream) fmt::print("{}", prompts[0]);
   generate_tokens(pipeline, sequences, options, end_ids(options.folder, tokenizer),
-                  config.num_layers, mesh.device, [&](size_t i, int32_t id) {
-                    ++produced;
-                    const std::string text = decoders[i].push(id);
-                    if (!stream) {
-                      prompts[i] += text;
-                      return;
-                    }
-                    fmt::print("{}", text);
-                    std::fflush(stdout);
-                  });
+      config.num_layers, mesh.device, [&](size_t i, int32_t id) {
+        ++produced;
+        const std::string text = decoders[i].push(id);
+        if (!stream) {
+          prompts[i] += text;
+          return;
+        }
+        fmt::print("{}", text);
+        std::fflush(stdout);
+      });
   if (stream) fmt::print("{}\n", decoders[0].finish());
   for (size_t i = 0; !stream && i < sequences.size(); ++i)
     fmt::print("=== {}\n{}{}\n", i + 1, prompts[i], decoders[i].finish());
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   if (!options.quiet) {
     fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, elapsed.count(),
-               static_cast<double>(produced) / elapsed.count());
+        static_cast<double>(produced) / elapsed.count());
   }
   return 0;
 }
@@ -178,17 +176,17 @@ void add_generate_command(CLI::App& app) {
       ->allow_extra_args(false);
   command->add_option("--prompt-file", options->prompt_files, "The same from a file")
       ->allow_extra_args(false);
-  command->add_option("--max-tokens", options->max_tokens,
-                      "Longest answer in tokens (default 200)");
+  command->add_option(
+      "--max-tokens", options->max_tokens, "Longest answer in tokens (default 200)");
   command->add_option("--temperature", options->sampling.temperature, "0 = greedy; default 1");
   command->add_option("--top-k", options->sampling.top_k, "Keep the k likeliest tokens; 0 = all");
   command->add_option("--top-p", options->sampling.top_p, "Keep the likeliest tokens of this mass");
-  command->add_option("--min-p", options->sampling.min_p,
-                      "Drop tokens below this share of the likeliest");
+  command->add_option(
+      "--min-p", options->sampling.min_p, "Drop tokens below this share of the likeliest");
   command->add_option("--seed", options->sampling.seed, "Seed of the draws (default 0)");
   command->add_flag("--ignore-eos", options->ignore_eos, "Do not stop at the end of the document");
-  command->add_flag("--no-cache", options->no_cache,
-                    "Recompute everything for each token (slow; a check)");
+  command->add_flag(
+      "--no-cache", options->no_cache, "Recompute everything for each token (slow; a check)");
   command->add_flag("--quiet", options->quiet, "No speed line on stderr");
   command->add_option("--dtype", options->dtype, "auto (fp32 on CPU, bf16 on GPU), fp32, bf16");
   command->add_option("--device", options->device, "auto (default), cpu, cuda");

@@ -67,8 +67,8 @@ void print_tensors(const std::vector<const SafetensorsFile*>& files, bool all) {
   for (const auto& [dtype, number] : elements)
     sum += fmt::format("{}{} elements of {}", sum.empty() ? "" : ", ", grouped(number), dtype);
   line("tensors",
-       fmt::format("{} in {} file{}: {}; {}", grouped(static_cast<int64_t>(count)), files.size(),
-                   files.size() == 1 ? "" : "s", sum, human_bytes(bytes_of(files))));
+      fmt::format("{} in {} file{}: {}; {}", grouped(static_cast<int64_t>(count)), files.size(),
+          files.size() == 1 ? "" : "s", sum, human_bytes(bytes_of(files))));
   std::vector<std::pair<std::string, std::string>> rows;
   for (const auto& [kind, names] : kinds) {
     const std::string type = fmt::format("{} ({})", kind.first, fmt::join(kind.second, ", "));
@@ -103,9 +103,9 @@ Problems inspect_model(const fs::path& folder, const InspectOptions& options) {
     const json missing = "not stated";
     const json type = config.is_object() ? config.value("model_type", missing) : json();
     PITH_CHECK(type.is_string(), "{} is not an object with a model_type",
-               (folder / "config.json").string());
+        (folder / "config.json").string());
     line("model", fmt::format("{} ({})", type.get<std::string>(),
-                              config.value("/architectures/0"_json_pointer, missing).dump()));
+                      config.value("/architectures/0"_json_pointer, missing).dump()));
   });
   attempt(problems, [&] {
     const HfFolder weights(folder);
@@ -117,7 +117,7 @@ Problems inspect_model(const fs::path& folder, const InspectOptions& options) {
     const json stated = read_json(index).value("/metadata/total_size"_json_pointer, json());
     if (stated != bytes_of(files))
       line("note", fmt::format("the index states {} bytes of weights, the files hold {}",
-                               stated.dump(), bytes_of(files)));
+                       stated.dump(), bytes_of(files)));
   });
   return problems;
 }
@@ -137,7 +137,7 @@ Problems inspect_checkpoint(const fs::path& folder, const InspectOptions& option
     if (name.starts_with("optimizer/")) optimizer_bytes += file.bytes;
   }
   fmt::print("{}: checkpoint of step {}, {} files, {}\n", folder.string(), grouped(manifest.step),
-             manifest.files.size() + 1, human_bytes(bytes));
+      manifest.files.size() + 1, human_bytes(bytes));
   try {
     const json state = read_json(folder / "training_state.json");
     for (const auto& [key, value] : state.items())
@@ -159,8 +159,8 @@ Problems inspect_checkpoint(const fs::path& folder, const InspectOptions& option
 }
 
 // A folder with step-* checkpoints in it: a run's checkpoints.
-Problems inspect_checkpoints(const fs::path& root, const std::vector<fs::path>& steps,
-                             const InspectOptions& options) {
+Problems inspect_checkpoints(
+    const fs::path& root, const std::vector<fs::path>& steps, const InspectOptions& options) {
   fmt::print("{}: {} checkpoint{}\n", root.string(), steps.size(), steps.size() == 1 ? "" : "s");
   Problems problems;
   for (const fs::path& step : steps) {
@@ -201,8 +201,8 @@ Problems inspect(fs::path path, const InspectOptions& options) {
       fmt::print("{}: Hugging Face model folder\n", path.string());
       return inspect_model(path, options);
     }
-    PITH_FAIL_HINT(kKnown, "{} is a folder with nothing in it that this program knows",
-                   path.string());
+    PITH_FAIL_HINT(
+        kKnown, "{} is a folder with nothing in it that this program knows", path.string());
   }
   if (path.extension() == ".safetensors") return inspect_safetensors(path, options);
   for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
@@ -212,8 +212,8 @@ Problems inspect(fs::path path, const InspectOptions& options) {
     for (const auto& entry : fs::directory_iterator(folder))
       if (entry.path().filename().string().starts_with(path.filename().string() + "-00000-of-"))
         return describe_corpus(path.string(), options.quick);
-  PITH_FAIL_HINT(kKnown, "{} {}", path.string(),
-                 fs::exists(path) ? "is of no known kind" : "does not exist");
+  PITH_FAIL_HINT(
+      kKnown, "{} {}", path.string(), fs::exists(path) ? "is of no known kind" : "does not exist");
 }
 
 }  // namespace
@@ -253,17 +253,17 @@ Problems describe_corpus(const std::string& prefix, bool quick) {
   for (const std::string& shard : corpus.shards())
     bytes += fs::file_size(shard + ".bin") + fs::file_size(shard + ".idx");
   fmt::print("{}: corpus of {} documents, {} tokens, {}\n", prefix, grouped(documents),
-             grouped(tokens), human_bytes(bytes));
+      grouped(tokens), human_bytes(bytes));
   if (corpus.shards().size() > 1) line("shards", std::to_string(corpus.shards().size()));
   line("ids", fmt::format("{}, vocabulary {}", corpus.dtype(),
-                          corpus.vocab_size() > 0 ? grouped(corpus.vocab_size()) : "not stated"));
+                  corpus.vocab_size() > 0 ? grouped(corpus.vocab_size()) : "not stated"));
   if (documents > 0) {
     std::vector<int64_t> lengths(static_cast<size_t>(documents));
     for (int64_t d = 0; d < documents; ++d) lengths[static_cast<size_t>(d)] = corpus.length(d);
     std::sort(lengths.begin(), lengths.end());
     line("lengths", fmt::format("{} shortest, {} median, {} mean, {} longest",
-                                grouped(lengths.front()), grouped(lengths[lengths.size() / 2]),
-                                grouped(tokens / documents), grouped(lengths.back())));
+                        grouped(lengths.front()), grouped(lengths[lengths.size() / 2]),
+                        grouped(tokens / documents), grouped(lengths.back())));
   }
   Problems problems;
   const std::string folder = prefix + ".tokenizer";
@@ -271,8 +271,8 @@ Problems describe_corpus(const std::string& prefix, bool quick) {
     const std::string hash = hex(Tokenizer::load(folder).hash());
     line("tokenizer", fmt::format("{} ({})", folder, hash));
     if (hash != corpus.tokenizer_hash())
-      problems.push_back(fmt::format("{} is not the tokenizer of this corpus ({})", folder,
-                                     corpus.tokenizer_hash()));
+      problems.push_back(fmt::format(
+          "{} is not the tokenizer of this corpus ({})", folder, corpus.tokenizer_hash()));
   }
   line("fingerprint", corpus.fingerprint());
   if (!quick) append(problems, verify_corpus(prefix));

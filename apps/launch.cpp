@@ -65,9 +65,8 @@ struct Output {
 int launch(int64_t processes, const fs::path& program, const std::vector<std::string>& command) {
   const auto cores = static_cast<int64_t>(std::max(1U, std::thread::hardware_concurrency()));
   const std::string mpirun = find_mpirun(fs::read_symlink("/proc/self/exe"));
-  std::vector<std::string> words{
-      mpirun,     "-n", std::to_string(processes), "--oversubscribe", "--bind-to", "none",
-      "--output", "tag"};
+  std::vector<std::string> words{mpirun, "-n", std::to_string(processes), "--oversubscribe",
+      "--bind-to", "none", "--output", "tag"};
   if (processes > cores) words.insert(words.end(), {"--mca", "mpi_yield_when_idle", "1"});
   words.push_back(program.string());
   words.insert(words.end(), command.begin(), command.end());
@@ -109,7 +108,7 @@ int launch(int64_t processes, const fs::path& program, const std::vector<std::st
   if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return 0;
   const bool explain = !output.told_failure && !output.of_mpirun.empty();
   fmt::print(stderr, "pithtrain launch: the job failed{}\n{}", explain ? "; mpirun says:" : "",
-             explain ? output.of_mpirun : "");
+      explain ? output.of_mpirun : "");
   return 1;
 }
 
@@ -136,7 +135,7 @@ void add_launch_command(CLI::App& app) {
   command->callback([options, command] {
     const std::vector<std::string> words = command->remaining();
     PITH_CHECK(!words.empty(), "no command to launch; try: launch {} pretrain run.toml",
-               options->processes);
+        options->processes);
     if (const int status = launch(options->processes, options->program, words); status != 0)
       throw CLI::RuntimeError(status);
   });

@@ -61,8 +61,8 @@ std::string usage_problem(const CLI::App& command, const CLI::ParseError& error)
   }
   for (const CLI::App* sub : command.get_subcommands({})) words.push_back(sub->get_name());
   if (!unknown.empty() && !words.empty()) {
-    return fmt::format("unknown command {}; nearest is {}", unknown,
-                       pith::nearest_word(unknown, words));
+    return fmt::format(
+        "unknown command {}; nearest is {}", unknown, pith::nearest_word(unknown, words));
   }
   return unknown.empty() ? error.what() : fmt::format("unexpected argument {}", unknown);
 }
@@ -111,15 +111,15 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   app.get_formatter()->column_width(34);
   app.set_help_flag("-h,--help", "Explain and exit");
-  app.set_version_flag(
-      "--version", fmt::format("pithtrain {}, LibTorch {}", pith::kBuildDescription, TORCH_VERSION),
+  app.set_version_flag("--version",
+      fmt::format("pithtrain {}, LibTorch {}", pith::kBuildDescription, TORCH_VERSION),
       "Print what this program was built from and exit");
   // The keys of docs/configuration.md; hidden, since only developers need it.
   app.add_flag_callback("--config-reference",
-                        [] {
-                          std::fputs(pith::describe_config_keys().c_str(), stdout);
-                          throw CLI::Success();
-                        })
+         [] {
+           std::fputs(pith::describe_config_keys().c_str(), stdout);
+           throw CLI::Success();
+         })
       ->group("");
   pith::add_corpus_command(app);
   pith::add_pretrain_command(app);

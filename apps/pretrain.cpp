@@ -60,7 +60,7 @@ std::vector<int64_t> chunks_of(const RunConfig& config, const Config& model, con
     } catch (const std::exception&) {
     }
     PITH_CHECK(layers >= 0 && word.find_first_not_of(' ', used) == word.npos,
-               "parallel.chunks: \"{}\" is not a number of layers", word);
+        "parallel.chunks: \"{}\" is not a number of layers", word);
     chunks.push_back(layers);
   }
   const int64_t sum = std::accumulate(chunks.begin(), chunks.end(), int64_t{0});
@@ -74,8 +74,8 @@ std::vector<int64_t> chunks_of(const RunConfig& config, const Config& model, con
 int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
   const int64_t rows = config.training.micro_batch * dp;
   PITH_CHECK(config.training.global_batch % rows == 0,
-             "training.global_batch {} is not a multiple of micro_batch {} x data parallelism {}",
-             config.training.global_batch, config.training.micro_batch, dp);
+      "training.global_batch {} is not a multiple of micro_batch {} x data parallelism {}",
+      config.training.global_batch, config.training.micro_batch, dp);
   return config.training.global_batch / rows;
 }
 
@@ -100,9 +100,8 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
       config.training.micro_batch, mesh.dp);
   const auto chunks = chunks_of(config, model, mesh);
   const bool overlap = shape.pp > 1 || shape.ep > 1;
-  const Simulation plan =
-      simulate(shape.pp, micro_batches, overlap,
-               std::vector<StageCosts>(static_cast<size_t>(2 * shape.pp), StageCosts{}));
+  const Simulation plan = simulate(shape.pp, micro_batches, overlap,
+      std::vector<StageCosts>(static_cast<size_t>(2 * shape.pp), StageCosts{}));
   for (int64_t stage = 0; stage < shape.pp; ++stage) {
     Mesh of_stage = mesh;
     of_stage.place = mesh_place(shape, world, stage * plane);
@@ -135,7 +134,7 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
   const auto schedule =
       make_schedule(shape.pp, 0, std::min<int64_t>(micro_batches, 2 * shape.pp + 4), overlap);
   fmt::print("# schedule    rank 0: {}{}\n", to_string(schedule),
-             micro_batches > 2 * shape.pp + 4 ? " ..." : "");
+      micro_batches > 2 * shape.pp + 4 ? " ..." : "");
 }
 
 void write_text(const fs::path& path, const std::string& text) {
@@ -166,7 +165,7 @@ Blend open_blend(const RunConfig& config) {
   std::vector<double> weights;
   for (const Corpus& corpus : open_corpora(config.data.train))
     streams.emplace_back(corpus, config.data.sequence_length, config.data.seed,
-                         config.data.document_mask, true, packing_of(config));
+        config.data.document_mask, true, packing_of(config));
   for (const DataSource& source : config.data.train) weights.push_back(source.weight);
   return {std::move(streams), weights};
 }
@@ -182,12 +181,12 @@ class Run {
         chunks_(chunks_of(config, model_config, mesh)),
         part_(model_part(chunks_, mesh.shape, mesh.place, model_config.num_experts)),
         model_(model_config, part_),
-        groups_(make_shard_groups(
-            model_.parameter_units(), compute_dtype(config), mesh, ShardGroup::Use::training,
+        groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh,
+            ShardGroup::Use::training,
             config.parallel.weights == "reshard" ? ShardMode::reshard : ShardMode::keep)),
         shards_(groups_, part_, part_.head ? &model_.head_weight() : nullptr),
         pipeline_(model_, mesh_, config.data.sequence_length,
-                  {config.training.balance_loss, config.training.force_balance}, chunks_, &shards_),
+            {config.training.balance_loss, config.training.force_balance}, chunks_, &shards_),
         rows_(open_blend(config)) {
     std::vector<Corpus> corpora;
     for (const RowStream& stream : rows_.sources()) corpora.push_back(stream.corpus());
@@ -196,23 +195,23 @@ class Run {
         corpora.push_back(corpus);
         // Seed 0: the same tokens in all runs.
         validation_.emplace_back(corpus, config.data.sequence_length, 0, config.data.document_mask,
-                                 true, packing_of(config));
+            true, packing_of(config));
       }
     check_same_tokenizer(corpora);
     for (const Corpus& corpus : corpora) check_vocabulary(corpus);
     for (size_t i = 0; i < rows_.sources().size(); ++i)
       state_.sources.push_back({corpora[i].prefix(), corpora[i].fingerprint(),
-                                corpora[i].tokenizer_hash(), rows_.weights()[i]});
+          corpora[i].tokenizer_hash(), rows_.weights()[i]});
     state_.packing = config.data.packing;
     state_.schedule = schedule_settings(config.training);
     state_.sequence_length = config.data.sequence_length;
     state_.data_seed = config.data.seed;
     state_.document_mask = config.data.document_mask;
     micro_batches_of(config, mesh.dp);
-    check_same_everywhere(mesh.world, {{"configuration", to_toml(config)},
-                                       {"model", model_.config().to_json(compute_dtype(config))},
-                                       {"corpus", state_.to_json()},
-                                       {"build", kBuildDescription}});
+    check_same_everywhere(
+        mesh.world, {{"configuration", to_toml(config)},
+                        {"model", model_.config().to_json(compute_dtype(config))},
+                        {"corpus", state_.to_json()}, {"build", kBuildDescription}});
   }
 
   int train(Clock::time_point launched) {
@@ -223,10 +222,10 @@ class Run {
       log_.emplace(folder_, state_.step, config_.log.tensorboard);
     }
     event("start", fmt::format("{}; {}; weights ready {:.1f} s after launch", origin,
-                               describe_device(mesh_.device), seconds_since(launched)));
+                       describe_device(mesh_.device), seconds_since(launched)));
     if (config_.training.force_balance)
-      event("warning",
-            "training.force_balance replaces the router's choice: for measurements only");
+      event(
+          "warning", "training.force_balance replaces the router's choice: for measurements only");
     log_data();
     std::vector<MicroBatch> batch;
     while (!done() && !stopping_) {
@@ -273,9 +272,8 @@ class Run {
     for (size_t i = 0; i < rows_.sources().size(); ++i) {
       const RowStream& stream = rows_.sources()[i];
       std::string text = fmt::format("{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows",
-                                     stream.corpus().prefix(),
-                                     100 * static_cast<double>(rows_.weights()[i]) / total,
-                                     stream.corpus().num_tokens(), stream.rows_per_epoch());
+          stream.corpus().prefix(), 100 * static_cast<double>(rows_.weights()[i]) / total,
+          stream.corpus().num_tokens(), stream.rows_per_epoch());
       if (packing_of(config_) == Packing::best_fit)
         text += fmt::format(", {:.3g} % padding", 100 * stream.padding_share());
       event("data", text);
@@ -284,15 +282,14 @@ class Run {
     if (config_.data.exhausted == "repeat") return;
     const int64_t rows = rows_.rows_before_repeat();
     PITH_CHECK(rows >= config_.training.global_batch,
-               "data.exhausted = \"stop\", but the data ends after {} rows, before the first step",
-               rows);
+        "data.exhausted = \"stop\", but the data ends after {} rows, before the first step", rows);
     const int64_t steps =
         std::max<int64_t>(0, rows - state_.rows_read) / config_.training.global_batch;
     if (state_.step + steps >= last_step_) return;
     last_step_ = state_.step + steps;
     event("data", fmt::format("a corpus ends after step {} of {}, and the run with it "
                               "(data.exhausted = \"stop\")",
-                              last_step_, config_.training.steps));
+                      last_step_, config_.training.steps));
   }
 
   bool checkpoint_due() const {
@@ -306,15 +303,15 @@ class Run {
 
   void check_vocabulary(const Corpus& corpus) const {
     PITH_CHECK(corpus.vocab_size() <= model_.config().vocab_size,
-               "the corpus {} has a vocabulary of {}, the model only {}", corpus.prefix(),
-               corpus.vocab_size(), model_.config().vocab_size);
+        "the corpus {} has a vocabulary of {}, the model only {}", corpus.prefix(),
+        corpus.vocab_size(), model_.config().vocab_size);
   }
 
   // Rows of the step after the next `ahead` ones.
   std::vector<MicroBatch> next_batch(int64_t ahead) const {
     auto batch = make_batch(rows_, state_.rows_read + ahead * config_.training.global_batch,
-                            config_.training.global_batch, config_.training.micro_batch,
-                            mesh_.place.dp, mesh_.dp, config_.data.document_mask, whole_device());
+        config_.training.global_batch, config_.training.micro_batch, mesh_.place.dp, mesh_.dp,
+        config_.data.document_mask, whole_device());
     for (MicroBatch& micro : batch) micro = share_of(std::move(micro));
     return batch;
   }
@@ -337,7 +334,7 @@ class Run {
     if (!found.empty()) newest = found;
     if (newest && !config_.checkpoint.resume) {
       PITH_FAIL_HINT("choose another run.folder, or set checkpoint.resume = true",
-                     "{} already holds checkpoints and checkpoint.resume is off", folder_.string());
+          "{} already holds checkpoints and checkpoint.resume is off", folder_.string());
     }
     if (newest) {
       const fs::path file = *newest / "training_state.json";
@@ -355,8 +352,7 @@ class Run {
       saved_step_ = state_.step = saved.step;
       state_.rows_read = saved.rows_read;
       state_.tokens_seen = saved.tokens_seen;
-      return fmt::format(
-          "resumed from {} at step {}{}{}", newest->string(), state_.step,
+      return fmt::format("resumed from {} at step {}{}{}", newest->string(), state_.step,
           schedule.empty() ? "" : ", with another learning-rate schedule:", schedule);
     }
     if (!config_.model.init.empty()) {
@@ -366,8 +362,8 @@ class Run {
       return "weights of " + config_.model.init;
     }
     for (ShardGroup& group : groups_) {
-      group.initialize(config_.training.seed, config_.training.init_std,
-                       model_.config().num_layers);
+      group.initialize(
+          config_.training.seed, config_.training.init_std, model_.config().num_layers);
     }
     return fmt::format("random weights, seed {}", config_.training.seed);
   }
@@ -377,8 +373,8 @@ class Run {
     const auto dtype = compute_dtype(config_);
     if (saved.to_json(dtype) != model_.config().to_json(dtype)) {
       PITH_FAIL_HINT("restore model.config, or choose another run.folder",
-                     "{} was saved with another model configuration than model.config = {}",
-                     checkpoint.string(), config_.model.config);
+          "{} was saved with another model configuration than model.config = {}",
+          checkpoint.string(), config_.model.config);
     }
   }
 
@@ -399,9 +395,9 @@ class Run {
     metrics.grad_norm = norm.item<double>();
     const auto value = [](const Tensor& sum) { return sum.defined() ? sum.item<double>() : 0.0; };
     const auto plane = static_cast<double>(mesh_.plane.size());
-    const std::vector<double> sums = sum_over_ranks(
-        {value(result.loss_sum), value(result.balance_sum),
-         static_cast<double>(result.num_moe_layers) / plane, stop_requested() ? 1.0 : 0.0});
+    const std::vector<double> sums =
+        sum_over_ranks({value(result.loss_sum), value(result.balance_sum),
+            static_cast<double>(result.num_moe_layers) / plane, stop_requested() ? 1.0 : 0.0});
     metrics.loss = sums[0] / static_cast<double>(std::max<int64_t>(metrics.trained_tokens, 1));
     if (sums[2] > 0)
       metrics.balance_loss = sums[1] / static_cast<double>(config_.training.global_batch) / sums[2];
@@ -425,8 +421,8 @@ class Run {
 
   // Runs the forward pass again, looking at every stage, to name the first tensor that is not
   // finite.
-  [[noreturn]] void fail_non_finite(const std::vector<MicroBatch>& batch,
-                                    const StepMetrics& metrics) {
+  [[noreturn]] void fail_non_finite(
+      const std::vector<MicroBatch>& batch, const StepMetrics& metrics) {
     // The first rank that has something to say.
     const auto first_of_ranks = [&](const std::string& mine) {
       const std::vector<std::string> all = mesh_.world.all_gather_strings(mine);
@@ -510,12 +506,11 @@ class Run {
       const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_text(file));
     }
-    writer_.start(folder_ / "checkpoints", std::move(content), config_.checkpoint.keep_last,
-                  mesh_.world);
+    writer_.start(
+        folder_ / "checkpoints", std::move(content), config_.checkpoint.keep_last, mesh_.world);
     saved_step_ = state_.step;
-    event("save",
-          fmt::format("checkpoint of step {} on its way to {} (copied in {:.2f} s)", state_.step,
-                      (folder_ / "checkpoints").string(), seconds_since(start)));
+    event("save", fmt::format("checkpoint of step {} on its way to {} (copied in {:.2f} s)",
+                      state_.step, (folder_ / "checkpoints").string(), seconds_since(start)));
   }
 
   const RunConfig& config_;
@@ -541,7 +536,7 @@ int pretrain(const RunConfig& config, int64_t processes, Clock::time_point launc
   if (config.run.threads > 0) at::set_num_threads(static_cast<int>(config.run.threads));
   const at::Device device = select_device(config.run.device);
   const MeshShape shape{config.parallel.pp, config.parallel.cp, config.parallel.ep,
-                        config.parallel.sharding == "hsdp", config.parallel.hsdp_size};
+      config.parallel.sharding == "hsdp", config.parallel.hsdp_size};
   if (config.training.deterministic) {
     // cuBLAS sums in one order only with a fixed workspace; LibTorch then refuses what is not
     // deterministic.
@@ -552,8 +547,8 @@ int pretrain(const RunConfig& config, int64_t processes, Clock::time_point launc
   auto model_config = Model::Config::parse_file(config.model.config);
   if (config.model.num_layers > 0) model_config.cut_layers(config.model.num_layers);
   PITH_CHECK(config.data.sequence_length <= model_config.max_positions,
-             "data.sequence_length {} is longer than the model's max_position_embeddings {}",
-             config.data.sequence_length, model_config.max_positions);
+      "data.sequence_length {} is longer than the model's max_position_embeddings {}",
+      config.data.sequence_length, model_config.max_positions);
   if (processes > 0) {  // --dry-run: a mesh without processes
     Mesh mesh;
     mesh.shape = shape;
@@ -579,15 +574,13 @@ void add_pretrain_command(CLI::App& app) {
     int64_t processes = 1;
   };
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
-      "pretrain",
+  CLI::App* command = app.add_subcommand("pretrain",
       "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder");
   command->add_option("config", options->file, "Run configuration (TOML); see examples/")
       ->required();
   command->add_option("--set", options->overrides, "Override one key, e.g. --set training.lr=1e-4")
       ->allow_extra_args(false);
-  command->add_flag(
-      "--dry-run", options->dry_run,
+  command->add_flag("--dry-run", options->dry_run,
       "Print the resolved configuration, parameter counts, memory and schedule, then exit");
   command->add_option("--processes", options->processes, "--dry-run: of a job of this many")
       ->check(CLI::PositiveNumber);

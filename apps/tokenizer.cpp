@@ -57,8 +57,8 @@ void for_each_batch(const Options& options, Sink sink) {
   for (Chunk chunk; reader.next(chunk);) {
     if (chunk.layout != Layout::kWhole) {
       for (Document& document : read_documents(chunk, read)) {
-        PITH_CHECK(document.problem.empty(), "{}:{}: {}", chunk.path, document.line,
-                   document.problem);
+        PITH_CHECK(
+            document.problem.empty(), "{}:{}: {}", chunk.path, document.line, document.problem);
         add(std::move(document.text));
       }
     } else if (options.whole_files) {
@@ -75,7 +75,7 @@ void for_each_batch(const Options& options, Sink sink) {
 
 void run_train(Options& options) {
   PITH_CHECK(!fs::exists(fs::path(options.out) / "tokenizer.json"), "{} holds a tokenizer already",
-             options.out);
+      options.out);
   options.train.threads = options.threads;
   BpeTrainer trainer(options.train);
   int64_t bytes = 0;
@@ -86,10 +86,10 @@ void run_train(Options& options) {
   const Tokenizer tokenizer = trainer.train();
   tokenizer.save(options.out);
   fmt::print("{}: {} tokens from {:.1f} MB of text\n", options.out, tokenizer.vocab_size(),
-             static_cast<double>(bytes) / 1e6);
+      static_cast<double>(bytes) / 1e6);
   if (tokenizer.vocab_size() < options.train.vocab_size)
-    fmt::print("the text has no more pairs to merge; {} were asked for\n",
-               options.train.vocab_size);
+    fmt::print(
+        "the text has no more pairs to merge; {} were asked for\n", options.train.vocab_size);
 }
 
 void run_encode(const Options& options) {
@@ -102,14 +102,14 @@ void run_encode(const Options& options) {
     } else {
       for (size_t i = 0; i < encoding.ids.size(); ++i)
         fmt::print("{} {} {} {}\n", encoding.ids[i], encoding.offsets[i].begin,
-                   encoding.offsets[i].end, tokenizer.token(encoding.ids[i]));
+            encoding.offsets[i].end, tokenizer.token(encoding.ids[i]));
     }
     if (encoding.replaced_sequences > 0)
       fmt::print(stderr, "{}: {} ill-formed UTF-8 sequences were read as U+FFFD\n", input,
-                 encoding.replaced_sequences);
+          encoding.replaced_sequences);
     if (encoding.dropped_characters > 0)
       fmt::print(stderr, "{}: {} characters have no token and were dropped\n", input,
-                 encoding.dropped_characters);
+          encoding.dropped_characters);
   }
 }
 
@@ -128,8 +128,8 @@ void run_inspect(const Options& options) {
   auto show = [&](const char* name, std::optional<int32_t> id) {
     if (id) fmt::print("{:14} {} {}\n", name, *id, tokenizer.token(*id));
   };
-  fmt::print("{:14} {}\n{:14} {:016x}\n", "vocabulary", tokenizer.vocab_size(), "hash",
-             tokenizer.hash());
+  fmt::print(
+      "{:14} {}\n{:14} {:016x}\n", "vocabulary", tokenizer.vocab_size(), "hash", tokenizer.hash());
   show("bos", tokenizer.bos_id());
   show("eos", tokenizer.eos_id());
   show("pad", tokenizer.pad_id());
@@ -156,14 +156,14 @@ void run_compare(const Options& options) {
           std::mismatch(a[i].ids.begin(), a[i].ids.end(), b[i].ids.begin(), b[i].ids.end());
       if (++differ == 1)
         fmt::print("first difference: text {}, token {}\n", texts_seen - 1,
-                   place.first - a[i].ids.begin());
+            place.first - a[i].ids.begin());
     }
   });
   fmt::print("{} texts, {} bytes, {} with different ids\n", texts_seen, bytes, differ);
   for (int i = 0; i < 2; ++i)
     fmt::print("{}: {} tokens, {:.3f} bytes a token\n", i == 0 ? options.tokenizer : options.other,
-               tokens[i],
-               static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, tokens[i])));
+        tokens[i],
+        static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, tokens[i])));
   if (differ > 0) throw CLI::RuntimeError(1);
 }
 
@@ -185,7 +185,7 @@ void add_tokenizer_command(CLI::App& app) {
   };
   auto add_inputs = [&](CLI::App* sub) {
     sub->add_option("inputs", options->inputs,
-                    "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")
+           "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")
         ->required();
     sub->add_option("--field", options->field, "Field of a JSON line or table [text]");
     sub->add_flag("--whole-files", options->whole_files, "A file is one text, not one a line");
@@ -193,10 +193,10 @@ void add_tokenizer_command(CLI::App& app) {
         ->check(CLI::Range(1, 1024));
   };
   auto add_encoding = [&](CLI::App* sub) {
-    sub->add_flag("!--no-special", options->encode.add_special_tokens,
-                  "Add no start or end tokens");
+    sub->add_flag(
+        "!--no-special", options->encode.add_special_tokens, "Add no start or end tokens");
     sub->add_flag("!--plain", options->encode.parse_special,
-                  "Special tokens spelled in the text are plain text");
+        "Special tokens spelled in the text are plain text");
     sub->add_flag("--strict", options->encode.strict, "Refuse text that is not UTF-8");
   };
 
@@ -207,7 +207,7 @@ void add_tokenizer_command(CLI::App& app) {
   train->add_option("--min-frequency", options->train.min_frequency, "Rarer pairs stay apart [0]");
   train->add_option("--pattern", options->train.pattern, "Regex that cuts text into pieces");
   train->add_option("--special", options->train.special_tokens,
-                    "Special tokens, ids from 0; the first ends a text [<|endoftext|>]");
+      "Special tokens, ids from 0; the first ends a text [<|endoftext|>]");
 
   CLI::App* encode = command("encode", "Print the ids of a text.", run_encode);
   add_tokenizer(encode);

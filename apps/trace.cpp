@@ -38,14 +38,13 @@ RoutingTape read_routes(const std::string& path, int64_t num_layers, at::Device 
 template <class Model>
 int trace(const TraceOptions& options) {
   PITH_CHECK(options.dtype == "fp32" || options.dtype == "bf16",
-             "--dtype must be fp32 or bf16, not {}", options.dtype);
+      "--dtype must be fp32 or bf16, not {}", options.dtype);
   Mesh mesh;
   mesh.device = select_device(options.device);
   const auto config = Model::Config::parse_file(options.folder);
   Model model(config, whole_model(config.num_layers, config.num_experts));
-  std::vector<ShardGroup> groups = make_shard_groups(
-      model.parameter_units(), options.dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh,
-      ShardGroup::Use::training);
+  std::vector<ShardGroup> groups = make_shard_groups(model.parameter_units(),
+      options.dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh, ShardGroup::Use::training);
   restore_weights(groups, options.folder, config.tie_embeddings);
   const std::vector<Row> rows = read_token_rows(options.tokens, config.vocab_size);
   int64_t trained = 0;
@@ -93,7 +92,7 @@ int trace(const TraceOptions& options) {
   }
   write_safetensors(options.out, written);
   fmt::print("{}: {} tensors; loss {:.6f} over {} trained tokens\n", options.out, written.size(),
-             (result.loss_sum / divisor).template item<double>(), trained);
+      (result.loss_sum / divisor).template item<double>(), trained);
   return 0;
 }
 
@@ -101,27 +100,24 @@ int trace(const TraceOptions& options) {
 
 void add_trace_command(CLI::App& app) {
   auto options = std::make_shared<TraceOptions>();
-  CLI::App* command = app.add_subcommand(
-      "trace",
+  CLI::App* command = app.add_subcommand("trace",
       "Run one batch through a model folder and write logits, loss, log-probabilities, gradients");
   command->add_option("folder", options->folder, "Hugging Face folder or checkpoint")->required();
   command
-      ->add_option(
-          "--tokens", options->tokens,
+      ->add_option("--tokens", options->tokens,
           "JSON: a list of rows, each a list of documents, each a list of ids; or an object with "
           "\"rows\" and \"labels\" of the same shape (-100: not trained)")
       ->required();
   command->add_option("--out", options->out, "safetensors file to write")->required();
-  command->add_flag("--grads", options->grads,
-                    "Write every parameter's gradient of the loss as grad.NAME");
+  command->add_flag(
+      "--grads", options->grads, "Write every parameter's gradient of the loss as grad.NAME");
   command->add_flag("--stages", options->stages, "Write the outputs of every layer's stages");
-  command->add_flag("--routing", options->routing,
-                    "Write expert ids and weights of every layer and token");
-  command->add_option(
-      "--routes", options->routes,
+  command->add_flag(
+      "--routing", options->routing, "Write expert ids and weights of every layer and token");
+  command->add_option("--routes", options->routes,
       "Take the expert ids from such a file instead of choosing (to compare dtypes)");
   command->add_option("--balance-loss", options->balance_loss,
-                      "Coefficient of the load-balance loss in the gradients (default 0)");
+      "Coefficient of the load-balance loss in the gradients (default 0)");
   command->add_option("--dtype", options->dtype, "Compute dtype: fp32 (default) or bf16");
   command->add_option("--device", options->device, "auto (default), cpu, cuda");
   command->footer(

@@ -72,7 +72,7 @@ void report(const char* name, const char* shape, Work work, const std::function<
 
 // The forward without recording, then the backward of one recorded call, repeated.
 void report_both(const char* name, const char* shape, Work forward, Work backward,
-                 const std::vector<Tensor>& inputs, const std::function<Tensor()>& f) {
+    const std::vector<Tensor>& inputs, const std::function<Tensor()>& f) {
   {
     const at::NoGradGuard no_grad;
     report(name, shape, forward, f);
@@ -84,7 +84,7 @@ void report_both(const char* name, const char* shape, Work forward, Work backwar
 }
 
 Tensor random(const char* name, std::vector<int64_t> shape, at::ScalarType dtype = at::kBFloat16,
-              double std = 1.0) {
+    double std = 1.0) {
   Tensor out = at::empty(shape, at::TensorOptions(dtype).device(device));
   fill_normal(out, 1, name, std);
   return out.set_requires_grad(true);
@@ -101,29 +101,29 @@ void bench_router() {
   const double table = 4.0 * kTokens * kExperts;
   report("topk_lowest_id", "8192 x 128, top 8", {table}, [&] { topk_lowest_id(logits, kTopK); });
   report_both("route", "8192 x 128, top 8", {2 * table}, {2 * table}, {logits},
-              [&] { return route(logits, kTopK, true).topk_weight; });
+      [&] { return route(logits, kTopK, true).topk_weight; });
   const Routing routing = route(logits, kTopK, true);
   const Tensor probabilities = routing.probabilities.detach().set_requires_grad(true);
   const Tensor row_id =
       at::arange(kTokens, at::TensorOptions(device)).div(4096, "floor").to(at::kInt);
   report_both("sequence_balance_loss", "8192 x 128, 2 rows", {table}, {table}, {probabilities},
-              [&] { return sequence_balance_loss(probabilities, routing.topk_idx, row_id, 2); });
+      [&] { return sequence_balance_loss(probabilities, routing.topk_idx, row_id, 2); });
 }
 
 void bench_permute() {
   const Tensor logits = random("logits", {kTokens, kExperts}, at::kFloat);
   const Routing routing = route(logits, kTopK, true);
   report("make_expert_plan (waits for it)", "8192 x 8 of 128", {},
-         [&] { make_expert_plan(routing.topk_idx, kExperts); });
+      [&] { make_expert_plan(routing.topk_idx, kExperts); });
   const ExpertPlan plan = make_expert_plan(routing.topk_idx, kExperts);
   const Tensor rows = random("rows", {kTokens, kHidden}),
                slots = random("slots", {kSlots, kHidden});
   const Tensor weight = routing.topk_weight.detach().set_requires_grad(true);
   const double few = 2.0 * kTokens * kHidden, many = 2.0 * kSlots * kHidden;
   report_both("permute", "8192 -> 65536 x 2048", {few + many}, {few + many}, {rows},
-              [&] { return permute(rows, plan); });
+      [&] { return permute(rows, plan); });
   report_both("unpermute", "65536 -> 8192 x 2048", {few + many}, {few + 2 * many}, {slots, weight},
-              [&] { return unpermute(slots, weight, plan); });
+      [&] { return unpermute(slots, weight, plan); });
 }
 
 void bench_grouped_linear() {
@@ -135,7 +135,7 @@ void bench_grouped_linear() {
     const Tensor x = random("x", {kSlots, in});
     const double flop = 2.0 * kSlots * static_cast<double>(in * out);
     report_both(name, shape, {0, flop}, {0, 2 * flop}, {x, weight.value},
-                [&] { return grouped_linear(x, weight, plan); });
+        [&] { return grouped_linear(x, weight, plan); });
   };
   run("grouped_linear gate, up", "65536 x 2048 -> 1536", kHidden, 2 * kExpertHidden);
   run("grouped_linear down", "65536 x 768 -> 2048", kExpertHidden, kHidden);
@@ -167,7 +167,7 @@ void bench_attention() {
     const double flop = 4.0 * kHeads * kHeadDim * pairs;
     std::printf("  path: %s\n", attention_path(q, span));
     report_both("attention 32/4 d128", shape, {0, flop}, {0, 2.5 * flop}, {q, k, v},
-                [&] { return attention(q, k, v, span, 0.088); });
+        [&] { return attention(q, k, v, span, 0.088); });
   };
   run("2 x 4096", {0, 4096, 8192});
   run("3000 + 4000 + 1192", {0, 3000, 7000, 8192});
@@ -185,12 +185,12 @@ void bench_cross_entropy() {
   {
     const at::NoGradGuard no_grad;
     report("linear_cross_entropy, no gradient", "8192 x 2048 -> 151936", {0, flop},
-           [&] { linear_cross_entropy(hidden, weight, labels, 1e-4); });
+        [&] { linear_cross_entropy(hidden, weight, labels, 1e-4); });
   }
   for (int64_t chunk : {0, 512, 1024, 2048, 4096}) {
     const std::string shape = chunk == 0 ? "chunk by budget" : "chunk " + std::to_string(chunk);
     report("linear_cross_entropy, gradient", shape.c_str(), {0, 3 * flop},
-           [&] { linear_cross_entropy(hidden, weight, labels, 1e-4, chunk); });
+        [&] { linear_cross_entropy(hidden, weight, labels, 1e-4, chunk); });
   }
 #if PITH_CUDA
   const int64_t rows = 1024;
@@ -202,12 +202,12 @@ void bench_cross_entropy() {
     // Reads the logits once, and with the gradient once more and writes half as much. (Repeats read
     // what the call before has left there, which costs the same.)
     report("cross_entropy_rows", gradient ? "1024 x 151936, gradient" : "1024 x 151936",
-           {gradient ? 2.5 * bytes : bytes}, [&] {
-             cuda::cross_entropy_rows(
-                 logits.mutable_data_ptr<float>(), labels.const_data_ptr<int64_t>(),
-                 logprobs.mutable_data_ptr<float>(), rows, kVocabulary, gradient,
-                 /*is_bf16=*/true, nullptr);
-           });
+        {gradient ? 2.5 * bytes : bytes}, [&] {
+          cuda::cross_entropy_rows(logits.mutable_data_ptr<float>(),
+              labels.const_data_ptr<int64_t>(), logprobs.mutable_data_ptr<float>(), rows,
+              kVocabulary, gradient,
+              /*is_bf16=*/true, nullptr);
+        });
   }
 #endif
 }
@@ -219,7 +219,7 @@ void bench_embedding() {
       at::randint(kVocabulary, {kTokens}, at::TensorOptions(at::kLong).device(device));
   const double rows = 2.0 * kTokens * kHidden;  // bytes of BF16 rows
   report_both("embedding", "8192 of 151936 x 2048", {2 * rows}, {5 * rows}, {weight.value},
-              [&] { return embedding(tokens, weight); });
+      [&] { return embedding(tokens, weight); });
 }
 
 void bench_linear() {
@@ -229,7 +229,7 @@ void bench_linear() {
     const Tensor x = random("x", {kTokens, kHidden});
     const double flop = 2.0 * kTokens * kHidden * static_cast<double>(out);
     report_both(name, shape, {0, flop}, {0, 2 * flop}, {x, weight.value},
-                [&] { return fp32 ? linear_fp32(x, weight) : linear(x, weight); });
+        [&] { return fp32 ? linear_fp32(x, weight) : linear(x, weight); });
   };
   run("linear", "8192 x 2048 -> 5120", (kHeads + 2 * kKvHeads) * kHeadDim, false);
   run("linear_fp32", "8192 x 2048 -> 128", kExperts, true);
@@ -243,7 +243,7 @@ void bench_norm_and_rotary() {
   const Tensor x = random("x", {kTokens, kHidden});
   const double bytes = 2.0 * kTokens * kHidden;
   report_both("rms_norm", "8192 x 2048", {2 * bytes}, {3 * bytes}, {x, wide.value},
-              [&] { return rms_norm(x, wide, 1e-6); });
+      [&] { return rms_norm(x, wide, 1e-6); });
   // Queries lie in a fused projection of q, k and v; the time of their backward holds no slice's
   // backward.
   const int64_t qkv_heads = kHeads + 2 * kKvHeads;
@@ -251,19 +251,19 @@ void bench_norm_and_rotary() {
   const Tensor q = qkv.narrow(1, 0, kHeads).requires_grad_();
   const double q_bytes = 2.0 * kTokens * kHeads * kHeadDim;
   report_both("rms_norm of heads", "8192 x 32 of 40 x 128", {2 * q_bytes}, {3 * q_bytes},
-              {q, narrow.value}, [&] { return rms_norm(q, narrow, 1e-6); });
+      {q, narrow.value}, [&] { return rms_norm(q, narrow, 1e-6); });
   const RotaryTable table = make_rotary_table(4096, kHeadDim, 1e6, device);
   const Tensor positions =
       at::arange(kTokens, at::TensorOptions(device)).remainder(4096).to(at::kInt);
   report_both("rotary", "8192 x 32 of 40 x 128", {2 * q_bytes}, {2 * q_bytes}, {q},
-              [&] { return rotary(q, positions, table); });
+      [&] { return rotary(q, positions, table); });
 }
 
 void bench_swiglu() {
   const Tensor gate_up = random("gate_up", {kSlots, 2 * kExpertHidden});
   const double bytes = 2.0 * kSlots * kExpertHidden;
   report_both("swiglu", "65536 x 768", {3 * bytes}, {5 * bytes}, {gate_up},
-              [&] { return swiglu(gate_up); });
+      [&] { return swiglu(gate_up); });
 }
 
 void bench_optimizer() {

@@ -38,11 +38,11 @@ std::vector<int64_t> parts(std::span<const int64_t> sizes, int64_t members, int6
 }
 
 // Elements of each member's part, from rows.
-std::vector<int64_t> elements(std::span<const int64_t> splits, int64_t members,
-                              const Tensor& tensor) {
+std::vector<int64_t> elements(
+    std::span<const int64_t> splits, int64_t members, const Tensor& tensor) {
   PITH_CHECK(tensor.dim() > 0 && std::ssize(splits) == members,
-             "all_to_all: [{}] rows for {} members do not cut {}", fmt::join(splits, ", "), members,
-             describe(tensor, "tensor"));
+      "all_to_all: [{}] rows for {} members do not cut {}", fmt::join(splits, ", "), members,
+      describe(tensor, "tensor"));
   std::vector<int64_t> result;
   for (const int64_t rows : splits)
     result.push_back(rows * c10::multiply_integers(tensor.sizes().slice(1)));
@@ -82,26 +82,26 @@ Work Comm::start(Operation&& given) const {
   const auto type = in.scalar_type();
   const auto fail_unless = [&](bool good, const char* why) {
     PITH_CHECK(good, "{} in group {} of {}: {}: {}, {}; elements from members [{}], to [{}]",
-               given.name, name(), size(), why, describe(out, "out"), describe(in, "in"),
-               fmt::join(given.recv, ", "), fmt::join(given.send, ", "));
+        given.name, name(), size(), why, describe(out, "out"), describe(in, "in"),
+        fmt::join(given.recv, ", "), fmt::join(given.send, ", "));
   };
   fail_unless(out.is_contiguous() && in.is_contiguous() && out.device() == in.device(),
-              "tensors must be contiguous and on one device");
+      "tensors must be contiguous and on one device");
   const auto own = [&](const std::vector<int64_t>& sizes, const Tensor& tensor, const char* why) {
     if (sizes.empty()) return tensor.numel();
     fail_unless(std::ssize(sizes) == size() && std::ranges::min(sizes) >= 0 &&
                     std::reduce(sizes.begin(), sizes.end()) == tensor.numel(),
-                why);
+        why);
     return sizes[static_cast<size_t>(rank())];
   };
   fail_unless(own(given.recv, out, "the parts do not cut out") ==
                   own(given.send, in, "the parts do not cut in"),
-              "this member's own part has two sizes");
+      "this member's own part has two sizes");
   if (given.recv.empty() && given.messages.empty()) {
     const bool integer = type == at::kLong || type == at::kInt;
     fail_unless(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 ||
                     (integer && given.send.empty()),
-                "this type is not summed");
+        "this type is not summed");
   } else {
     fail_unless(out.scalar_type() == type, "types differ");
   }
@@ -137,8 +137,7 @@ Work Comm::start(Operation&& given) const {
 #endif
   } else {
     PITH_FAIL_HINT("start with pithtrain launch or mpirun, or use run.device = \"cuda\"",
-                   "{}: CPU tensors travel through MPI, which this job was not started with",
-                   operation->what);
+        "{}: CPU tensors travel through MPI, which this job was not started with", operation->what);
   }
   return Work(operation.release());
 }
@@ -152,14 +151,14 @@ Work Comm::all_gather_async(Tensor& out, const Tensor& in, std::span<const int64
   return start({.name = "all_gather", .out = out, .in = in, .recv = recv});
 }
 
-Work Comm::reduce_scatter_async(Tensor& out, const Tensor& in,
-                                std::span<const int64_t> sizes) const {
+Work Comm::reduce_scatter_async(
+    Tensor& out, const Tensor& in, std::span<const int64_t> sizes) const {
   const std::vector<int64_t> send = parts(sizes, size(), out.numel());
   return start({.name = "reduce_scatter", .out = out, .in = in, .send = send});
 }
 
 Work Comm::all_to_all_async(Tensor& out, const Tensor& in, std::span<const int64_t> recv_splits,
-                            std::span<const int64_t> send_splits) const {
+    std::span<const int64_t> send_splits) const {
   const auto recv = elements(recv_splits, size(), out), send = elements(send_splits, size(), in);
   return start({.name = "all_to_all", .out = out, .in = in, .recv = recv, .send = send});
 }
@@ -169,8 +168,8 @@ Work Comm::exchange_async(const std::vector<P2P>& messages) const {
   for (const P2P& message : messages) {
     PITH_CHECK(message.peer >= 0 && message.peer < size() && message.peer != rank() &&
                    message.tensor.is_contiguous(),
-               "exchange in group {} of {}: {} cannot go to or come from member {}", name(), size(),
-               describe(message.tensor, "tensor"), message.peer);
+        "exchange in group {} of {}: {} cannot go to or come from member {}", name(), size(),
+        describe(message.tensor, "tensor"), message.peer);
   }
   const Tensor& first = messages.front().tensor;
   return start({.name = "exchange", .out = first, .in = first, .messages = messages});
@@ -179,7 +178,7 @@ Work Comm::exchange_async(const std::vector<P2P>& messages) const {
 // A gather in which one member has something.
 Work Comm::broadcast_async(Tensor& tensor, int64_t root) const {
   PITH_CHECK(root >= 0 && root < size(), "broadcast in group {} of {}: no member {}", name(),
-             size(), root);
+      size(), root);
   std::vector<int64_t> recv(static_cast<size_t>(size()), 0);
   recv[static_cast<size_t>(root)] = tensor.numel();
   const Tensor in = rank() == root ? tensor : at::empty({0}, tensor.options());
@@ -187,7 +186,7 @@ Work Comm::broadcast_async(Tensor& tensor, int64_t root) const {
 }
 
 Tensor Comm::all_to_all(const Tensor& in, std::span<const int64_t> recv_splits,
-                        std::span<const int64_t> send_splits) const {
+    std::span<const int64_t> send_splits) const {
   std::vector<int64_t> shape = in.sizes().vec();
   shape.at(0) = std::reduce(recv_splits.begin(), recv_splits.end());
   Tensor out = size() == 1 ? in : at::empty(shape, in.options());
@@ -200,8 +199,8 @@ std::vector<std::string> Comm::all_gather_strings(const std::string& mine) const
   const int64_t round = impl_->rounds++;
   const std::string count = fmt::format("all_gather_strings #{}", round);
   note_operation(fmt::format("{} of group {}", count, name()));
-  const Watched watched(fmt::format("{} in {}", count, impl_->describe()),
-                        comm_timeout_s() * (round == 0 ? 3 : 1));
+  const Watched watched(
+      fmt::format("{} in {}", count, impl_->describe()), comm_timeout_s() * (round == 0 ? 3 : 1));
   return store_gather(impl_->key, round, rank(), size(), mine);
 }
 
@@ -211,14 +210,14 @@ Comm World::group(std::vector<int64_t> ranks, const std::string& name) const {
   PITH_CHECK(std::ranges::is_sorted(ranks) && !ranks.empty() && ranks.front() >= 0 &&
                  ranks.back() < size() && std::ranges::adjacent_find(ranks) == ranks.end() &&
                  std::ranges::binary_search(ranks, rank()),
-             "group {} [{}] of {} ranks: must be ascending ranks, {} among them", name,
-             fmt::join(ranks, ", "), size(), rank());
+      "group {} [{}] of {} ranks: must be ascending ranks, {} among them", name,
+      fmt::join(ranks, ", "), size(), rank());
   static std::map<std::string, int64_t> made;  // groups with one name and the same ranks
   const auto hash = XXH3_64bits(ranks.data(), ranks.size() * sizeof(int64_t));
   const std::string key = fmt::format("group/{}/{:x}", name, hash);
   const int64_t place = std::ranges::lower_bound(ranks, rank()) - ranks.begin();
-  return Comm(std::make_shared<Comm::Impl>(std::move(ranks), place, name,
-                                           fmt::format("{}/{}", key, made[key]++)));
+  return Comm(std::make_shared<Comm::Impl>(
+      std::move(ranks), place, name, fmt::format("{}/{}", key, made[key]++)));
 }
 
 Comm World::all() const {
@@ -227,8 +226,8 @@ Comm World::all() const {
   return group(std::move(ranks), "world");
 }
 
-void check_same_everywhere(const Comm& comm,
-                           const std::vector<std::pair<std::string, std::string>>& items) {
+void check_same_everywhere(
+    const Comm& comm, const std::vector<std::pair<std::string, std::string>>& items) {
   for (const auto& [name, text] : items) {
     std::istringstream first(comm.all_gather_strings(comm.rank() == 0 ? text : "").front());
     std::istringstream mine(text);
@@ -247,8 +246,8 @@ void check_same_everywhere(const Comm& comm,
     }
     if (others.empty()) continue;
     PITH_FAIL_HINT("start every rank with the same program, files and options",
-                   "{} of rank {} and of ranks [{}] differ; {}", name, comm.ranks()[0],
-                   fmt::join(others, ", "), difference);
+        "{} of rank {} and of ranks [{}] differ; {}", name, comm.ranks()[0],
+        fmt::join(others, ", "), difference);
   }
 }
 

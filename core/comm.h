@@ -73,17 +73,16 @@ class Comm {
   [[nodiscard]] Work all_reduce_async(Tensor& tensor, Reduce op = Reduce::sum) const;
   // `in` of member i becomes part i of `out`, both seen flat. sizes: elements of each member's
   // part; empty: all equal. `in` may be this member's part of `out` itself.
-  [[nodiscard]] Work all_gather_async(Tensor& out, const Tensor& in,
-                                      std::span<const int64_t> sizes = {}) const;
+  [[nodiscard]] Work all_gather_async(
+      Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const;
   // Sum over members of part i of `in` becomes `out` of member i. float64, float32, bfloat16; `out`
   // may be float32 where `in` is bfloat16.
-  [[nodiscard]] Work reduce_scatter_async(Tensor& out, const Tensor& in,
-                                          std::span<const int64_t> sizes = {}) const;
+  [[nodiscard]] Work reduce_scatter_async(
+      Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const;
   // Rows of dim 0: send_splits[i] rows of `in` go to member i, recv_splits[i] rows of `out` come
   // from it, in the order of members. Any number may be zero.
   [[nodiscard]] Work all_to_all_async(Tensor& out, const Tensor& in,
-                                      std::span<const int64_t> recv_splits,
-                                      std::span<const int64_t> send_splits) const;
+      std::span<const int64_t> recv_splits, std::span<const int64_t> send_splits) const;
   // A batch of sends and receives, matched between two members in the order they stand. On CUDA a
   // batch occupies the group's stream until its peers have called theirs: never start a receive
   // whose sender waits for a later batch of this group.
@@ -101,7 +100,7 @@ class Comm {
   }
   // Returns the received rows; `in` itself in a group of one.
   Tensor all_to_all(const Tensor& in, std::span<const int64_t> recv_splits,
-                    std::span<const int64_t> send_splits) const;
+      std::span<const int64_t> send_splits) const;
   void exchange(const std::vector<P2P>& messages) const { exchange_async(messages).wait(); }
   void broadcast(Tensor& tensor, int64_t root) const { broadcast_async(tensor, root).wait(); }
 
@@ -148,7 +147,7 @@ void set_comm_context(const std::string& context);
 
 // Throws on every member, naming the item and the ranks whose text differs from the first rank's,
 // and the first line that does.
-void check_same_everywhere(const Comm& comm,
-                           const std::vector<std::pair<std::string, std::string>>& items);
+void check_same_everywhere(
+    const Comm& comm, const std::vector<std::pair<std::string, std::string>>& items);
 
 }  // namespace pith

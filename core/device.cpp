@@ -44,8 +44,8 @@ double process_memory(const std::string& field) {
 
 at::Device select_device(const std::string& wanted) {
   if (wanted == "cpu") return at::kCPU;
-  PITH_CHECK(wanted == "auto" || wanted == "cuda", "unknown device '{}': auto, cpu or cuda",
-             wanted);
+  PITH_CHECK(
+      wanted == "auto" || wanted == "cuda", "unknown device '{}': auto, cpu or cuda", wanted);
   static const std::string problem = load_cuda();
   if (problem.empty()) {
     // Sums of a split product are added in FP32 and rounded once, not in BF16 (LibTorch's default).
@@ -72,10 +72,10 @@ std::string describe_device(at::Device device) {
   if (device.is_cuda()) {
     cudaDeviceProp properties;
     PITH_CHECK(cudaGetDeviceProperties(&properties, device.index()) == cudaSuccess,
-               "the GPU's properties cannot be read");
+        "the GPU's properties cannot be read");
     return fmt::format("{}, {:.0f} GiB, compute capability {}.{}; own kernels, cuBLAS, cuDNN",
-                       properties.name, static_cast<double>(properties.totalGlobalMem) / (1 << 30),
-                       properties.major, properties.minor);
+        properties.name, static_cast<double>(properties.totalGlobalMem) / (1 << 30),
+        properties.major, properties.minor);
   }
 #endif
   return device.is_cpu() ? "CPU; reference operators (ATen)" : device.str();
@@ -103,7 +103,7 @@ MemoryUse memory_use(at::Device device) {
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
     constexpr double kGib = 1 << 30;
     return {static_cast<double>(stats.allocated_bytes[kAll].current) / kGib,
-            static_cast<double>(stats.allocated_bytes[kAll].peak) / kGib};
+        static_cast<double>(stats.allocated_bytes[kAll].peak) / kGib};
   }
 #endif
   (void)device;
@@ -114,7 +114,7 @@ void synchronize(at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda())
     PITH_CHECK(cudaDeviceSynchronize() == cudaSuccess, "the GPU reports an error: {}",
-               cudaGetErrorString(cudaGetLastError()));
+        cudaGetErrorString(cudaGetLastError()));
 #endif
   (void)device;
 }

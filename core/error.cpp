@@ -10,8 +10,8 @@ std::string& error_context() {
   return context;
 }
 
-std::string assemble(const std::string& message, const std::string& where,
-                     const std::string& hint) {
+std::string assemble(
+    const std::string& message, const std::string& where, const std::string& hint) {
   std::string text = message;
   if (!hint.empty()) text += "\n  hint: " + hint;
   return text + "\n  at " + where;
@@ -40,8 +40,8 @@ Error::Error(std::string message, std::string where, std::string hint)
       hint_(std::move(hint)) {}
 
 Error Error::hint(std::string_view text) const {
-  return Error(message_, where_,
-               hint_.empty() ? std::string(text) : hint_ + "; " + std::string(text));
+  return Error(
+      message_, where_, hint_.empty() ? std::string(text) : hint_ + "; " + std::string(text));
 }
 
 void set_error_context(std::string context) { error_context() = std::move(context); }

@@ -18,14 +18,14 @@ std::string problem(const MeshShape& shape, int64_t world) {
   if (plane % ep != 0)
     return fmt::format("ep {} does not divide the plane of DP x CP = {} ranks", ep, plane);
   if (hsdp && (block < 1 || block % ep != 0 || plane % block != 0))
-    return fmt::format("hsdp_size {} must be a multiple of ep {} and divide DP x CP = {}", block,
-                       ep, plane);
+    return fmt::format(
+        "hsdp_size {} must be a multiple of ep {} and divide DP x CP = {}", block, ep, plane);
   return "";
 }
 
 std::string to_text(const MeshShape& shape, int64_t world) {
   return fmt::format("pp {} dp {} cp {} ep {}{}", shape.pp, world / (shape.pp * shape.cp), shape.cp,
-                     shape.ep, shape.hsdp ? fmt::format(" hsdp_size {}", shape.hsdp_size) : "");
+      shape.ep, shape.hsdp ? fmt::format(" hsdp_size {}", shape.hsdp_size) : "");
 }
 
 // The possible layouts that change the chosen sizes least, counted in factors.
@@ -42,7 +42,7 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
           if (!problem(shape, world).empty()) continue;
           double distance = 0;
           for (const auto& [a, b] : {std::pair(pp, wanted.pp), std::pair(cp, wanted.cp),
-                                     std::pair(ep, wanted.ep), std::pair(block, wanted.hsdp_size)})
+                   std::pair(ep, wanted.ep), std::pair(block, wanted.hsdp_size)})
             distance += std::abs(std::log2(static_cast<double>(std::max<int64_t>(a, 1)) /
                                            static_cast<double>(std::max<int64_t>(b, 1))));
           found.emplace_back(distance, to_text(shape, world));
@@ -60,8 +60,8 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
 int64_t data_parallel(const MeshShape& shape, int64_t world) {
   if (const std::string text = problem(shape, world); !text.empty()) {
     PITH_FAIL_HINT(nearest(shape, world),
-                   "{} processes cannot be laid out as pp {} cp {} ep {}: {}", world, shape.pp,
-                   shape.cp, shape.ep, text);
+        "{} processes cannot be laid out as pp {} cp {} ep {}: {}", world, shape.pp, shape.cp,
+        shape.ep, text);
   }
   return world / (shape.pp * shape.cp);
 }
@@ -98,19 +98,18 @@ MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank) {
 
 std::string mesh_table(const MeshShape& shape, int64_t world) {
   std::string text = fmt::format("{} processes: {}\n{:>5} {:>4} {:>4} {:>4} {:>4}  {:16} {}\n",
-                                 world, to_text(shape, world), "rank", "pp", "dp", "cp", "ep",
-                                 "expert group", "same experts");
+      world, to_text(shape, world), "rank", "pp", "dp", "cp", "ep", "expert group", "same experts");
   for (int64_t rank = 0; rank < world; ++rank) {
     const MeshPlace place = mesh_place(shape, world, rank);
     const MeshGroups groups = mesh_groups(shape, world, rank);
     const auto range = [](const std::vector<int64_t>& ranks) {
       if (ranks.size() == 1) return fmt::format("{}", ranks[0]);
       const int64_t step = ranks[1] - ranks[0];
-      return fmt::format("{}..{}{}", ranks.front(), ranks.back(),
-                         step == 1 ? "" : fmt::format(" by {}", step));
+      return fmt::format(
+          "{}..{}{}", ranks.front(), ranks.back(), step == 1 ? "" : fmt::format(" by {}", step));
     };
     text += fmt::format("{:5} {:4} {:4} {:4} {:4}  {:16} {}\n", rank, place.pp, place.dp, place.cp,
-                        place.ep, range(groups.expert), range(groups.expert_data));
+        place.ep, range(groups.expert), range(groups.expert_data));
   }
   return text;
 }

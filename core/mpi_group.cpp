@@ -87,8 +87,8 @@ void mpi_start() {
   const Launch& launch = launch_info();
   if (rank != launch.rank || size != launch.size) {
     PITH_FAIL_HINT("start with the mpirun of .deps/bin (pithtrain launch) or srun --mpi=pmix",
-                   "MPI says rank {} of {}, the launcher's environment rank {} of {}", rank, size,
-                   launch.rank, launch.size);
+        "MPI says rank {} of {}, the launcher's environment rank {} of {}", rank, size, launch.rank,
+        launch.size);
   }
 }
 
@@ -154,7 +154,7 @@ void mpi_wait(Operation& operation) {
   std::optional<Watched> watched;
   for (int done = 0;;) {
     check(mpi().test_all(static_cast<int>(operation.requests.size()), operation.requests.data(),
-                         &done, MPI_STATUSES_IGNORE));
+        &done, MPI_STATUSES_IGNORE));
     if (done != 0) return;
     if (Clock::now() - start < std::chrono::milliseconds(2)) {
       std::this_thread::yield();

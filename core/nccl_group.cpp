@@ -29,15 +29,15 @@ struct Nccl {
   const char* (*last_error)(Comm) = find("ncclGetLastError");
   int (*group_start)() = find("ncclGroupStart");
   int (*group_end)() = find("ncclGroupEnd");
-  int (*all_reduce)(const void* from, void* to, size_t, Type, Op, Comm,
-                    cudaStream_t) = find("ncclAllReduce");
+  int (*all_reduce)(const void* from, void* to, size_t, Type, Op, Comm, cudaStream_t) = find(
+      "ncclAllReduce");
   int (*all_gather)(const void*, void*, size_t, Type, Comm, cudaStream_t) = find("ncclAllGather");
-  int (*reduce_scatter)(const void*, void*, size_t, Type, Op, Comm,
-                        cudaStream_t) = find("ncclReduceScatter");
-  int (*reduce)(const void*, void*, size_t, Type, Op, int root, Comm,
-                cudaStream_t) = find("ncclReduce");
-  int (*broadcast)(const void*, void*, size_t, Type, int root, Comm,
-                   cudaStream_t) = find("ncclBroadcast");
+  int (*reduce_scatter)(const void*, void*, size_t, Type, Op, Comm, cudaStream_t) = find(
+      "ncclReduceScatter");
+  int (*reduce)(const void*, void*, size_t, Type, Op, int root, Comm, cudaStream_t) = find(
+      "ncclReduce");
+  int (*broadcast)(const void*, void*, size_t, Type, int root, Comm, cudaStream_t) = find(
+      "ncclBroadcast");
   int (*send)(const void*, size_t, Type, int peer, Comm, cudaStream_t) = find("ncclSend");
   int (*recv)(void*, size_t, Type, int peer, Comm, cudaStream_t) = find("ncclRecv");
 };
@@ -48,8 +48,8 @@ const Nccl& nccl() {
 }
 
 void check(int code) {
-  PITH_CHECK(code == kSuccess, "NCCL: {}: {}", nccl().error_string(code),
-             nccl().last_error(nullptr));
+  PITH_CHECK(
+      code == kSuccess, "NCCL: {}: {}", nccl().error_string(code), nccl().last_error(nullptr));
 }
 
 void check(cudaError_t code) {
@@ -151,8 +151,8 @@ void nccl_send(Operation& operation, const NcclLink& link, int64_t rank, int64_t
         if (received > 0)
           check(nccl().broadcast(i == rank ? from : to, to, received, kInt8, i, comm, stream));
       } else if (recv.empty()) {
-        check(nccl().reduce(from, i == rank ? to : nullptr, send[i], sum_type(in), kSum, i, comm,
-                            stream));
+        check(nccl().reduce(
+            from, i == rank ? to : nullptr, send[i], sum_type(in), kSum, i, comm, stream));
       } else {
         transfer(from, sent, i, true);
         transfer(to, received, i, false);

@@ -19,12 +19,12 @@ int64_t HfTensor::numel() const { return product(shape); }
 
 int64_t Parameter::numel() const { return product(shape); }
 
-Parameter::Parameter(std::string hf_name, std::vector<int64_t> its_shape, ParameterGroup its_group,
-                     Init its_init)
+Parameter::Parameter(
+    std::string hf_name, std::vector<int64_t> its_shape, ParameterGroup its_group, Init its_init)
     : Parameter(hf_name, its_shape, {HfTensor{hf_name, its_shape, 0}}, its_group, its_init) {}
 
 Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape,
-                     std::vector<HfTensor> parts, ParameterGroup its_group, Init its_init)
+    std::vector<HfTensor> parts, ParameterGroup its_group, Init its_init)
     : name(std::move(its_name)),
       shape(std::move(its_shape)),
       tensors(std::move(parts)),
@@ -33,21 +33,21 @@ Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape,
   int64_t end = 0;
   for (const HfTensor& part : tensors) {
     PITH_CHECK(part.offset == end,
-               "parameter {}: {} starts at element {}, the one before ends at {}", name, part.name,
-               part.offset, end);
+        "parameter {}: {} starts at element {}, the one before ends at {}", name, part.name,
+        part.offset, end);
     end += part.numel();
   }
   PITH_CHECK(end == numel(), "parameter {} has {} elements, its Hugging Face tensors {}", name,
-             numel(), end);
+      numel(), end);
 }
 
 Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {
   PITH_CHECK(flat_or_shaped.defined() && flat_or_shaped.is_contiguous(),
-             "{} must be contiguous to be cut into Hugging Face tensors",
-             describe(flat_or_shaped, part.name));
+      "{} must be contiguous to be cut into Hugging Face tensors",
+      describe(flat_or_shaped, part.name));
   PITH_CHECK(part.offset >= 0 && part.offset + part.numel() <= flat_or_shaped.numel(),
-             "{} takes elements {} to {} of a parameter of {}", part.name, part.offset,
-             part.offset + part.numel(), flat_or_shaped.numel());
+      "{} takes elements {} to {} of a parameter of {}", part.name, part.offset,
+      part.offset + part.numel(), flat_or_shaped.numel());
   // Detached: the view of an autograd leaf can be written without being recorded.
   return flat_or_shaped.detach().view({-1}).narrow(0, part.offset, part.numel()).view(part.shape);
 }

@@ -42,7 +42,7 @@ struct Parameter {
   Parameter(std::string hf_name, std::vector<int64_t> shape, ParameterGroup group, Init init);
   // A parameter fused from several, concatenated along its first dimension.
   Parameter(std::string name, std::vector<int64_t> shape, std::vector<HfTensor> tensors,
-            ParameterGroup group, Init init);
+      ParameterGroup group, Init init);
   Parameter(const Parameter&) = delete;
   Parameter& operator=(const Parameter&) = delete;
   Parameter(Parameter&&) = default;

@@ -50,8 +50,8 @@ int64_t permuted(uint64_t key, int64_t index, int64_t size) {
 
 void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, int64_t first) {
   PITH_CHECK(out.defined() && out.is_contiguous() && first >= 0,
-             "fill_normal needs a contiguous tensor and an index >= 0; {}, index {}",
-             describe(out, name), first);
+      "fill_normal needs a contiguous tensor and an index >= 0; {}, index {}", describe(out, name),
+      first);
   const uint64_t key = stream_key(seed, name);
   const int64_t n = out.numel();
   const at::ScalarType dtype = out.scalar_type();
@@ -59,7 +59,7 @@ void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, 
   if (out.is_cuda() && (dtype == at::kFloat || dtype == at::kBFloat16)) {
     const c10::cuda::CUDAGuard guard(out.device());
     cuda::fill_normal(out.data_ptr(), n, first, key, static_cast<float>(std),
-                      dtype == at::kBFloat16, c10::cuda::getCurrentCUDAStream());
+        dtype == at::kBFloat16, c10::cuda::getCurrentCUDAStream());
     return;
   }
 #endif

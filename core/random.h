@@ -30,7 +30,7 @@ void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, 
 struct CUstream_st;
 namespace pith::cuda {
 // out (n) float32, or bfloat16 where bf16.
-void fill_normal(void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16,
-                 CUstream_st* stream);
+void fill_normal(
+    void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16, CUstream_st* stream);
 }  // namespace pith::cuda
 #endif

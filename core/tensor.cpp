@@ -48,11 +48,11 @@ std::string dtype_name(at::ScalarType dtype) {
 std::string describe(const Tensor& tensor, std::string_view name) {
   if (!tensor.defined()) return fmt::format("{}: undefined", name);
   return fmt::format("{}: {} {} on {}", name, dtype_name(tensor.scalar_type()),
-                     shape_text(tensor.sizes()), tensor.device().str());
+      shape_text(tensor.sizes()), tensor.device().str());
 }
 
-void check_shape(const Tensor& tensor, std::string_view name,
-                 std::initializer_list<int64_t> shape) {
+void check_shape(
+    const Tensor& tensor, std::string_view name, std::initializer_list<int64_t> shape) {
   const at::IntArrayRef wanted(shape.begin(), shape.size());
   bool same = tensor.defined() && tensor.dim() == static_cast<int64_t>(wanted.size());
   for (size_t i = 0; same && i < wanted.size(); ++i) {
@@ -63,7 +63,7 @@ void check_shape(const Tensor& tensor, std::string_view name,
 
 void check_dtype(const Tensor& tensor, std::string_view name, at::ScalarType dtype) {
   PITH_CHECK(tensor.defined() && tensor.scalar_type() == dtype, "{}; its dtype should be {}",
-             describe(tensor, name), dtype_name(dtype));
+      describe(tensor, name), dtype_name(dtype));
 }
 
 }  // namespace pith

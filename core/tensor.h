@@ -39,7 +39,7 @@ To narrow(From value) {
   static_assert(std::is_integral_v<To> && std::is_integral_v<From>);
   const auto result = static_cast<To>(value);
   PITH_CHECK(static_cast<From>(result) == value && (result < To{}) == (value < From{}),
-             "the value {} does not fit into {} bytes", value, sizeof(To));
+      "the value {} does not fit into {} bytes", value, sizeof(To));
   return result;
 }
 

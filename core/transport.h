@@ -79,8 +79,8 @@ class Watched {  // a host call that may block
 
 // The texts of all members, in order, through the job's store; waits for them. Each member enters
 // each round of a place once.
-std::vector<std::string> store_gather(const std::string& place, int64_t round, int64_t rank,
-                                      int64_t size, const std::string& mine);
+std::vector<std::string> store_gather(
+    const std::string& place, int64_t round, int64_t rank, int64_t size, const std::string& mine);
 
 std::string comm_context();                    // "" or ", step 12"
 void note_operation(const std::string& what);  // what the heartbeat tells about this rank

@@ -33,7 +33,7 @@ Number number_in(const char* name, Number fallback) {
   Number value{};
   const auto end = std::from_chars(text.data(), text.data() + text.size(), value);
   PITH_CHECK(end.ec == std::errc() && end.ptr == text.data() + text.size() && value >= 0,
-             "environment variable {}='{}' is not a number", name, text);
+      "environment variable {}='{}' is not a number", name, text);
   return value;
 }
 
@@ -41,7 +41,7 @@ Launch read_launch() {
   const auto is_set = [](const char* name) { return !environment(name).empty(); };
   const auto read = [](const char* rank, const char* size, const char* local, bool mpi) {
     const Launch launch{number_in<int64_t>(rank, 0), number_in<int64_t>(size, 1),
-                        number_in<int64_t>(local, 0), mpi};
+        number_in<int64_t>(local, 0), mpi};
     PITH_CHECK(launch.rank < launch.size, "rank {} of {} processes", launch.rank, launch.size);
     return launch.size > 1 ? launch : Launch{};
   };
@@ -50,7 +50,7 @@ Launch read_launch() {
   if (is_set("RANK") && is_set("WORLD_SIZE")) {  // torchrun
     const Launch launch = read("RANK", "WORLD_SIZE", "LOCAL_RANK", false);
     PITH_CHECK(launch.size == 1 || (is_set("MASTER_ADDR") && is_set("MASTER_PORT")),
-               "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT");
+        "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT");
     return launch;
   }
   const Launch launch =
@@ -167,8 +167,8 @@ void run_heartbeat() {
     {
       std::unique_lock lock(job->mutex);
       job->since_heartbeat_s = 0;
-      job->changed.wait_for(lock, seconds(job->tick_s),
-                            [] { return job->stopping || !job->failure.empty(); });
+      job->changed.wait_for(
+          lock, seconds(job->tick_s), [] { return job->stopping || !job->failure.empty(); });
       if (job->stopping) return;
       if (job->failure.empty()) job->failure = failed_operation();
       failure = job->failure;
@@ -186,7 +186,7 @@ void run_heartbeat() {
         fail_through_store(
             fmt::format("rank {} has given no sign of life for {:.0f} s (stopped, killed or its "
                         "machine lost); it was last seen at: {}",
-                        rank, job->heartbeat_s, now));
+                rank, job->heartbeat_s, now));
       }
     } catch (const std::exception&) {
       leave_without_store(failure.empty() ? kStoreLost : failure);
@@ -202,8 +202,8 @@ void run_guard() {
     std::string failure = job->failure;
     lock.unlock();
     if (failure.empty())
-      failure = fmt::format("rank 0 has not answered for {:.0f} s (stopped, or its machine lost)",
-                            job->heartbeat_s);
+      failure = fmt::format(
+          "rank 0 has not answered for {:.0f} s (stopped, or its machine lost)", job->heartbeat_s);
     leave_without_store(failure);
   }
 }
@@ -323,8 +323,8 @@ void watch(std::string what, double limit_s, std::function<bool()> done) {
   job->watches.push_back({std::move(what), limit_s, std::move(done)});
 }
 
-std::vector<std::string> store_gather(const std::string& place, int64_t round, int64_t rank,
-                                      int64_t size, const std::string& mine) {
+std::vector<std::string> store_gather(
+    const std::string& place, int64_t round, int64_t rank, int64_t size, const std::string& mine) {
   const auto key = [&](int64_t of_round, int64_t member) {
     return fmt::format("{}/{}/{}", place, of_round, member);
   };

@@ -140,8 +140,8 @@ void RowStream::State::pack(Epoch& epoch) const {
     epoch.long_documents.push_back(d);
     epoch.long_begins.push_back(epoch.long_begins.back() + whole);
   }
-  std::stable_sort(ends.begin(), ends.end(),
-                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::stable_sort(
+      ends.begin(), ends.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::map<int64_t, std::vector<int64_t>> open;  // rows by the room that they have left
   std::vector<int64_t> row_of(ends.size());
   epoch.begins.assign(1, 0);
@@ -170,7 +170,7 @@ std::vector<Span> RowStream::State::spans(int64_t index) {
   int64_t end = 0;
   PITH_CHECK(index >= 0 && !__builtin_mul_overflow(index, sequence_length, &end) &&
                  end < std::numeric_limits<int64_t>::max() - sequence_length,
-             "row {} of {} tokens is outside the stream", index, sequence_length);
+      "row {} of {} tokens is outside the stream", index, sequence_length);
   return packing == Packing::best_fit ? spans_best_fit(index) : spans_concat(index);
 }
 
@@ -181,8 +181,8 @@ std::vector<Span> RowStream::State::spans_concat(int64_t index) {
   int64_t number = index * sequence_length / tokens;  // a row that spans two epochs stays in place
   const int64_t start =
       sequence_length * shuffled(index, number,
-                                 (number * tokens + sequence_length - 1) / sequence_length,
-                                 (number + 1) * tokens / sequence_length);
+                            (number * tokens + sequence_length - 1) / sequence_length,
+                            (number + 1) * tokens / sequence_length);
   auto current = epoch(number);
   const auto& begins = current->begins;
   const auto after = std::upper_bound(begins.begin(), begins.end(), start % tokens);
@@ -211,7 +211,7 @@ std::vector<Span> RowStream::State::spans_best_fit(int64_t index) {
     const auto place = std::upper_bound(begins.begin(), begins.end(), row) - begins.begin() - 1;
     const int64_t before = row - begins[static_cast<size_t>(place)];  // rows of this document
     return {{current->long_documents[static_cast<size_t>(place)], before * sequence_length,
-             sequence_length}};
+        sequence_length}};
   }
   std::vector<Span> spans;
   const auto place = static_cast<size_t>(row - current->whole_rows());
@@ -224,7 +224,7 @@ std::vector<Span> RowStream::State::spans_best_fit(int64_t index) {
 }
 
 RowStream::RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask,
-                     bool shuffle, Packing packing) {
+    bool shuffle, Packing packing) {
   PITH_CHECK(sequence_length > 0, "sequence length {} is not positive", sequence_length);
   PITH_CHECK(corpus.num_tokens() > 0, "corpus {} is empty", corpus.prefix());
   PITH_CHECK(packing == Packing::concat || document_mask, "best_fit packing needs document_mask");
@@ -277,7 +277,7 @@ Row RowStream::row(int64_t index) const {
     state_->corpus.read(span.document, span.begin, std::span(row.tokens).subspan(filled));
     if (!state_->document_mask) continue;
     row.labels.insert(row.labels.end(), row.tokens.begin() + static_cast<ptrdiff_t>(filled) + 1,
-                      row.tokens.end());
+        row.tokens.end());
     row.labels.resize(filled + count, -100);
     row.tokens.resize(filled + count);
     add_positions(count);
@@ -301,19 +301,19 @@ void check_same_tokenizer(const std::vector<Corpus>& corpora) {
     if (known == nullptr) known = &corpus;
     PITH_CHECK(corpus.tokenizer_hash() == known->tokenizer_hash() &&
                    corpus.vocab_size() == known->vocab_size(),
-               "{} (vocabulary {}, tokenizer {}) and {} ({}, {}) are of different tokenizers",
-               known->prefix(), known->vocab_size(), known->tokenizer_hash(), corpus.prefix(),
-               corpus.vocab_size(), corpus.tokenizer_hash());
+        "{} (vocabulary {}, tokenizer {}) and {} ({}, {}) are of different tokenizers",
+        known->prefix(), known->vocab_size(), known->tokenizer_hash(), corpus.prefix(),
+        corpus.vocab_size(), corpus.tokenizer_hash());
   }
 }
 
 Blend::Blend(std::vector<RowStream> sources, const std::vector<double>& weights)
     : sources_(std::move(sources)) {
   PITH_CHECK(!sources_.empty() && sources_.size() == weights.size(),
-             "a blend of {} sources with {} weights", sources_.size(), weights.size());
+      "a blend of {} sources with {} weights", sources_.size(), weights.size());
   for (size_t s = 0; s < weights.size(); ++s)
     PITH_CHECK(weights[s] > 0 && std::isfinite(weights[s]), "the weight of {} is {}",
-               sources_[s].corpus().prefix(), weights[s]);
+        sources_[s].corpus().prefix(), weights[s]);
   weights_ = integer_weights(weights);
   const int64_t period = std::accumulate(weights_.begin(), weights_.end(), int64_t{0});
   std::vector<int64_t> done(weights_.size(), 0);
@@ -353,15 +353,14 @@ int64_t Blend::rows_before_repeat() const {
   for (int64_t slot = 0; slot < period; ++slot) {
     const auto [source, row] = slots_[static_cast<size_t>(slot)];
     const int64_t left = sources_[source].rows_per_epoch() - row;  // whole periods before a repeat
-    rows = std::min(
-        rows,
+    rows = std::min(rows,
         (std::max<int64_t>(0, left) + weights_[source] - 1) / weights_[source] * period + slot);
   }
   return rows;
 }
 
 MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
-                           int64_t global_trained_tokens, int64_t global_rows, at::Device device) {
+    int64_t global_trained_tokens, int64_t global_rows, at::Device device) {
   MicroBatch batch;
   std::vector<int64_t> tokens, labels;
   std::vector<int32_t> positions, row_id, cu_seqlens;
@@ -369,8 +368,7 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
     const size_t size = row.tokens.size();
     PITH_CHECK(size > 0 && row.labels.size() == size && row.positions.size() == size &&
                    !row.document_begins.empty() && row.document_begins[0] == 0,
-               "row {}: {} tokens do not fit its labels, positions or documents", batch.num_rows,
-               size);
+        "row {}: {} tokens do not fit its labels, positions or documents", batch.num_rows, size);
     for (const int64_t begin : row.document_begins)
       if (document_mask || begin == 0)
         cu_seqlens.push_back(narrow<int32_t>(static_cast<int64_t>(tokens.size()) + begin));
@@ -383,7 +381,7 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
   cu_seqlens.push_back(narrow<int32_t>(static_cast<int64_t>(tokens.size())));
   for (size_t i = 1; i < cu_seqlens.size(); ++i) {
     PITH_CHECK(cu_seqlens[i] > cu_seqlens[i - 1], "document borders {} and {} are not in order",
-               cu_seqlens[i - 1], cu_seqlens[i]);
+        cu_seqlens[i - 1], cu_seqlens[i]);
     batch.max_seqlen = std::max<int64_t>(batch.max_seqlen, cu_seqlens[i] - cu_seqlens[i - 1]);
   }
   batch.tokens = to_tensor(tokens, at::kLong, device);
@@ -398,8 +396,7 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
 }
 
 std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
-                                   int64_t micro_batch, int64_t dp_rank, int64_t dp_size,
-                                   bool document_mask, at::Device device) {
+    int64_t micro_batch, int64_t dp_rank, int64_t dp_size, bool document_mask, at::Device device) {
   PITH_CHECK(dp_rank >= 0 && dp_rank < dp_size, "data-parallel rank {} of {}", dp_rank, dp_size);
   const int64_t micro_batches = div_exact(global_batch, micro_batch * dp_size);
   int64_t trained = 0;

@@ -38,7 +38,7 @@ enum class Packing { concat, best_fit };
 class RowStream {
  public:
   RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask, bool shuffle,
-            Packing packing = Packing::concat);
+      Packing packing = Packing::concat);
   Row row(int64_t index) const;
   int64_t trained_tokens(int64_t index) const;  // of row(index), without reading tokens
   int64_t rows_per_epoch() const;  // concat: whole ones, floor(tokens / sequence_length)
@@ -83,12 +83,11 @@ class Blend {
 
 // Packs rows into one micro-batch on `device`. global_* counts are those of the whole batch.
 MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
-                           int64_t global_trained_tokens, int64_t global_rows, at::Device device);
+    int64_t global_trained_tokens, int64_t global_rows, at::Device device);
 
 // The part of rank dp_rank of dp_size in rows [first, first + global_batch): its micro-batch m of
 // micro_batch rows begins at row (m * dp_size + dp_rank) * micro_batch.
 std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
-                                   int64_t micro_batch, int64_t dp_rank, int64_t dp_size,
-                                   bool document_mask, at::Device device);
+    int64_t micro_batch, int64_t dp_rank, int64_t dp_size, bool document_mask, at::Device device);
 
 }  // namespace pith

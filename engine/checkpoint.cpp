@@ -51,8 +51,8 @@ std::vector<int64_t> steps_under(const fs::path& root) {
   return steps;
 }
 
-std::string state_key(const std::string& kind, const std::string& tensor, int64_t offset,
-                      int64_t total) {
+std::string state_key(
+    const std::string& kind, const std::string& tensor, int64_t offset, int64_t total) {
   return fmt::format("{}/{}@{}/{}", kind, tensor, offset, total);
 }
 
@@ -84,7 +84,7 @@ Place agree(const CheckpointContent& content, const Comm& world) {
     size_t its_weights = 0, its_shards = 0;
     text >> step >> its_weights >> its_shards;
     PITH_CHECK(step == content.step, "rank {} saves step {}, rank {} step {}", rank, step,
-               place.rank, content.step);
+        place.rank, content.step);
     if (rank == place.rank) {
       place.first_weights = place.weights;
       place.shard = place.shards;
@@ -95,20 +95,20 @@ Place agree(const CheckpointContent& content, const Comm& world) {
   return place;
 }
 
-std::vector<WrittenFile> write_own_files(const fs::path& folder, const CheckpointContent& content,
-                                         const Place& place) {
-  std::vector<WrittenFile> written = write_weight_files(folder, split_weights(content.weights),
-                                                        place.first_weights, place.weights);
+std::vector<WrittenFile> write_own_files(
+    const fs::path& folder, const CheckpointContent& content, const Place& place) {
+  std::vector<WrittenFile> written = write_weight_files(
+      folder, split_weights(content.weights), place.first_weights, place.weights);
   if (!content.optimizer.empty()) {
     std::vector<NamedTensor> slices;
     for (const StateSlice& slice : content.optimizer) {
       PITH_CHECK(slice.data.dim() == 1 && slice.offset >= 0 &&
                      slice.data.numel() <= slice.total - slice.offset,
-                 "{} of {}: {} elements from {} do not lie within {}", slice.kind, slice.tensor,
-                 slice.data.numel(), slice.offset, slice.total);
+          "{} of {}: {} elements from {} do not lie within {}", slice.kind, slice.tensor,
+          slice.data.numel(), slice.offset, slice.total);
       check_dtype(slice.data, slice.tensor, at::kFloat);
-      slices.emplace_back(state_key(slice.kind, slice.tensor, slice.offset, slice.total),
-                          slice.data);
+      slices.emplace_back(
+          state_key(slice.kind, slice.tensor, slice.offset, slice.total), slice.data);
     }
     const std::string name =
         fmt::format("optimizer/shard-{:05}-of-{:05}.safetensors", place.shard, place.shards);
@@ -165,7 +165,7 @@ void write_files(const fs::path& folder, const CheckpointContent& content, const
   written.push_back(write_weight_index(folder, written));
   for (const auto& [name, bytes] : content.files) {
     PITH_CHECK(fs::path(name).filename() == name && !fs::exists(folder / name),
-               "{} is no name for a further file of a checkpoint", name);
+        "{} is no name for a further file of a checkpoint", name);
     written.push_back(write_file(folder, name, bytes));
   }
   written.push_back(write_file(folder, "training_state.json", content.training_state));
@@ -197,8 +197,8 @@ std::string incomplete(const fs::path& checkpoint) {
       const auto bytes = fs::file_size(checkpoint / name, error);
       if (error) return (checkpoint / name).string() + ": " + error.message();
       if (bytes != file.bytes)
-        return fmt::format("{} has {} bytes instead of {}", (checkpoint / name).string(), bytes,
-                           file.bytes);
+        return fmt::format(
+            "{} has {} bytes instead of {}", (checkpoint / name).string(), bytes, file.bytes);
     }
     return "";
   } catch (const Error& error) {
@@ -259,7 +259,7 @@ auto guard_save(const fs::path& root, int64_t step, int64_t rank, const Part& pa
     if (rank == 0) fs::remove_all(temporary_path(root, step), ignored);
     const auto* known = dynamic_cast<const Error*>(&error);
     PITH_FAIL("cannot save checkpoint {}: {}", (root / step_name(step)).string(),
-              known ? known->message() : error.what());
+        known ? known->message() : error.what());
   }
 }
 
@@ -275,8 +275,8 @@ Place prepare(const fs::path& root, const CheckpointContent& content, const Comm
   });
 }
 
-void save(const fs::path& root, const CheckpointContent& content, int64_t keep_last,
-          const Place& place) {
+void save(
+    const fs::path& root, const CheckpointContent& content, int64_t keep_last, const Place& place) {
   const fs::path final_path = root / step_name(content.step);
   const fs::path temporary = temporary_path(root, content.step);
   guard_save(root, content.step, place.rank, [&] {
@@ -291,7 +291,7 @@ void save(const fs::path& root, const CheckpointContent& content, int64_t keep_l
     if (keep_last > 0) delete_older(root, content.step, keep_last);
   } catch (const fs::filesystem_error& error) {
     PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}",
-              final_path.string(), error.what());
+        final_path.string(), error.what());
   }
 }
 
@@ -312,8 +312,8 @@ CheckpointWriter::~CheckpointWriter() {
   }
 }
 
-void CheckpointWriter::start(fs::path root, CheckpointContent content, int64_t keep_last,
-                             const Comm& world) {
+void CheckpointWriter::start(
+    fs::path root, CheckpointContent content, int64_t keep_last, const Comm& world) {
   finish();
   const Place place = prepare(root, content, world);
   thread_ =
@@ -337,12 +337,12 @@ Manifest parse_manifest(std::string_view text, const std::string& source) {
   try {
     Manifest manifest;
     PITH_CHECK(document.at("format") == kFormat && document.at("version") == 1,
-               "{}: not the manifest of a checkpoint this program reads", source);
+        "{}: not the manifest of a checkpoint this program reads", source);
     manifest.step = document.at("step").get<int64_t>();
     for (const auto& [name, entry] : document.at("files").items()) {
       const fs::path path(name);
       PITH_CHECK(path.is_relative() && path.lexically_normal() == path && *path.begin() != "..",
-                 "{}: {} is not a path inside the checkpoint", source, name);
+          "{}: {} is not a path inside the checkpoint", source, name);
       WrittenFile file{name, entry.at("bytes"), parse_hex(entry.at("xxh3"), source), {}};
       if (entry.contains("tensors"))
         for (const auto& [tensor, sum] : entry["tensors"].items())
@@ -399,8 +399,7 @@ void check_checkpoint(const fs::path& folder) {
   const std::vector<std::string> problems = verify_checkpoint(folder);
   if (!problems.empty())
     PITH_FAIL_HINT("move this checkpoint away to continue from the one before",
-                   "checkpoint {} can't be used:\n  - {}", folder.string(),
-                   fmt::join(problems, "\n  - "));
+        "checkpoint {} can't be used:\n  - {}", folder.string(), fmt::join(problems, "\n  - "));
 }
 
 OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "optimizer") {
@@ -408,11 +407,11 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
   std::sort(names.begin(), names.end());
   if (names.empty())
     PITH_FAIL_HINT("use the folder as [model] init to start with a new optimizer",
-                   "{} holds no optimizer state", folder.string());
+        "{} holds no optimizer state", folder.string());
   for (size_t i = 0; i < names.size(); ++i) {
     const auto expected = fmt::format("shard-{:05}-of-{:05}.safetensors", i, names.size());
     PITH_CHECK(names[i] == expected, "{}: {} is there where {} is expected", folder_.string(),
-               names[i], expected);
+        names[i], expected);
     files_.emplace_back(folder_ / names[i]);
     for (const auto& [key, entry] : files_[i].header().tensors) {
       const size_t slash = key.find('/'), at = key.rfind('@'), total_at = key.rfind('/');
@@ -426,8 +425,8 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
         std::from_chars(&key[total_at + 1], key.data() + key.size(), piece.total);
       }
       PITH_CHECK(piece.offset >= 0 && key == state_key(kind, tensor, piece.offset, piece.total),
-                 "{}: {} is not a flat float32 slice KIND/TENSOR@OFFSET/TOTAL",
-                 files_[i].path().string(), key);
+          "{}: {} is not a flat float32 slice KIND/TENSOR@OFFSET/TOTAL", files_[i].path().string(),
+          key);
       pieces_[{kind, tensor}].push_back(piece);
     }
   }
@@ -438,26 +437,26 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
     int64_t end = 0;
     for (const Piece& piece : pieces) {
       PITH_CHECK(piece.offset == end && piece.total == pieces[0].total,
-                 "{}: {} of {}: a slice starts at {} of {}, where {} of {} is expected",
-                 files_[piece.file].path().string(), name.first, name.second, piece.offset,
-                 piece.total, end, pieces[0].total);
+          "{}: {} of {}: a slice starts at {} of {}, where {} of {} is expected",
+          files_[piece.file].path().string(), name.first, name.second, piece.offset, piece.total,
+          end, pieces[0].total);
       end += piece.count;
     }
     PITH_CHECK(end == pieces[0].total, "{}: {} of {} ends at element {} of {}", folder_.string(),
-               name.first, name.second, end, pieces[0].total);
+        name.first, name.second, end, pieces[0].total);
   }
 }
 
-void OptimizerReader::read(const std::string& kind, const HfTensor& tensor, Tensor out,
-                           int64_t first) const {
+void OptimizerReader::read(
+    const std::string& kind, const HfTensor& tensor, Tensor out, int64_t first) const {
   const auto found = pieces_.find({kind, tensor.name});
-  PITH_CHECK(found != pieces_.end(), "{}: there is no {} of {}", folder_.string(), kind,
-             tensor.name);
+  PITH_CHECK(
+      found != pieces_.end(), "{}: there is no {} of {}", folder_.string(), kind, tensor.name);
   const int64_t total = found->second[0].total;
   const int64_t last = first + out.numel();
   PITH_CHECK(total == tensor.numel() && out.dim() == 1 && first >= 0 && last <= total,
-             "{}: {} of {} has {} elements, the model's tensor {}, its target {} from {}",
-             folder_.string(), kind, tensor.name, total, tensor.numel(), out.numel(), first);
+      "{}: {} of {} has {} elements, the model's tensor {}, its target {} from {}",
+      folder_.string(), kind, tensor.name, total, tensor.numel(), out.numel(), first);
   at::NoGradGuard no_grad;
   for (const Piece& piece : found->second) {
     const int64_t begin = std::max(first, piece.offset);

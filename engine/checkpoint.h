@@ -55,7 +55,7 @@ class CheckpointWriter {
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
   ~CheckpointWriter();
   void start(std::filesystem::path root, CheckpointContent content, int64_t keep_last,
-             const Comm& world = {});
+      const Comm& world = {});
   void finish();  // waits
 
  private:
@@ -73,8 +73,8 @@ Manifest read_manifest(const std::filesystem::path& checkpoint);
 
 // Newest complete checkpoint under root (manifest readable, every file there with its size), or
 // nothing. Others are reported in `skipped` with the reason.
-std::optional<std::filesystem::path> newest_checkpoint(const std::filesystem::path& root,
-                                                       std::vector<std::string>* skipped = nullptr);
+std::optional<std::filesystem::path> newest_checkpoint(
+    const std::filesystem::path& root, std::vector<std::string>* skipped = nullptr);
 
 // Compares size and xxh3 of every file with the manifest; returns the problems (empty = sound),
 // each naming the file and, where it can be told, the tensor.

@@ -156,8 +156,7 @@ std::string toml_of(const std::vector<DataSource>& sources) {
   std::string text;
   for (const auto& [path, weight, name] : sources)
     text += fmt::format("{}{{path = {}, weight = {}{}{}}}", text.empty() ? "" : ", ", quote(path),
-                        toml_of(weight),
-                        name.empty() ? "" : ", name = ", name.empty() ? "" : quote(name));
+        toml_of(weight), name.empty() ? "" : ", name = ", name.empty() ? "" : quote(name));
   return fmt::format("[{}]", text);
 }
 std::string toml_of(const Field& field) {
@@ -184,7 +183,7 @@ std::string assign_source(const toml::node& node, DataSource& source) {
       (name == "path" ? source.path : source.name) = **value.as_string();
     } else {
       return fmt::format(": {} = {} is not one of path (text), weight (a number), name (text)",
-                         name, describe_value(value));
+          name, describe_value(value));
     }
   }
   if (source.path.empty()) return " has no path";
@@ -215,7 +214,7 @@ std::string assign(const Key& key, const toml::node& node, const Field& field) {
   const auto expected = [&](const std::string& what) {
     const bool quoted = node.is_string() && what != "text";
     return fmt::format("must be {}, not {}{}", what, describe_value(node),
-                       quoted ? "; numbers (0.1, not .1), true and false take no quotes" : "");
+        quoted ? "; numbers (0.1, not .1), true and false take no quotes" : "");
   };
   const auto number = [&](auto value, auto* target) -> std::string {
     if (!within(static_cast<double>(value), key.limits))
@@ -229,7 +228,7 @@ std::string assign(const Key& key, const toml::node& node, const Field& field) {
     const auto allowed = split(key.limits, '|');
     if (allowed.size() > 1 && std::ranges::find(allowed, value) == allowed.end())
       return fmt::format("{} is not one of {}; nearest is {}", quote(value), key.limits,
-                         nearest_word(value, allowed));
+          nearest_word(value, allowed));
     if (value.find('\0') != std::string::npos) return "holds a NUL character";
     *target = value;
     return "";
@@ -311,7 +310,7 @@ class Reader {
     } catch (const toml::parse_error& error) {
       const auto at = error.source().begin;
       PITH_FAIL("{}:{}: column {}: {}{}", source, at.line, at.column, error.description(),
-                syntax_advice(text, at.line));
+          syntax_advice(text, at.line));
     }
     const auto place_of = [&](const toml::key& key) {
       const int64_t line = key.source().begin.line;
@@ -325,10 +324,10 @@ class Reader {
       if (std::ranges::find(sections, name) == sections.end()) {
         if (section)
           mistake(place_of(key), "[" + name + "]",
-                  fmt::format("unknown section; nearest is [{}]", nearest_word(name, sections)));
+              fmt::format("unknown section; nearest is [{}]", nearest_word(name, sections)));
         else
           mistake(place_of(key), name,
-                  "unknown key outside any section; nearest is " + nearest_key("", name));
+              "unknown key outside any section; nearest is " + nearest_key("", name));
       } else if (!section) {
         mistake(place_of(key), name, fmt::format("is a section: write [{}]", name));
       } else {
@@ -395,8 +394,8 @@ class Reader {
     mistakes_.emplace(place.order, fmt::format("{}: {}: {}", place.text, key, problem));
   }
 
-  void set(std::string_view section, std::string_view name, const toml::node& node,
-           const Place& place) {
+  void set(
+      std::string_view section, std::string_view name, const toml::node& node, const Place& place) {
     const Key* key = find_key(section, name);
     const std::string full = fmt::format("{}.{}", section, name);
     if (!key) return mistake(place, full, "unknown key; nearest is " + nearest_key(section, name));
@@ -428,45 +427,45 @@ void Reader::check_together() {
   const auto& t = config_.training;
   rule(!config_.run.folder.empty(), {"run.folder"}, "must not be empty");
   rule(!config_.model.config.empty() || !config_.model.init.empty(), {"model.config", "model.init"},
-       "one of model.config and model.init must be given");
+      "one of model.config and model.init must be given");
   rule(!config_.data.train.empty(), {"data.train"}, "must be given");
   for (const auto& [name, sources] : {std::pair{"data.train", &config_.data.train},
-                                      std::pair{"data.validation", &config_.data.validation}}) {
+           std::pair{"data.validation", &config_.data.validation}}) {
     for (const DataSource& source : *sources) {
       const std::string& path = source.path;
       const bool extension = path.ends_with(".bin") || path.ends_with(".idx");
       rule(!extension && !path.ends_with('/'), {name},
-           fmt::format("{} must name a corpus by its path without extension", quote(path)));
+          fmt::format("{} must name a corpus by its path without extension", quote(path)));
     }
   }
   std::set<std::string> labels;
   for (const DataSource& source : config_.data.validation)
     rule(labels.insert(source.label()).second, {"data.validation"},
-         fmt::format("two corpora are called {}; give them a name = ...", quote(source.label())));
+        fmt::format("two corpora are called {}; give them a name = ...", quote(source.label())));
   rule(config_.data.packing == "concat" || config_.data.document_mask,
-       {"data.packing", "data.document_mask"}, "best_fit needs data.document_mask");
+      {"data.packing", "data.document_mask"}, "best_fit needs data.document_mask");
   rule(t.global_batch % t.micro_batch == 0, {"training.micro_batch", "training.global_batch"},
-       fmt::format("{} does not divide training.global_batch = {}", t.micro_batch, t.global_batch));
+      fmt::format("{} does not divide training.global_batch = {}", t.micro_batch, t.global_batch));
   rule(t.warmup_steps <= t.steps, {"training.warmup_steps", "training.steps"},
-       fmt::format("{} is more than training.steps = {}", t.warmup_steps, t.steps));
+      fmt::format("{} is more than training.steps = {}", t.warmup_steps, t.steps));
   if (t.schedule == "wsd") {
     rule(t.decay_steps > 0, {"training.decay_steps", "training.schedule"},
-         "the schedule wsd needs a decay of at least 1 step");
+        "the schedule wsd needs a decay of at least 1 step");
     rule(t.warmup_steps > t.steps || t.decay_steps <= t.steps - t.warmup_steps,
-         {"training.decay_steps", "training.steps", "training.warmup_steps"},
-         fmt::format("{} is more than the {} steps after warm-up", t.decay_steps,
-                     t.steps - t.warmup_steps));
+        {"training.decay_steps", "training.steps", "training.warmup_steps"},
+        fmt::format(
+            "{} is more than the {} steps after warm-up", t.decay_steps, t.steps - t.warmup_steps));
   } else {
     rule(t.decay_steps == 0, {"training.decay_steps", "training.schedule"},
-         fmt::format("only the schedule wsd has a decay of its own; this one is {}", t.schedule));
+        fmt::format("only the schedule wsd has a decay of its own; this one is {}", t.schedule));
   }
   rule(config_.validation.interval == 0 || !config_.data.validation.empty(),
-       {"validation.interval", "data.validation"}, "needs a corpus in data.validation");
+      {"validation.interval", "data.validation"}, "needs a corpus in data.validation");
   rule(
       config_.validation.interval == 0 || config_.validation.tokens >= config_.data.sequence_length,
       {"validation.tokens", "data.sequence_length"},
       fmt::format("{} is less than one sequence of {} tokens", config_.validation.tokens,
-                  config_.data.sequence_length));
+          config_.data.sequence_length));
 }
 
 // "[section]" and a line for each of its keys.
@@ -484,10 +483,10 @@ std::string by_section(const Line& line) {
 
 }  // namespace
 
-RunConfig load_run_config(const std::filesystem::path& file,
-                          const std::vector<std::string>& overrides) {
-  PITH_CHECK(!std::filesystem::is_directory(file), "{}: is a folder, not a TOML file",
-             file.string());
+RunConfig load_run_config(
+    const std::filesystem::path& file, const std::vector<std::string>& overrides) {
+  PITH_CHECK(
+      !std::filesystem::is_directory(file), "{}: is a folder, not a TOML file", file.string());
   std::ifstream stream(file, std::ios::binary);
   PITH_CHECK(stream.good(), "{}: cannot be opened: {}", file.string(), std::strerror(errno));
   const std::string text{std::istreambuf_iterator<char>(stream), {}};
@@ -495,8 +494,8 @@ RunConfig load_run_config(const std::filesystem::path& file,
   return parse_run_config(text, file.string(), overrides);
 }
 
-RunConfig parse_run_config(std::string_view text, const std::string& source,
-                           const std::vector<std::string>& overrides) {
+RunConfig parse_run_config(
+    std::string_view text, const std::string& source, const std::vector<std::string>& overrides) {
   Reader reader;
   reader.read_file(text, source);
   for (const std::string& one : overrides) reader.read_override(one);
@@ -516,7 +515,7 @@ std::string describe_config_keys() {
     const Field field = key.field(defaults);
     const char* const types[] = {"text", "integer", "integer", "float", "bool", "corpora"};
     return fmt::format("  {:<22}{:<9}{:<12}{:<21}{}", key.name, types[field.index()],
-                       toml_of(field), key.limits, key.description);
+        toml_of(field), key.limits, key.description);
   });
 }
 

@@ -67,12 +67,12 @@ struct RunConfig {
 // Reads a TOML file, then applies overrides "section.key=value" (the value is TOML; text may come
 // without quotes). Throws one Error that lists every mistake: file:line, key, what is wrong, the
 // nearest valid key or the allowed values. Relative paths start at the working directory.
-RunConfig load_run_config(const std::filesystem::path& file,
-                          const std::vector<std::string>& overrides);
+RunConfig load_run_config(
+    const std::filesystem::path& file, const std::vector<std::string>& overrides);
 
 // The same from the text of a file; `source` is its name in errors.
-RunConfig parse_run_config(std::string_view text, const std::string& source,
-                           const std::vector<std::string>& overrides);
+RunConfig parse_run_config(
+    std::string_view text, const std::string& source, const std::vector<std::string>& overrides);
 
 // The whole configuration as TOML, which load_run_config reads back to the same.
 std::string to_toml(const RunConfig& config);

@@ -17,8 +17,8 @@ struct Range {
 std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
   check_shape(whole.row_id, "split_context: row_id", {whole.num_tokens()});
   PITH_CHECK(whole.row_id.is_cpu() && whole.ring.empty(),
-             "split_context: {} and {} ring steps; it takes an unsplit micro-batch on the CPU",
-             describe(whole.row_id, "row_id"), whole.ring.size());
+      "split_context: {} and {} ring steps; it takes an unsplit micro-batch on the CPU",
+      describe(whole.row_id, "row_id"), whole.ring.size());
   const int32_t* row = whole.row_id.const_data_ptr<int32_t>();
   std::vector<int64_t> borders(static_cast<size_t>(whole.num_rows) + 1, 0);
   for (int64_t t = 0; t < whole.num_tokens(); ++t)
@@ -26,9 +26,9 @@ std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
   for (size_t i = 0; i + 1 < borders.size(); ++i) {
     if ((borders[i + 1] - borders[i]) % (2 * size) == 0) continue;
     PITH_FAIL_HINT(fmt::format("choose a sequence length that is a multiple of {}", 2 * size),
-                   "row {} has {} tokens: context parallelism over {} ranks cuts rows into {} "
-                   "equal chunks",
-                   i, borders[i + 1] - borders[i], size, 2 * size);
+        "row {} has {} tokens: context parallelism over {} ranks cuts rows into {} "
+        "equal chunks",
+        i, borders[i + 1] - borders[i], size, 2 * size);
   }
   return borders;
 }
@@ -39,7 +39,7 @@ std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
 // come later.
 template <class F>
 void for_each_piece(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank,
-                    int64_t peer, int64_t size, F&& f) {
+    int64_t peer, int64_t size, F&& f) {
   const int32_t* cu = whole.cu_seqlens_host.const_data_ptr<int32_t>();
   size_t row = 0;
   for (int64_t d = 0; d + 1 < whole.cu_seqlens_host.numel(); ++d) {
@@ -51,7 +51,7 @@ void for_each_piece(const MicroBatch& whole, const std::vector<int64_t>& rows, i
       const int64_t first = begin + chunk * (high ? 2 * size - 1 - member : member);
       const int64_t local = begin / size + (high ? chunk : 0) - first;
       return {std::clamp<int64_t>(cu[d], first, first + chunk) + local,
-              std::clamp<int64_t>(cu[d + 1], first, first + chunk) + local};
+          std::clamp<int64_t>(cu[d + 1], first, first + chunk) + local};
     };
     // A document in both chunks reaches the low one's end and the high one's start: neighbours.
     const auto both = [&](int64_t member) -> Range {
@@ -91,16 +91,15 @@ struct Side {
 };
 
 RingStep ring_step(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank,
-                   int64_t peer, int64_t size, at::Device device) {
+    int64_t peer, int64_t size, at::Device device) {
   Side queries, keys;
   for_each_piece(whole, rows, rank, peer, size, [&](const Range& q, const Range& k) {
     queries.add(q);
     keys.add(k);
   });
   const Tensor cu_q = queries.borders(), cu_k = keys.borders();
-  return {queries.rows(device),
-          keys.rows(device),
-          {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest}};
+  return {queries.rows(device), keys.rows(device),
+      {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest}};
 }
 
 }  // namespace

@@ -48,8 +48,8 @@ struct IdType {
   void (*load)(const char* ids, std::span<int64_t> out);
 };
 constexpr IdType kIdTypes[] = {{1, "uint8", 1, widen<uint8_t>}, {2, "int8", 1, widen<int8_t>},
-                               {3, "int16", 2, widen<int16_t>}, {4, "int32", 4, widen<int32_t>},
-                               {5, "int64", 8, widen<int64_t>}, {8, "uint16", 2, widen<uint16_t>}};
+    {3, "int16", 2, widen<int16_t>}, {4, "int32", 4, widen<int32_t>},
+    {5, "int64", 8, widen<int64_t>}, {8, "uint16", 2, widen<uint16_t>}};
 
 const IdType& id_type(int code, const std::string& source) {
   for (const IdType& type : kIdTypes)
@@ -71,7 +71,7 @@ struct SideFile {
   uint64_t sum = 0;  // of the file itself
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SideFile, format, version, vocab_size, tokenizer_hash, documents,
-                                   tokens, index_xxh3, block_bytes, block_xxh3)
+    tokens, index_xxh3, block_bytes, block_xxh3)
 
 SideFile read_side_file(const fs::path& path) {
   if (!fs::exists(path)) return {};
@@ -80,7 +80,7 @@ SideFile read_side_file(const fs::path& path) {
   const json document = parse_json(file.bytes(), source);
   if (!document.is_object() || document.value("format", json()) != kFormat)
     PITH_FAIL_HINT("another program's file: rename it to read the corpus without it",
-                   "{}: not the side file of a corpus", source);
+        "{}: not the side file of a corpus", source);
   check_seal(file.bytes(), source);
   try {
     SideFile side = document;
@@ -123,7 +123,7 @@ std::vector<std::string> shard_prefixes(const std::string& prefix) {
       counts.insert(std::stoll(match[1]));
   }
   PITH_CHECK(counts.size() <= 1, "{}: shards of two corpora, of {} and of {}", prefix,
-             *counts.begin(), *counts.rbegin());
+      *counts.begin(), *counts.rbegin());
   if (counts.empty()) return {prefix};
   std::vector<std::string> prefixes;
   for (int64_t shard = 0; shard < *counts.begin(); ++shard)
@@ -138,10 +138,10 @@ int64_t CorpusIndex::begin(int64_t document) const {
   return sequence == num_sequences ? num_tokens : load<int64_t>(pointers, sequence) / width;
 }
 
-CorpusIndex parse_corpus_index(std::string_view bytes, uint64_t bin_bytes,
-                               const std::string& source) {
+CorpusIndex parse_corpus_index(
+    std::string_view bytes, uint64_t bin_bytes, const std::string& source) {
   PITH_CHECK(bytes.size() >= kHeader && bytes.substr(0, kMagic.size()) == kMagic,
-             "{}: not the index of a corpus ({} bytes)", source, bytes.size());
+      "{}: not the index of a corpus ({} bytes)", source, bytes.size());
   const char* data = bytes.data();
   const auto version = load<uint64_t>(data + 9, 0), sequences = load<uint64_t>(data + 18, 0),
              borders = load<uint64_t>(data + 26, 0);
@@ -151,7 +151,7 @@ CorpusIndex parse_corpus_index(std::string_view bytes, uint64_t bin_bytes,
   index.width = id_type(index.dtype_code, source).width;
   const uint64_t body = bytes.size() - kHeader;
   PITH_CHECK(sequences <= body / 12 && borders <= body / 8 && 12 * sequences + 8 * borders == body,
-             "{}: its bytes do not hold {} sequences, {} documents", source, sequences, borders);
+      "{}: its bytes do not hold {} sequences, {} documents", source, sequences, borders);
   PITH_CHECK(borders >= 1, "{}: the list of documents is empty", source);
   index.num_sequences = static_cast<int64_t>(sequences);
   index.num_documents = static_cast<int64_t>(borders) - 1;
@@ -161,27 +161,25 @@ CorpusIndex parse_corpus_index(std::string_view bytes, uint64_t bin_bytes,
 
   PITH_CHECK(load<int64_t>(index.documents, 0) == 0 &&
                  load<int64_t>(index.documents, index.num_documents) == index.num_sequences,
-             "{}: documents do not span all {} sequences", source, sequences);
+      "{}: documents do not span all {} sequences", source, sequences);
   int64_t tokens = 0;  // cannot overflow: at most 2^31 for each 12 bytes of the index
   const auto held = static_cast<int64_t>(bin_bytes / static_cast<uint64_t>(index.width));
   for (int64_t d = 0, s = 0; d < index.num_documents; ++d) {
     const auto end = load<int64_t>(index.documents, d + 1);
     PITH_CHECK(s <= end && end <= index.num_sequences, "{}: document {} goes from {} to {} of {}",
-               source, d, s, end, sequences);
+        source, d, s, end, sequences);
     for (; s < end; ++s) {
       const auto length = load<int32_t>(index.lengths, s);
       PITH_CHECK(length >= 0 && load<int64_t>(index.pointers, s) == tokens * index.width,
-                 "{}: document {}: its tokens do not follow those before", source, d);
+          "{}: document {}: its tokens do not follow those before", source, d);
       tokens += length;
       if (tokens > held)
         PITH_FAIL_HINT("the .bin file is cut short: copy or build the corpus again",
-                       "{}: document {} ends at token {}, the .bin holds {}", source, d, tokens,
-                       held);
+            "{}: document {} ends at token {}, the .bin holds {}", source, d, tokens, held);
     }
   }
   PITH_CHECK(static_cast<uint64_t>(tokens * index.width) == bin_bytes,
-             "{}: documents fill {} bytes, the .bin has {}", source, tokens * index.width,
-             bin_bytes);
+      "{}: documents fill {} bytes, the .bin has {}", source, tokens * index.width, bin_bytes);
   index.num_tokens = tokens;
   return index;
 }
@@ -208,9 +206,8 @@ struct Corpus::Shard {
 
   int64_t document_at(uint64_t byte) const {  // the last one that begins at or before it
     const auto documents = std::views::iota(int64_t{1}, std::max<int64_t>(1, index.num_documents));
-    const auto after = std::ranges::partition_point(documents, [&](int64_t d) {
-      return index.begin(d) * index.width <= static_cast<int64_t>(byte);
-    });
+    const auto after = std::ranges::partition_point(documents,
+        [&](int64_t d) { return index.begin(d) * index.width <= static_cast<int64_t>(byte); });
     return *after - 1;
   }
 
@@ -230,11 +227,11 @@ Corpus::Shard::Shard(std::string path) : prefix(std::move(path)) {
   index = parse_corpus_index(index_file.bytes(), bin.size, prefix + ".idx");
   if (!side.present) return;
   PITH_CHECK(hex(index_sum) == side.index_xxh3,
-             "{}.idx is damaged: its bytes do not match the sum in {}.json", prefix, prefix);
+      "{}.idx is damaged: its bytes do not match the sum in {}.json", prefix, prefix);
   PITH_CHECK(side.block_bytes > 0 && side.vocab_size > 0, "{}.json: no blocks or ids", prefix);
   const uint64_t blocks = bin.size / side.block_bytes + (bin.size % side.block_bytes > 0);
   PITH_CHECK(side.block_xxh3.size() == 16 * blocks,
-             "{}.json does not belong to this .bin of {} bytes", prefix, bin.size);
+      "{}.json does not belong to this .bin of {} bytes", prefix, bin.size);
 }
 
 void Corpus::Shard::verify(std::vector<std::string>& problems) const {
@@ -256,7 +253,7 @@ void Corpus::Shard::verify(std::vector<std::string>& problems) const {
       if (bad >= 0)
         problems.push_back(
             fmt::format("{}.bin: document {}, token {}: id {} is outside the vocabulary", prefix, d,
-                        at + bad - index.begin(d), ids[static_cast<size_t>(bad)]));
+                at + bad - index.begin(d), ids[static_cast<size_t>(bad)]));
     }
   }
 }
@@ -269,7 +266,7 @@ struct Corpus::State {
   // The shard that holds a document; `document` becomes its number there.
   const Shard& locate(int64_t& document) const {
     PITH_CHECK(document >= 0 && document < documents, "{}: there is no document {} among {}",
-               prefix, document, documents);
+        prefix, document, documents);
     const auto after = std::upper_bound(begins.begin(), begins.end(), document);
     document -= *(after - 1);
     return shards[static_cast<size_t>(after - begins.begin() - 1)];
@@ -285,8 +282,8 @@ Corpus::Corpus(const std::string& prefix) {
     PITH_CHECK(shard.index.dtype_code == first.index.dtype_code &&
                    shard.side.vocab_size == first.side.vocab_size &&
                    shard.side.tokenizer_hash == first.side.tokenizer_hash,
-               "{} and {} are not shards of one corpus: ids or tokenizer differ", first.prefix,
-               shard.prefix);
+        "{} and {} are not shards of one corpus: ids or tokenizer differ", first.prefix,
+        shard.prefix);
     state->begins.push_back(state->documents);
     state->documents += shard.index.num_documents;
     state->tokens += shard.index.num_tokens;
@@ -321,20 +318,20 @@ void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const
   const auto count = static_cast<int64_t>(out.size());
   const int64_t first = shard.index.begin(local), size = shard.index.begin(local + 1) - first;
   PITH_CHECK(begin >= 0 && begin <= size && count <= size - begin,
-             "{}: document {} has {} tokens, not those from {} to {}", prefix(), document, size,
-             begin, begin + count);
+      "{}: document {} has {} tokens, not those from {} to {}", prefix(), document, size, begin,
+      begin + count);
   shard.load_ids(first + begin, out);
   if (const int64_t bad = shard.first_invalid(out); bad >= 0)
     PITH_FAIL_HINT("`pithtrain corpus verify` tells what is damaged",
-                   "{}: document {}, token {}: id {} is outside the vocabulary of {}", prefix(),
-                   document, begin + bad, out[static_cast<size_t>(bad)], vocab_size());
+        "{}: document {}, token {}: id {} is outside the vocabulary of {}", prefix(), document,
+        begin + bad, out[static_cast<size_t>(bad)], vocab_size());
 }
 
 std::string Corpus::fingerprint() const {
   std::string all;
   for (const Shard& shard : state_->shards)
     all += fmt::format("{}{} {} {}", all.empty() ? "" : " ", hex(shard.index_sum), shard.bin.size,
-                       hex(shard.side.sum));
+        hex(shard.side.sum));
   return hex(xxh3(all));
 }
 
@@ -408,11 +405,11 @@ struct CorpusWriter::State {
     end_block();
     for (auto* file : {&bin, &lengths, &sums}) (*file)->close();
     const json side = SideFile{.vocab_size = vocab_size,
-                               .tokenizer_hash = tokenizer_hash,
-                               .documents = at.documents,
-                               .tokens = at.tokens,
-                               .index_xxh3 = hex(write_index()),
-                               .block_xxh3 = read_file(base() + ".sum.tmp")};
+        .tokenizer_hash = tokenizer_hash,
+        .documents = at.documents,
+        .tokens = at.tokens,
+        .index_xxh3 = hex(write_index()),
+        .block_xxh3 = read_file(base() + ".sum.tmp")};
     write_file("", base() + ".json.tmp", seal_json(side.dump(1)));
   }
 
@@ -434,9 +431,9 @@ struct CorpusWriter::State {
 };
 
 CorpusWriter::CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash,
-                           int64_t shard_tokens, const CorpusProgress* resume) {
+    int64_t shard_tokens, const CorpusProgress* resume) {
   PITH_CHECK(vocab_size > 0 && vocab_size <= int64_t{1} << 31, "{}: a vocabulary of {} ids", prefix,
-             vocab_size);
+      vocab_size);
   PITH_CHECK(fs::path(prefix).has_filename(), "{} names a folder, not files in it", prefix);
   fs::create_directories(fs::absolute(prefix).parent_path());
   state_ = std::make_shared<State>();
@@ -456,10 +453,10 @@ void CorpusWriter::add_document(std::span<const int32_t> ids) {
   PITH_CHECK(!state.closed, "corpus {} is finished already", state.prefix);
   for (size_t i = 0; i < ids.size(); ++i)
     PITH_CHECK(ids[i] >= 0 && ids[i] < state.vocab_size,
-               "{}: document {}, token {}: id {} is outside the vocabulary of {}", state.prefix,
-               state.at.documents, i, ids[i], state.vocab_size);
+        "{}: document {}, token {}: id {} is outside the vocabulary of {}", state.prefix,
+        state.at.documents, i, ids[i], state.vocab_size);
   PITH_CHECK(size <= INT32_MAX, "corpus {}: document {} has {} tokens, too many for the format",
-             state.prefix, state.at.documents, size);
+      state.prefix, state.at.documents, size);
   if (state.shard_tokens > 0 && state.at.documents > 0 &&
       state.at.tokens + size > state.shard_tokens) {
     state.close_shard();
@@ -502,7 +499,7 @@ void publish_corpus(const std::string& prefix, int64_t shards) {
   try {
     // Without .idx there is no corpus: the old ones go first, the new ones come last.
     for (const auto& [ending, old] : {std::pair{".idx", true}, std::pair{".bin", false},
-                                      std::pair{".json", false}, std::pair{".idx", false}})
+             std::pair{".json", false}, std::pair{".idx", false}})
       for (int64_t shard = 0; shard < std::max<int64_t>(1, shards); ++shard) {
         const fs::path from = base_name(prefix, shard, shards > 0) + ending + ".tmp";
         const fs::path to = final_name(prefix, shard, shards) + ending;

@@ -54,7 +54,7 @@ class CorpusWriter {
   // With shard_tokens > 0 a shard ends before the document that would make it longer. `resume`
   // goes on behind what sync() once returned; what was written later is cut off.
   CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash,
-               int64_t shard_tokens = 0, const CorpusProgress* resume = nullptr);
+      int64_t shard_tokens = 0, const CorpusProgress* resume = nullptr);
   void add_document(std::span<const int32_t> ids);
   CorpusProgress sync();  // makes everything durable, to go on from there after a crash
   int64_t close();        // no more documents; returns what publish_corpus wants
@@ -84,7 +84,7 @@ struct CorpusIndex {
 
   const char *lengths = nullptr, *pointers = nullptr, *documents = nullptr;  // unaligned arrays
 };
-CorpusIndex parse_corpus_index(std::string_view bytes, uint64_t bin_bytes,
-                               const std::string& source);
+CorpusIndex parse_corpus_index(
+    std::string_view bytes, uint64_t bin_bytes, const std::string& source);
 
 }  // namespace pith

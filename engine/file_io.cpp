@@ -56,8 +56,8 @@ MappedFile map_file(const std::filesystem::path& path) {
   void* pages = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file.value, 0);
   PITH_CHECK(pages != MAP_FAILED, "cannot map {} ({} bytes): {}", path.string(), size, reason());
   return {std::shared_ptr<const char>(static_cast<const char*>(pages),
-                                      [pages, size](const char*) { ::munmap(pages, size); }),
-          size};
+              [pages, size](const char*) { ::munmap(pages, size); }),
+      size};
 }
 
 std::string read_file(const std::filesystem::path& path) {
@@ -74,7 +74,7 @@ OutputFile::OutputFile(std::filesystem::path path, uint64_t keep)
   if (keep > 0) {
     const off_t end = ::lseek(descriptor_, 0, SEEK_END);
     PITH_CHECK(end >= 0 && static_cast<uint64_t>(end) >= keep,
-               "{} has {} bytes, fewer than the {} written", path_.string(), end, keep);
+        "{} has {} bytes, fewer than the {} written", path_.string(), end, keep);
     if (::ftruncate(descriptor_, static_cast<off_t>(keep)) != 0) fail_write(path_, "cut");
     if (::lseek(descriptor_, 0, SEEK_END) < 0) fail_write(path_, "extend");
   }
@@ -134,7 +134,7 @@ nlohmann::json parse_json(std::string_view text, const std::string& source) {
     if (event == Event::object_end) keys.pop_back();
     if (event == Event::key)
       PITH_CHECK(keys.back().insert(parsed.get_ref<const std::string&>()).second,
-                 "{}: key {} stands twice in one object", source, parsed.dump());
+          "{}: key {} stands twice in one object", source, parsed.dump());
     return true;
   };
   // The library's messages begin "[json.exception.parse_error.101] parse error at line L, ...: ".
@@ -158,8 +158,8 @@ nlohmann::json read_json(const std::filesystem::path& path) {
   return parse_json(map_file(path).bytes(), path.string());
 }
 
-WrittenFile write_file(const std::filesystem::path& folder, const std::string& name,
-                       std::string_view bytes) {
+WrittenFile write_file(
+    const std::filesystem::path& folder, const std::string& name, std::string_view bytes) {
   OutputFile out(folder / name);
   out.append(bytes);
   return {name, bytes.size(), out.close(), {}};
@@ -185,7 +185,7 @@ void check_seal(std::string_view text, const std::string& source) {
   const size_t length = seal_of("").size();
   PITH_CHECK(text.size() > length &&
                  text.substr(text.size() - length) == seal_of(text.substr(0, text.size() - length)),
-             "{} is damaged: its bytes do not match the checksum on its last line", source);
+      "{} is damaged: its bytes do not match the checksum on its last line", source);
 }
 
 }  // namespace pith

@@ -50,8 +50,8 @@ struct WrittenFile {
   uint64_t bytes = 0, xxh3 = 0;
   std::vector<std::pair<std::string, uint64_t>> tensors;
 };
-WrittenFile write_file(const std::filesystem::path& folder, const std::string& name,
-                       std::string_view bytes);
+WrittenFile write_file(
+    const std::filesystem::path& folder, const std::string& name, std::string_view bytes);
 
 // JSON of a file, or of text that came from `source`, with errors that name file, line and column.
 // A key that stands twice in one object is an error too: readers disagree about which one counts.

@@ -21,12 +21,12 @@ constexpr size_t kListed = 20;  // names of one kind listed singly before "and N
 // One error with all problems, a line each.
 [[noreturn]] void fail_with(const std::string& what, const std::vector<std::string>& problems) {
   PITH_FAIL("{}: {} problem{}\n  - {}", what, problems.size(), problems.size() == 1 ? "" : "s",
-            fmt::join(problems, "\n  - "));
+      fmt::join(problems, "\n  - "));
 }
 
 // Appends "kind: pattern" for each pattern of the names.
 void report(std::vector<std::string>& problems, const std::string& kind,
-            const std::vector<std::string>& names) {
+    const std::vector<std::string>& names) {
   for (const std::string& line : summarize_names(names))
     problems.push_back(fmt::format("{}: {}", kind, line));
 }
@@ -34,14 +34,14 @@ void report(std::vector<std::string>& problems, const std::string& kind,
 std::map<std::string, std::string> read_weight_map(const fs::path& path) {
   const json index = read_json(path);
   PITH_CHECK(index.is_object() && index.contains("weight_map") && index["weight_map"].is_object(),
-             "{}: there is no object weight_map", path.string());
+      "{}: there is no object weight_map", path.string());
   std::map<std::string, std::string> result;
   for (const auto& [name, value] : index["weight_map"].items()) {
     PITH_CHECK(value.is_string(), "{}: weight_map: {} is not a string", path.string(), name);
     auto file = value.get<std::string>();
     // A file of this folder and nothing else: an index can't be trusted to stay inside.
     PITH_CHECK(fs::path(file).filename() == file && file != ".." && file != ".",
-               "{}: {} lies in {}, which is not a file name", path.string(), name, file);
+        "{}: {} lies in {}, which is not a file name", path.string(), name, file);
     result.emplace(name, std::move(file));
   }
   return result;
@@ -113,14 +113,14 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
   PITH_CHECK(fs::is_directory(folder), "{} is not a folder", folder.string());
   if (!indexed && !single)
     PITH_FAIL_HINT("a model folder holds config.json and *.safetensors files",
-                   "{} holds neither {} nor {}", folder.string(), kSingle, kIndex);
+        "{} holds neither {} nor {}", folder.string(), kSingle, kIndex);
   std::map<std::string, std::string> weight_map;
   std::set<std::string> shards;
   if (indexed) {
     weight_map = read_weight_map(folder / kIndex);
     for (const auto& [name, file] : weight_map) shards.insert(file);
     PITH_CHECK(!single || shards.count(kSingle), "{}: {} and {} are both there and disagree",
-               folder.string(), kSingle, kIndex);
+        folder.string(), kSingle, kIndex);
   } else {
     shards.insert(kSingle);
   }
@@ -140,7 +140,7 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
         unlisted.push_back(name);
       } else if (const auto [first, fresh] = file_of_.emplace(name, files_.size() - 1); !fresh) {
         problems.push_back(fmt::format("tensor {} is in two files: {} and {}", name,
-                                       files_[first->second].path().filename().string(), shard));
+            files_[first->second].path().filename().string(), shard));
       }
     }
     for (const auto& [name, file] : weight_map)
@@ -172,14 +172,14 @@ const TensorEntry& HfFolder::entry(const std::string& name) const {
 Tensor HfFolder::tensor(const std::string& name) const { return file_of(name).tensor(name); }
 
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
-                    std::span<const std::string> optional_extra) {
+    std::span<const std::string> optional_extra) {
   std::vector<std::string> missing, left_over, problems;
   std::set<std::string> used(optional_extra.begin(), optional_extra.end());
   for (const auto& [tensor, first, target] : targets) {
     const std::string& name = tensor->name;
     PITH_CHECK(target.dim() == 1 && first >= 0 && first + target.numel() <= tensor->numel(),
-               "{} elements from {} are not in {}, which has {}", target.numel(), first, name,
-               tensor->numel());
+        "{} elements from {} are not in {}, which has {}", target.numel(), first, name,
+        tensor->numel());
     used.insert(name);
     if (!folder.has(name)) {
       missing.push_back(name);
@@ -188,10 +188,10 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
     const TensorEntry& entry = folder.entry(name);
     if (entry.shape != tensor->shape)
       problems.push_back(fmt::format("{}: shape ({}) in the folder, ({}) in the model", name,
-                                     fmt::join(entry.shape, ", "), fmt::join(tensor->shape, ", ")));
+          fmt::join(entry.shape, ", "), fmt::join(tensor->shape, ", ")));
     if (!at::isFloatingType(entry.dtype) || c10::elementSize(entry.dtype) == 1)
       problems.push_back(fmt::format("{}: dtype {} is no bfloat16, float16, float32 or float64",
-                                     name, dtype_name(entry.dtype)));
+          name, dtype_name(entry.dtype)));
   }
   for (const std::string& name : folder.names())
     if (!used.count(name)) left_over.push_back(name);
@@ -219,8 +219,8 @@ WeightFiles split_weights(const std::vector<NamedTensor>& weights, uint64_t shar
   return files;
 }
 
-std::vector<WrittenFile> write_weight_files(const fs::path& folder, const WeightFiles& weights,
-                                            size_t first, size_t total) {
+std::vector<WrittenFile> write_weight_files(
+    const fs::path& folder, const WeightFiles& weights, size_t first, size_t total) {
   std::vector<WrittenFile> written;
   for (const auto& tensors : weights) {
     const auto name =

@@ -44,7 +44,7 @@ struct ImportTarget {
 // Copies ranges from the folder into the targets, converting. Tensors missing, left over (but not
 // in `optional_extra`), of another shape or a non-float dtype are collected into one Error.
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
-                    std::span<const std::string> optional_extra = {});
+    std::span<const std::string> optional_extra = {});
 
 inline constexpr uint64_t kWeightFileBytes = 5'000'000'000;
 
@@ -52,11 +52,11 @@ inline constexpr uint64_t kWeightFileBytes = 5'000'000'000;
 // shard_bytes; the files model-0000i-of-0000n.safetensors, i = first + 1, ..., n = total; the index
 // (total_size, weight_map), once all files named model-* of `files` are there.
 using WeightFiles = std::vector<std::vector<NamedTensor>>;
-WeightFiles split_weights(const std::vector<NamedTensor>& weights,
-                          uint64_t shard_bytes = kWeightFileBytes);
-std::vector<WrittenFile> write_weight_files(const std::filesystem::path& folder,
-                                            const WeightFiles& weights, size_t first, size_t total);
-WrittenFile write_weight_index(const std::filesystem::path& folder,
-                               const std::vector<WrittenFile>& files);
+WeightFiles split_weights(
+    const std::vector<NamedTensor>& weights, uint64_t shard_bytes = kWeightFileBytes);
+std::vector<WrittenFile> write_weight_files(
+    const std::filesystem::path& folder, const WeightFiles& weights, size_t first, size_t total);
+WrittenFile write_weight_index(
+    const std::filesystem::path& folder, const std::vector<WrittenFile>& files);
 
 }  // namespace pith

@@ -16,8 +16,8 @@ double learning_rate(const RunConfig::Training& training, int64_t step) {
   }
   if (t.schedule == "constant") return t.lr;
   const bool wsd = t.schedule == "wsd";
-  PITH_CHECK(wsd || t.schedule == "cosine", "schedule {}: not one of constant, cosine, wsd",
-             t.schedule);
+  PITH_CHECK(
+      wsd || t.schedule == "cosine", "schedule {}: not one of constant, cosine, wsd", t.schedule);
   const int64_t decay_begin = wsd ? t.steps - t.decay_steps : t.warmup_steps;
   if (step <= decay_begin) return t.lr;
   const double floor = t.min_lr_ratio * t.lr;
@@ -29,8 +29,7 @@ double learning_rate(const RunConfig::Training& training, int64_t step) {
 }
 
 std::map<std::string, std::string> schedule_settings(const RunConfig::Training& t) {
-  std::map<std::string, std::string> settings = {
-      {"training.lr", fmt::format("{}", t.lr)},
+  std::map<std::string, std::string> settings = {{"training.lr", fmt::format("{}", t.lr)},
       {"training.schedule", t.schedule},
       {"training.warmup_steps", fmt::format("{}", t.warmup_steps)}};
   if (t.schedule == "constant") return settings;

@@ -37,24 +37,15 @@ using Scalars = std::vector<std::pair<std::string, double>>;
 
 // The extra values are not among them.
 Scalars scalars_of(const StepMetrics& m) {
-  return {{"loss", m.loss},
-          {"balance_loss", m.balance_loss},
-          {"grad_norm", m.grad_norm},
-          {"lr", m.lr},
-          {"seconds", m.seconds},
-          {"tokens_per_second", tokens_per_second(m)},
-          {"memory_gib", m.memory_gib},
-          {"memory_peak_gib", m.memory_peak_gib}};
+  return {{"loss", m.loss}, {"balance_loss", m.balance_loss}, {"grad_norm", m.grad_norm},
+      {"lr", m.lr}, {"seconds", m.seconds}, {"tokens_per_second", tokens_per_second(m)},
+      {"memory_gib", m.memory_gib}, {"memory_peak_gib", m.memory_peak_gib}};
 }
 
 Json step_json(const StepMetrics& m) {
-  Json line = {{"step", m.step},
-               {"total_steps", m.total_steps},
-               {"tokens", m.tokens},
-               {"trained_tokens", m.trained_tokens},
-               {"tokens_seen", m.tokens_seen},
-               {"time", unix_seconds()},
-               {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
+  Json line = {{"step", m.step}, {"total_steps", m.total_steps}, {"tokens", m.tokens},
+      {"trained_tokens", m.trained_tokens}, {"tokens_seen", m.tokens_seen},
+      {"time", unix_seconds()}, {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
   for (const Scalars& values : {scalars_of(m), m.extra})
     for (const auto& [name, value] : values) {
       line[name] = value;  // nlohmann writes null for what is not finite
@@ -170,7 +161,7 @@ MetricsLog::MetricsLog(fs::path run_folder, int64_t resumed_step, bool tensorboa
   });
   if (!tensorboard) return;
   sinks_->attempt("TensorBoard files",
-                  [&] { sinks_->tensorboard.emplace(run_folder / "tensorboard", resumed_step); });
+      [&] { sinks_->tensorboard.emplace(run_folder / "tensorboard", resumed_step); });
 }
 
 MetricsLog::~MetricsLog() = default;
@@ -191,10 +182,8 @@ void MetricsLog::write(const StepMetrics& m) {
 }
 
 void MetricsLog::event(const std::string& name, const std::string& text) {
-  sinks_->write_line(Json{{"event", name},
-                          {"after_step", sinks_->last_step},
-                          {"time", unix_seconds()},
-                          {"text", text}});
+  sinks_->write_line(Json{{"event", name}, {"after_step", sinks_->last_step},
+      {"time", unix_seconds()}, {"text", text}});
   sinks_->print_line(fmt::format("{}: {}", name, text));
 }
 
@@ -202,7 +191,7 @@ std::string progress_line(const StepMetrics& m, double seconds_left) {
   const std::string total = fmt::format("{}", m.total_steps);
   std::string line =
       fmt::format("step {:>{}}/{}  loss {:>7.4f}  grad {:>6.4g}  lr {:.2e}  {:>5} tok/s", m.step,
-                  total.size(), total, m.loss, m.grad_norm, m.lr, human(tokens_per_second(m)));
+          total.size(), total, m.loss, m.grad_norm, m.lr, human(tokens_per_second(m)));
   if (m.mfu > 0) line += fmt::format("  mfu {:4.1f} %", 100 * m.mfu);
   line += fmt::format("  mem {:5.1f} GiB", m.memory_peak_gib);
   if (seconds_left >= 0) line += fmt::format("  left {}", duration_text(seconds_left));

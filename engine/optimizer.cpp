@@ -30,7 +30,7 @@ Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh) {
 }
 
 void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& training, double lr,
-                    int64_t step, const Tensor& norm) {
+    int64_t step, const Tensor& norm) {
   // The same factor as torch.nn.utils.clip_grad_norm_, computed on the device.
   const Tensor scale = training.clip_norm > 0
                            ? (training.clip_norm / (norm + 1e-6)).clamp_max(1.0).to(at::kFloat)
@@ -47,7 +47,7 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
       Tensor exp_avg = part(group.exp_avg), exp_avg_sq = part(group.exp_avg_sq);
       const double decay = segment.decays ? training.weight_decay : training.weight_decay_other;
       adamw_update(master, exp_avg, exp_avg_sq, part(group.grad_part), value, scale,
-                   {lr, training.beta1, training.beta2, training.epsilon, decay, step});
+          {lr, training.beta1, training.beta2, training.epsilon, decay, step});
     }
     shared.push_back(group.share_values());
   }

@@ -19,6 +19,6 @@ Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh);
 // (weight_decay) and on norms, biases and the router (weight_decay_other). Updates masters, moments
 // and weights (this rank's parts, then shared); leaves the gradients. Collective.
 void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& training, double lr,
-                    int64_t step, const Tensor& norm);
+    int64_t step, const Tensor& norm);
 
 }  // namespace pith

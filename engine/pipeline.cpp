@@ -37,13 +37,12 @@ void accumulate(Tensor& total, const Tensor& part) {
 }  // namespace
 
 ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
-                     const MeshPlace& place, int64_t num_experts) {
+    const MeshPlace& place, int64_t num_experts) {
   const int64_t ranks = shape.pp, rank = place.pp;
   PITH_CHECK(chunks.size() == static_cast<size_t>(2 * ranks),
-             "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks,
-             chunks.size());
+      "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks, chunks.size());
   PITH_CHECK(num_experts % shape.ep == 0, "parallel.ep {} does not divide the model's {} experts",
-             shape.ep, num_experts);
+      shape.ep, num_experts);
   const int64_t experts = num_experts / shape.ep;
   ModelPart part{{}, rank == 0, rank == 0, experts * place.ep, experts * (place.ep + 1)};
   int64_t layer = 0;
@@ -56,19 +55,18 @@ ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
 
 template <DecoderModel Model>
 Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
-                          std::vector<int64_t> chunks, const ModelShards* shards)
+    std::vector<int64_t> chunks, const ModelShards* shards)
     : model_(model),
       mesh_(mesh),
       rotary_(model.rotary(positions, mesh.device)),
       router_(router),
       links_(mesh, model.config().hidden_size,
-             model.parameter_units().front().front()->value.scalar_type()),
+          model.parameter_units().front().front()->value.scalar_type()),
       shards_(shards) {
   if (chunks.empty()) chunks = {model.config().num_layers, 0};
   const int64_t ranks = mesh.pipeline.size();
   PITH_CHECK(chunks.size() == static_cast<size_t>(2 * ranks),
-             "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks,
-             chunks.size());
+      "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks, chunks.size());
   int64_t layer = 0;
   for (int64_t chunk = 0; chunk < 2 * ranks; ++chunk) {
     for (int64_t i = 0; i < chunks[static_cast<size_t>(chunk)]; ++i, ++layer) {
@@ -79,7 +77,7 @@ Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, Rou
   if (shards != nullptr && !shards->layers.empty())
     defers_ = shards->layers.begin()->second.groups.front()->mode() == ShardMode::keep;
   PITH_CHECK(layer == model.config().num_layers, "chunks of {} layers for a model of {}", layer,
-             model.config().num_layers);
+      model.config().num_layers);
 }
 
 template <DecoderModel Model>
@@ -142,7 +140,7 @@ void Pipeline<Model>::experts(Run& run, LayerRun& layer) {
   layer.arrived.weight = leaf(layer.arrived.weight);
   layer.expert_out = model_.layer(layer.layer)
                          .experts(context(run, layer.layer), layer.arrived.rows,
-                                  layer.arrived.weight, layer.arrived.plan);
+                             layer.arrived.weight, layer.arrived.plan);
   report(layer.layer, "experts", layer.expert_out);
   layer.exchange.combine(layer.expert_out);
 }
@@ -206,8 +204,8 @@ template <DecoderModel Model>
 Tensor Pipeline<Model>::forward_begin(Run& run) {
   const MicroBatch& batch = *run.batch;
   PITH_CHECK(batch.max_seqlen <= rotary_.cos.size(0) || !run.caches.empty(),
-             "a document of {} tokens is longer than the {} positions prepared", batch.max_seqlen,
-             rotary_.cos.size(0));
+      "a document of {} tokens is longer than the {} positions prepared", batch.max_seqlen,
+      rotary_.cos.size(0));
   if (links_.receives(Kind::hidden, run.chunk))
     return links_.receive(Kind::hidden, run.chunk, batch.num_tokens());
   if (run.chunk == 1) return std::move(runs_[0][static_cast<size_t>(run.microbatch)].handed_over);
@@ -309,9 +307,8 @@ void Pipeline<Model>::expect(const Action& action) {
 template <DecoderModel Model>
 template <class Objective>
 BatchResult Pipeline<Model>::execute(const std::vector<Action>& schedule,
-                                     std::span<const MicroBatch> batches,
-                                     const Objective& objective, std::span<LayerCache> caches,
-                                     std::span<RoutingTape> tapes) {
+    std::span<const MicroBatch> batches, const Objective& objective, std::span<LayerCache> caches,
+    std::span<RoutingTape> tapes) {
   using enum Action::Kind;
   result_ = {};
   if (mesh_.place.pp == 0) result_.per_token.resize(batches.size());
@@ -395,41 +392,35 @@ BatchResult Pipeline<Model>::execute(const std::vector<Action>& schedule,
 
 template <DecoderModel Model>
 template <class Objective>
-BatchResult Pipeline<Model>::forward_backward(std::span<const MicroBatch> batches,
-                                              const Objective& objective,
-                                              std::span<RoutingTape> tapes) {
+BatchResult Pipeline<Model>::forward_backward(
+    std::span<const MicroBatch> batches, const Objective& objective, std::span<RoutingTape> tapes) {
   const bool overlap = mesh_.pipeline.size() > 1 || mesh_.expert.size() > 1;
   return execute(make_schedule(mesh_.pipeline.size(), mesh_.place.pp,
-                               static_cast<int64_t>(batches.size()), overlap),
-                 batches, objective, {}, tapes);
+                     static_cast<int64_t>(batches.size()), overlap),
+      batches, objective, {}, tapes);
 }
 
 template <DecoderModel Model>
 template <class Objective>
 BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch> batches,
-                                          const Objective& objective, std::span<LayerCache> caches,
-                                          std::span<RoutingTape> tapes) {
+    const Objective& objective, std::span<LayerCache> caches, std::span<RoutingTape> tapes) {
   PITH_CHECK(caches.empty() || mesh_.world.size() == 1, "generation runs in one process only");
   const c10::AutoGradMode no_grad(false);
-  return execute(forward_schedule(static_cast<int64_t>(batches.size())), batches, objective, caches,
-                 tapes);
+  return execute(
+      forward_schedule(static_cast<int64_t>(batches.size())), batches, objective, caches, tapes);
 }
 
 template class Pipeline<Qwen3MoeModel>;
-#define PITH_INSTANTIATE(Model, Objective)                                                    \
-  template BatchResult Pipeline<Model>::forward_backward(                                     \
-      std::span<const MicroBatch>, const Objective&, std::span<RoutingTape>);                 \
-  template BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch>,             \
-                                                     const Objective&, std::span<LayerCache>, \
-                                                     std::span<RoutingTape>)
+#define PITH_INSTANTIATE(Model, Objective)                                        \
+  template BatchResult Pipeline<Model>::forward_backward(                         \
+      std::span<const MicroBatch>, const Objective&, std::span<RoutingTape>);     \
+  template BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch>, \
+      const Objective&, std::span<LayerCache>, std::span<RoutingTape>)
 PITH_INSTANTIATE(Qwen3MoeModel, NextTokenLoss);
 #undef PITH_INSTANTIATE
 template BatchResult Pipeline<Qwen3MoeModel>::forward_only(std::span<const MicroBatch>,
-                                                           const LastTokenLogits&,
-                                                           std::span<LayerCache>,
-                                                           std::span<RoutingTape>);
-template BatchResult Pipeline<Qwen3MoeModel>::forward_only(std::span<const MicroBatch>,
-                                                           const AllLogits&, std::span<LayerCache>,
-                                                           std::span<RoutingTape>);
+    const LastTokenLogits&, std::span<LayerCache>, std::span<RoutingTape>);
+template BatchResult Pipeline<Qwen3MoeModel>::forward_only(
+    std::span<const MicroBatch>, const AllLogits&, std::span<LayerCache>, std::span<RoutingTape>);
 
 }  // namespace pith

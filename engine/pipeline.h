@@ -62,20 +62,20 @@ struct ChunkRun {
 // Layers of each of the model's 2 * PP chunks, balanced by their cost; on one stage without expert
 // parallelism all are in the first, since there is nothing to overlap with.
 template <class Config>
-std::vector<int64_t> default_chunks(const Config& config, const MeshShape& shape,
-                                    int64_t sequence_length) {
+std::vector<int64_t> default_chunks(
+    const Config& config, const MeshShape& shape, int64_t sequence_length) {
   const auto layers = static_cast<int64_t>(config.num_layers);
   if (shape.pp == 1 && shape.ep == 1) return {layers, 0};
   const double head = 6.0 * static_cast<double>(config.vocab_size * config.hidden_size);
   const double all = config.size(sequence_length).flops_per_token;
   const double layer = (all - head) / static_cast<double>(layers);
   constexpr double kHeadSpeed = 1.6;  // of its large products over a layer's, measured on H200
-  return balance_chunks(shape.pp, std::vector<double>(static_cast<size_t>(layers), 1.0),
-                        head / layer / kHeadSpeed);
+  return balance_chunks(
+      shape.pp, std::vector<double>(static_cast<size_t>(layers), 1.0), head / layer / kHeadSpeed);
 }
 // What the process at `place` holds of a model cut so.
 ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
-                     const MeshPlace& place, int64_t num_experts);
+    const MeshPlace& place, int64_t num_experts);
 
 template <DecoderModel Model>
 class Pipeline {
@@ -83,19 +83,19 @@ class Pipeline {
   // `positions`: rows of the rotary table, at least the longest document. `chunks`: as the model's
   // part was made from; empty: everything here. `shards`: of the model, where they are cut.
   Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
-           std::vector<int64_t> chunks = {}, const ModelShards* shards = nullptr);
+      std::vector<int64_t> chunks = {}, const ModelShards* shards = nullptr);
 
   // Adds the gradients of the mean loss over the global batch (and of the balance losses) to every
   // Parameter::grad. `tapes`: one a micro-batch to record or replay routes, or empty. Collective
   // over the mesh; every stage gets the same batches.
   template <class Objective>
   BatchResult forward_backward(std::span<const MicroBatch> batches, const Objective& objective,
-                               std::span<RoutingTape> tapes = {});
+      std::span<RoutingTape> tapes = {});
 
   // The same without gradients. `caches`: one a layer while generating (one process), or empty.
   template <class Objective>
   BatchResult forward_only(std::span<const MicroBatch> batches, const Objective& objective,
-                           std::span<LayerCache> caches = {}, std::span<RoutingTape> tapes = {});
+      std::span<LayerCache> caches = {}, std::span<RoutingTape> tapes = {});
 
   void observe(StageObserver observer) { observer_ = std::move(observer); }
 
@@ -105,8 +105,7 @@ class Pipeline {
 
   template <class Objective>
   BatchResult execute(const std::vector<Action>& schedule, std::span<const MicroBatch> batches,
-                      const Objective& objective, std::span<LayerCache> caches,
-                      std::span<RoutingTape> tapes);
+      const Objective& objective, std::span<LayerCache> caches, std::span<RoutingTape> tapes);
   void expect(const Action& action);
   Tensor forward_begin(Run& run);
   template <class Objective>
@@ -137,7 +136,7 @@ class Pipeline {
   StageObserver observer_;
 
   // Of the call under way.
-  bool last_ = false;  // is the backward under way the last one of its layers?
+  bool last_ = false;                     // is the backward under way the last one of its layers?
   std::array<std::vector<Run>, 2> runs_;  // [chunk][micro-batch]
   BatchResult result_;
 };

@@ -17,13 +17,10 @@ using nlohmann::json;
 constexpr uint64_t kLargestHeader = 100'000'000;  // of the format's reference implementation
 constexpr size_t kMostDimensions = 64;
 
-constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {
-    {"BF16", at::kBFloat16}, {"F16", at::kHalf},
-    {"F32", at::kFloat},     {"F64", at::kDouble},
-    {"I64", at::kLong},      {"I32", at::kInt},
-    {"I16", at::kShort},     {"I8", at::kChar},
-    {"U8", at::kByte},       {"F8_E4M3", at::kFloat8_e4m3fn},
-    {"BOOL", at::kBool},     {"F8_E5M2", at::kFloat8_e5m2}};
+constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {{"BF16", at::kBFloat16},
+    {"F16", at::kHalf}, {"F32", at::kFloat}, {"F64", at::kDouble}, {"I64", at::kLong},
+    {"I32", at::kInt}, {"I16", at::kShort}, {"I8", at::kChar}, {"U8", at::kByte},
+    {"F8_E4M3", at::kFloat8_e4m3fn}, {"BOOL", at::kBool}, {"F8_E5M2", at::kFloat8_e5m2}};
 
 // Bytes of a dense tensor. Zero-sized dimensions do not hide an overflow in the others: strides are
 // computed from them.
@@ -32,20 +29,20 @@ uint64_t byte_size(const TensorEntry& entry, const std::string& place) {
   bool empty = false, overflow = false;
   for (int64_t size : entry.shape) {
     empty |= size == 0;
-    overflow |= __builtin_mul_overflow(product, static_cast<uint64_t>(std::max<int64_t>(size, 1)),
-                                       &product);
+    overflow |= __builtin_mul_overflow(
+        product, static_cast<uint64_t>(std::max<int64_t>(size, 1)), &product);
   }
   PITH_CHECK(!overflow && product <= INT64_MAX, "{}: shape {} is larger than any file", place,
-             fmt::join(entry.shape, ", "));
+      fmt::join(entry.shape, ", "));
   return empty ? 0 : product;
 }
 
 std::vector<int64_t> integers(const json& list, const char* field, const std::string& place) {
   PITH_CHECK(list.is_array() && list.size() <= kMostDimensions,
-             "{}: {} must be an array of at most {} dimensions", place, field, kMostDimensions);
+      "{}: {} must be an array of at most {} dimensions", place, field, kMostDimensions);
   for (const json& value : list)
     PITH_CHECK(value.is_number_unsigned() && value.get<uint64_t>() <= INT64_MAX,
-               "{}: {} must hold integers from 0 to 2^63 - 1", place, field);
+        "{}: {} must hold integers from 0 to 2^63 - 1", place, field);
   return list.get<std::vector<int64_t>>();
 }
 
@@ -56,16 +53,16 @@ TensorEntry parse_entry(const json& object, const std::string& place) {
   PITH_CHECK(object.size() == 3, "{}: fields besides dtype, shape, data_offsets", place);
   const auto* dtype = std::ranges::find_if(
       kDtypes, [&](const auto& known) { return object["dtype"] == known.first; });
-  PITH_CHECK(dtype != std::end(kDtypes), "{}: dtype {:.32} is not known", place,
-             object["dtype"].dump());
+  PITH_CHECK(
+      dtype != std::end(kDtypes), "{}: dtype {:.32} is not known", place, object["dtype"].dump());
   const auto range = integers(object["data_offsets"], "data_offsets", place);
   PITH_CHECK(range.size() == 2, "{}: data_offsets is not a pair", place);
   TensorEntry entry{dtype->second, integers(object["shape"], "shape", place),
-                    static_cast<uint64_t>(range[0]), static_cast<uint64_t>(range[1])};
+      static_cast<uint64_t>(range[0]), static_cast<uint64_t>(range[1])};
   const uint64_t size = byte_size(entry, place);
   PITH_CHECK(entry.end >= entry.begin && entry.end - entry.begin == size,
-             "{}: bytes {} to {} do not hold {} of shape ({}), {} bytes", place, entry.begin,
-             entry.end, dtype_name(entry.dtype), fmt::join(entry.shape, ", "), size);
+      "{}: bytes {} to {} do not hold {} of shape ({}), {} bytes", place, entry.begin, entry.end,
+      dtype_name(entry.dtype), fmt::join(entry.shape, ", "), size);
   return entry;
 }
 
@@ -79,32 +76,32 @@ void check_layout(const SafetensorsHeader& header, uint64_t data_bytes, const st
   for (const auto& [begin, end, name] : order) {
     if (end > data_bytes)
       PITH_FAIL_HINT("the file is cut short: copy or download it again",
-                     "{}: tensor {} ends at byte {} of the data, the file holds {}", source, name,
-                     end, data_bytes);
+          "{}: tensor {} ends at byte {} of the data, the file holds {}", source, name, end,
+          data_bytes);
     PITH_CHECK(begin >= filled, "{}: tensor {} overlaps {}", source, name, previous);
     PITH_CHECK(begin == filled, "{}: {} bytes of no tensor lie between {} and tensor {}", source,
-               begin - filled, previous, name);
+        begin - filled, previous, name);
     filled = end;
     previous = name;
   }
   PITH_CHECK(filled == data_bytes, "{}: {} bytes of no tensor follow {}", source,
-             data_bytes - filled, previous);
+      data_bytes - filled, previous);
 }
 
 }  // namespace
 
-SafetensorsHeader parse_safetensors_header(std::string_view head, uint64_t file_size,
-                                           const std::string& source) {
+SafetensorsHeader parse_safetensors_header(
+    std::string_view head, uint64_t file_size, const std::string& source) {
   PITH_CHECK(head.size() >= 8 && file_size >= head.size(),
-             "{}: {} bytes are too few for a safetensors file", source, file_size);
+      "{}: {} bytes are too few for a safetensors file", source, file_size);
   uint64_t length = 0;
   for (size_t i = 8; i-- > 0;) length = length << 8 | static_cast<uint8_t>(head[i]);
   PITH_CHECK(length <= file_size - 8, "{}: the header of {} bytes is longer than the file of {}",
-             source, length, file_size);
+      source, length, file_size);
   PITH_CHECK(length <= kLargestHeader, "{}: a header of {} bytes is longer than the format allows",
-             source, length);
+      source, length);
   PITH_CHECK(length <= head.size() - 8, "{}: only {} of the header's {} bytes were given", source,
-             head.size() - 8, length);
+      head.size() - 8, length);
   const json document = parse_json(head.substr(8, length), source + ": header");
   PITH_CHECK(document.is_object(), "{}: the header is not an object of tensors", source);
   SafetensorsHeader header;
@@ -150,31 +147,30 @@ Tensor SafetensorsFile::tensor(const std::string& name) const {
   return at::from_blob(const_cast<char*>(data.data()), entry.shape, keep, options);
 }
 
-WrittenFile write_safetensors(const std::filesystem::path& path,
-                              const std::vector<NamedTensor>& tensors) {
+WrittenFile write_safetensors(
+    const std::filesystem::path& path, const std::vector<NamedTensor>& tensors) {
   // Written as text: the order of the tensors is the caller's.
   std::string header = R"({"__metadata__":{"format":"pt"})";
   std::set<std::string_view> names;
   uint64_t offset = 0;
   for (const auto& [name, tensor] : tensors) {
     PITH_CHECK(tensor.defined() && tensor.is_cpu(), "{}: tensor {} is not on the CPU: {}",
-               path.string(), name, describe(tensor, name));
+        path.string(), name, describe(tensor, name));
     PITH_CHECK(name != "__metadata__" && names.insert(name).second,
-               "{}: two tensors named {}, or a reserved name", path.string(), name);
-    const auto* dtype = std::ranges::find(kDtypes, tensor.scalar_type(),
-                                          [](const auto& known) { return known.second; });
-    PITH_CHECK(dtype != std::end(kDtypes), "safetensors has no dtype for {}",
-               describe(tensor, name));
+        "{}: two tensors named {}, or a reserved name", path.string(), name);
+    const auto* dtype = std::ranges::find(
+        kDtypes, tensor.scalar_type(), [](const auto& known) { return known.second; });
+    PITH_CHECK(
+        dtype != std::end(kDtypes), "safetensors has no dtype for {}", describe(tensor, name));
     const auto bytes = static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
     header += fmt::format(R"(,{}:{{"dtype":"{}","shape":[{}],"data_offsets":[{},{}]}})",
-                          json(name).dump(), dtype->first, fmt::join(tensor.sizes(), ","), offset,
-                          offset + bytes);
+        json(name).dump(), dtype->first, fmt::join(tensor.sizes(), ","), offset, offset + bytes);
     offset += bytes;
   }
   header += '}';
   header.resize((header.size() + 7) / 8 * 8, ' ');  // the data section starts aligned
   PITH_CHECK(header.size() <= kLargestHeader, "{}: {} tensors are too many for one file",
-             path.string(), tensors.size());
+      path.string(), tensors.size());
   OutputFile out(path);
   std::string length(8, '\0');
   for (size_t i = 0; i < 8; ++i) length[i] = static_cast<char>(header.size() >> (8 * i) & 0xff);

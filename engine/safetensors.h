@@ -27,8 +27,8 @@ struct SafetensorsHeader {
   std::map<std::string, std::string> metadata;
   uint64_t data_offset = 0;  // in the file
 };
-SafetensorsHeader parse_safetensors_header(std::string_view head, uint64_t file_size,
-                                           const std::string& source);
+SafetensorsHeader parse_safetensors_header(
+    std::string_view head, uint64_t file_size, const std::string& source);
 
 // A memory-mapped file; the mapping lives as long as any of its tensors.
 class SafetensorsFile {
@@ -50,7 +50,7 @@ using NamedTensor = std::pair<std::string, Tensor>;
 
 // Writes CPU tensors in the order given with metadata {"format": "pt"}; the same tensors give the
 // same bytes. Streams: at most one tensor is copied at a time (when it is not contiguous). fsyncs.
-WrittenFile write_safetensors(const std::filesystem::path& path,
-                              const std::vector<NamedTensor>& tensors);
+WrittenFile write_safetensors(
+    const std::filesystem::path& path, const std::vector<NamedTensor>& tensors);
 
 }  // namespace pith

@@ -21,11 +21,11 @@ double uniform(uint64_t seed, uint64_t draw_index) {
 
 void check_options(const SamplingOptions& options) {
   PITH_CHECK(options.temperature >= 0 && std::isfinite(options.temperature),
-             "temperature {}: must be a finite number of at least 0", options.temperature);
-  PITH_CHECK(options.top_p >= 0 && options.top_p <= 1, "top_p {}: must be in [0, 1]",
-             options.top_p);
-  PITH_CHECK(options.min_p >= 0 && options.min_p <= 1, "min_p {}: must be in [0, 1]",
-             options.min_p);
+      "temperature {}: must be a finite number of at least 0", options.temperature);
+  PITH_CHECK(
+      options.top_p >= 0 && options.top_p <= 1, "top_p {}: must be in [0, 1]", options.top_p);
+  PITH_CHECK(
+      options.min_p >= 0 && options.min_p <= 1, "min_p {}: must be in [0, 1]", options.min_p);
   PITH_CHECK(options.top_k >= 0, "top_k {}: must be at least 0", options.top_k);
 }
 
@@ -34,11 +34,11 @@ void check_options(const SamplingOptions& options) {
 int64_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw_index) {
   check_options(options);
   PITH_CHECK(!logits.empty() && logits.size() <= std::numeric_limits<int32_t>::max(),
-             "sampling from {} logits", logits.size());
+      "sampling from {} logits", logits.size());
   size_t best = 0;
   for (size_t i = 0; i < logits.size(); ++i) {
     PITH_CHECK(logits[i] < std::numeric_limits<float>::infinity(),  // false for NaN
-               "sampling: the logit of token {} is {}", i, logits[i]);
+        "sampling: the logit of token {} is {}", i, logits[i]);
     if (logits[i] > logits[best]) best = i;
   }
   PITH_CHECK(std::isfinite(logits[best]), "sampling: every logit is -inf");
@@ -56,13 +56,13 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
     return std::exp(difference / options.temperature);
   };
   const auto total_weight = [&] {
-    return std::accumulate(ids.begin(), ids.end(), 0.0,
-                           [&](double sum, int32_t id) { return sum + weight(id); });
+    return std::accumulate(
+        ids.begin(), ids.end(), 0.0, [&](double sum, int32_t id) { return sum + weight(id); });
   };
   size_t sorted = 0;  // so many leading ids are in order of likelihood
   const auto sort_first = [&](size_t count) {
     std::partial_sort(ids.begin() + static_cast<ptrdiff_t>(sorted),
-                      ids.begin() + static_cast<ptrdiff_t>(count), ids.end(), likelier);
+        ids.begin() + static_cast<ptrdiff_t>(count), ids.end(), likelier);
     sorted = count;
   };
   if (options.top_k > 0 && static_cast<size_t>(options.top_k) < ids.size()) {

@@ -57,8 +57,8 @@ struct Builder {
   }
 };
 
-double cost_of(const Action& action, const std::vector<StageCosts>& costs, int64_t ranks,
-               int64_t rank) {
+double cost_of(
+    const Action& action, const std::vector<StageCosts>& costs, int64_t ranks, int64_t rank) {
   const StageCosts& own = costs[static_cast<size_t>(global_chunk(ranks, rank, action.chunk))];
   switch (action.kind) {
     case Kind::forward:
@@ -94,7 +94,7 @@ std::string label_of(const Action& action) {
       break;
   }
   return fmt::format("{}|{}", one("F", action.chunk, action.microbatch),
-                     one("B", action.backward_chunk, action.backward_microbatch));
+      one("B", action.backward_chunk, action.backward_microbatch));
 }
 
 }  // namespace
@@ -104,8 +104,8 @@ std::vector<Action> make_schedule(int64_t ranks, int64_t rank, int64_t n, bool o
   PITH_CHECK(n >= 1, "a step needs at least one micro-batch");
   if (ranks > 1 && n < 2 * ranks) {
     PITH_FAIL_HINT("raise training.global_batch or lower training.micro_batch",
-                   "a pipeline of {} ranks needs at least {} micro-batches a step, there are {}",
-                   ranks, 2 * ranks, n);
+        "a pipeline of {} ranks needs at least {} micro-batches a step, there are {}", ranks,
+        2 * ranks, n);
   }
   Builder b;
   if (ranks == 1 && !overlap) {
@@ -153,7 +153,7 @@ std::string to_string(const std::vector<Action>& schedule) {
 
 Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs) {
   PITH_CHECK(costs.size() == static_cast<size_t>(2 * ranks),
-             "simulate: {} chunk costs for {} ranks, expected {}", costs.size(), ranks, 2 * ranks);
+      "simulate: {} chunk costs for {} ranks, expected {}", costs.size(), ranks, 2 * ranks);
   constexpr double kNever = -1;
   Simulation result;
   const auto count = static_cast<size_t>(ranks);
@@ -204,8 +204,8 @@ Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<St
   }
   for (size_t r = 0; r < count; ++r) {
     PITH_CHECK(result.intervals[r].size() == result.actions[r].size(),
-               "the schedules of {} ranks wait for each other: rank {} stops before {}", ranks, r,
-               label_of(result.actions[r][result.intervals[r].size()]));
+        "the schedules of {} ranks wait for each other: rank {} stops before {}", ranks, r,
+        label_of(result.actions[r][result.intervals[r].size()]));
     result.bubble.push_back(result.makespan - work[r]);
   }
   return result;
@@ -249,8 +249,8 @@ std::string draw_svg(const Simulation& simulation) {
         "stroke=\"white\"/>",
         55 + begin * scale, y, (end - begin) * scale, h, color);
     if ((end - begin) * scale > 14)
-      svg += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>", 57 + begin * scale,
-                         y + h / 2 + 3, label);
+      svg += fmt::format(
+          "<text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>", 57 + begin * scale, y + h / 2 + 3, label);
     svg += "\n";
   };
   for (size_t r = 0; r < simulation.actions.size(); ++r) {
@@ -280,8 +280,8 @@ std::string draw_svg(const Simulation& simulation) {
   return svg;
 }
 
-std::vector<int64_t> balance_chunks(int64_t ranks, const std::vector<double>& layer_cost,
-                                    double head_cost) {
+std::vector<int64_t> balance_chunks(
+    int64_t ranks, const std::vector<double>& layer_cost, double head_cost) {
   const auto chunks = static_cast<size_t>(2 * ranks);
   const auto layers = static_cast<int64_t>(layer_cost.size());
   // The step of a long run takes as long as the slowest pair of the main phase and the bubble.

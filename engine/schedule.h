@@ -58,9 +58,9 @@ std::string draw_text(const Simulation& simulation, size_t columns = 100);
 std::string draw_svg(const Simulation& simulation);
 
 // Layers of each of 2 * ranks chunks such that the simulated step is shortest: layer_cost for each
-// layer's forward (input and weight gradients cost the same each), a third of the head's whole cost.
-// Chunk 0 and the last, which has the head, are on rank 0. A chunk may be empty.
-std::vector<int64_t> balance_chunks(int64_t ranks, const std::vector<double>& layer_cost,
-                                    double head_cost);
+// layer's forward (input and weight gradients cost the same each), a third of the head's whole
+// cost. Chunk 0 and the last, which has the head, are on rank 0. A chunk may be empty.
+std::vector<int64_t> balance_chunks(
+    int64_t ranks, const std::vector<double>& layer_cost, double head_cost);
 
 }  // namespace pith

@@ -35,7 +35,7 @@ void point_at(const Tensor& shell, const Tensor& memory) {
 }  // namespace
 
 ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device,
-                       Use use, Comm shard, Comm replicate, ShardMode mode, int64_t unit)
+    Use use, Comm shard, Comm replicate, ShardMode mode, int64_t unit)
     : parameters_(std::move(parameters)),
       shard_(std::move(shard)),
       replicate_(std::move(replicate)),
@@ -43,7 +43,7 @@ ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype,
       unit_(unit),
       reductions_(std::make_shared<Reductions>()) {
   std::stable_sort(parameters_.begin(), parameters_.end(),
-                   [](const Parameter* a, const Parameter* b) { return decays(*a) > decays(*b); });
+      [](const Parameter* a, const Parameter* b) { return decays(*a) > decays(*b); });
   int64_t total = 0;
   for (const Parameter* parameter : parameters_) {
     const int64_t end = total + round_up(parameter->numel(), kAlignment);
@@ -127,8 +127,8 @@ Work ShardGroup::share_values() {
   for (Parameter* parameter : parameters_) ++parameter->version;
   if (shard_.size() == 1) return {};
   if (mode_ == ShardMode::keep) return shard_.all_gather_async(values, value_part);
-  PITH_CHECK(uses_ == 0, "the weights of {} change while they are in use",
-             parameters_.front()->name);
+  PITH_CHECK(
+      uses_ == 0, "the weights of {} change while they are in use", parameters_.front()->name);
   gather_.wait();
   gathered_.reset();
   return {};
@@ -200,8 +200,7 @@ Work ShardGroup::finish_reduction() {
 }
 
 std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
-                                          at::ScalarType dtype, const Mesh& mesh,
-                                          ShardGroup::Use use, ShardMode mode) {
+    at::ScalarType dtype, const Mesh& mesh, ShardGroup::Use use, ShardMode mode) {
   std::vector<ShardGroup> groups;
   for (size_t unit = 0; unit < units.size(); ++unit) {
     std::vector<Parameter*> dense, experts;
@@ -213,7 +212,7 @@ std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Paramete
                          const Comm& replicate) {
       if (parameters.empty()) return;
       groups.emplace_back(std::move(parameters), dtype, mesh.device, use, shard, replicate, mode,
-                          static_cast<int64_t>(unit));
+          static_cast<int64_t>(unit));
       groups.back().reductions_ = groups.front().reductions_;
     };
     add(dense, mesh.dense_shard, mesh.dense_replicate);
@@ -251,8 +250,8 @@ void UnitShards::after_backward(bool last) const {
   for (ShardGroup* group : groups) group->after_backward(last && group != tied);
 }
 
-ModelShards::ModelShards(std::span<ShardGroup> groups, const ModelPart& part,
-                         const Parameter* head_weight) {
+ModelShards::ModelShards(
+    std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight) {
   if (groups.empty()) return;
   std::vector<UnitShards> units(static_cast<size_t>(groups.back().unit()) + 1);
   for (ShardGroup& group : groups)

@@ -46,8 +46,7 @@ class ShardGroup {
 
   // `unit`: which of the model's units it belongs to.
   ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device, Use use,
-             Comm shard = {}, Comm replicate = {}, ShardMode mode = ShardMode::keep,
-             int64_t unit = 0);
+      Comm shard = {}, Comm replicate = {}, ShardMode mode = ShardMode::keep, int64_t unit = 0);
 
   // Random weights, tensor by tensor under their Hugging Face names: the same for any layout.
   void initialize(uint64_t seed, double init_std, int64_t num_layers);
@@ -128,8 +127,7 @@ class ShardGroup {
 // One group for each unit of a model over mesh.dense_*, and, where experts are cut (EP > 1), one
 // more for its experts over mesh.expert_*.
 std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
-                                          at::ScalarType dtype, const Mesh& mesh,
-                                          ShardGroup::Use use, ShardMode mode = ShardMode::keep);
+    at::ScalarType dtype, const Mesh& mesh, ShardGroup::Use use, ShardMode mode = ShardMode::keep);
 
 // After the last backward of a step: every grad_part becomes the sum over the ranks of its shard
 // and replicate groups.

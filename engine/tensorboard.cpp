@@ -61,12 +61,12 @@ TensorBoardWriter::TensorBoardWriter(const std::filesystem::path& folder, int64_
   event(resumed_step + 1, field(7, kBytes, field(1, kVarint, varint(1))));
 }
 
-bool TensorBoardWriter::scalars(int64_t step,
-                                const std::vector<std::pair<std::string, double>>& values) {
+bool TensorBoardWriter::scalars(
+    int64_t step, const std::vector<std::pair<std::string, double>>& values) {
   std::string summary;
   for (const auto& [tag, value] : values) {
-    summary += field(1, kBytes,
-                     field(1, kBytes, tag) + field(2, kFixed32, raw(static_cast<float>(value))));
+    summary += field(
+        1, kBytes, field(1, kBytes, tag) + field(2, kFixed32, raw(static_cast<float>(value))));
   }
   return event(step, field(5, kBytes, summary));
 }

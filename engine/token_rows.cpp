@@ -11,15 +11,15 @@ using nlohmann::json;
 
 int64_t read_id(const json& value, int64_t vocab_size, const std::string& place) {
   const bool valid = value.is_number_integer() && value >= 0 && value < vocab_size;
-  PITH_CHECK(valid, "{}: {} is not an id below the vocabulary of {}", place, value.dump(),
-             vocab_size);
+  PITH_CHECK(
+      valid, "{}: {} is not an id below the vocabulary of {}", place, value.dump(), vocab_size);
   return value.get<int64_t>();
 }
 
 void check_list(const json& list, const json* labels, const std::string& place) {
   PITH_CHECK(list.is_array() && !list.empty(), "{}: must be a list that is not empty", place);
   PITH_CHECK(!labels || (labels->is_array() && labels->size() == list.size()),
-             "{}: labels must have the shape of rows", place);
+      "{}: labels must have the shape of rows", place);
 }
 
 }  // namespace
@@ -28,7 +28,7 @@ std::vector<Row> read_token_rows(const std::filesystem::path& path, int64_t voca
   const json file = read_json(path);
   const std::string source = path.string();
   PITH_CHECK(file.is_array() || file.contains("rows"),
-             "{}: expected a list of rows, or an object with \"rows\"", source);
+      "{}: expected a list of rows, or an object with \"rows\"", source);
   const json& rows = file.is_array() ? file : file["rows"];
   const json* labels = file.contains("labels") ? &file["labels"] : nullptr;
   const auto at = [](const json* list, size_t i) { return list ? &(*list)[i] : nullptr; };

@@ -24,7 +24,7 @@ std::string difference(const std::string& name, const Value& saved, const Value&
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingState::Source, path, fingerprint, tokenizer_hash, weight)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingState, step, rows_read, tokens_seen, sources,
-                                   sequence_length, data_seed, document_mask, packing, schedule)
+    sequence_length, data_seed, document_mask, packing, schedule)
 
 std::string TrainingState::to_json() const { return nlohmann::json(*this).dump(2) + "\n"; }
 
@@ -81,14 +81,13 @@ void collect_state(std::span<ShardGroup> groups, CheckpointContent& content) {
       const Tensor values = host_copy(group.values);
       for (size_t i = 0; i < group.parameters().size(); ++i) {
         for (const HfTensor& tensor : group.parameters()[i]->tensors)
-          content.weights.emplace_back(tensor.name,
-                                       Parameter::view_of(group.slice(values, i), tensor));
+          content.weights.emplace_back(
+              tensor.name, Parameter::view_of(group.slice(values, i), tensor));
       }
     }
     group.after_forward();
     const std::pair<const char*, Tensor> states[] = {{"master", host_copy(group.master)},
-                                                     {"exp_avg", host_copy(group.exp_avg)},
-                                                     {"exp_avg_sq", host_copy(group.exp_avg_sq)}};
+        {"exp_avg", host_copy(group.exp_avg)}, {"exp_avg_sq", host_copy(group.exp_avg_sq)}};
     for (const auto& [parameter, tensor, first, begin, count] : group.pieces()) {
       for (const auto& [kind, buffer] : states)
         content.optimizer.push_back(
@@ -111,7 +110,7 @@ void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& ch
 }
 
 void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder,
-                     bool tied_head, const std::vector<std::vector<Parameter*>>& whole_model) {
+    bool tied_head, const std::vector<std::vector<Parameter*>>& whole_model) {
   std::vector<ImportTarget> targets;
   std::vector<std::string> may_be_left;
   if (tied_head) may_be_left.emplace_back("lm_head.weight");

@@ -52,7 +52,7 @@ void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& ch
 // lm_head.weight is allowed. `whole_model`: parameter_units() of the whole model, where other ranks
 // hold parts of it. Collective.
 void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder,
-                     bool tied_head, const std::vector<std::vector<Parameter*>>& whole_model = {});
+    bool tied_head, const std::vector<std::vector<Parameter*>>& whole_model = {});
 
 // The first parameter, in forward order, that holds a NaN or Inf in this rank's part of the weights
 // ("weight NAME") or of the gradient ("gradient of NAME"), or "".

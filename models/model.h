@@ -54,21 +54,21 @@ struct LayerContext {
 
 // Documents as attention() takes them, queries and keys alike.
 inline AttentionSpan span_of(const MicroBatch& batch) {
-  return {batch.cu_seqlens,      batch.cu_seqlens, batch.cu_seqlens_host,
-          batch.cu_seqlens_host, batch.max_seqlen, batch.max_seqlen};
+  return {batch.cu_seqlens, batch.cu_seqlens, batch.cu_seqlens_host, batch.cu_seqlens_host,
+      batch.max_seqlen, batch.max_seqlen};
 }
 
 // Causal attention inside the micro-batch's documents: round the ring where rows are split over
 // context-parallel ranks, with the keys of earlier positions while generating. Shapes as in
 // attention().
-inline Tensor attend_documents(const LayerContext& context, const Tensor& q, const Tensor& k,
-                               const Tensor& v, double scale) {
+inline Tensor attend_documents(
+    const LayerContext& context, const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
   const MicroBatch& batch = context.batch;
   if (context.mesh.context.size() > 1) {
     PITH_CHECK(context.cache == nullptr,
-               "generating with a cache of keys is not possible with "
-               "context parallelism ({} ranks)",
-               context.mesh.context.size());
+        "generating with a cache of keys is not possible with "
+        "context parallelism ({} ranks)",
+        context.mesh.context.size());
     return ring_attention(q, k, v, batch.ring, scale, context.mesh.context);
   }
   if (context.cache == nullptr) return attention(q, k, v, span_of(batch), scale);
@@ -96,7 +96,7 @@ struct ModelPart {
 
 template <class Layer>
 concept DecoderLayer = requires(Layer& layer, const LayerContext& context, const Tensor& tensor,
-                                const Attended& attended, const ExpertPlan& plan) {
+    const Attended& attended, const ExpertPlan& plan) {
   // hidden (T, H) -> Attended
   { layer.attend(context, tensor) } -> std::same_as<Attended>;
   // (T, H), or undefined where the layer has nothing of the kind
@@ -121,38 +121,33 @@ struct ModelSize {
 };
 
 template <class Model>
-concept DecoderModel =
-    requires(Model& model, const Model& constant, const Tensor& tensor, int64_t i,
-             const typename Model::Config& config, const ModelPart& part, at::Device device) {
-      requires DecoderLayer<typename Model::Layer>;
-      requires std::constructible_from<Model, typename Model::Config, ModelPart>;
-      { constant.config() } -> std::same_as<const typename Model::Config&>;
-      // tokens (T) -> hidden (T, H)
-      { model.embed(tensor) } -> std::same_as<Tensor>;
-      { model.layer(i) } -> std::same_as<typename Model::Layer&>;  // i: index in the whole model
-      // hidden (T, H) -> (T, H): the last norm; the head itself is a weight that objectives
-      // multiply with
-      { model.final_norm(tensor) } -> std::same_as<Tensor>;
-      { model.head_weight() } -> std::same_as<Parameter&>;          // (V, H)
-      { constant.rotary(i, device) } -> std::same_as<RotaryTable>;  // i: number of positions
-      // One list per unit of sharding (embedding, each layer, head), in the order of the forward
-      // pass.
-      { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
-      {
-        Model::Config::parse_file(std::filesystem::path())
-      } -> std::same_as<typename Model::Config>;
-      {
-        config.to_json(at::kBFloat16)
-      } -> std::same_as<std::string>;                             // config.json of a checkpoint
-      { config.generation_json() } -> std::same_as<std::string>;  // its generation_config.json
-      { config.num_layers } -> std::convertible_to<int64_t>;
-      { config.num_experts } -> std::convertible_to<int64_t>;
-      { config.hidden_size } -> std::convertible_to<int64_t>;
-      { config.vocab_size } -> std::convertible_to<int64_t>;
-      { config.max_positions } -> std::convertible_to<int64_t>;
-      { config.tie_embeddings } -> std::convertible_to<bool>;
-      { config.size(i) } -> std::same_as<ModelSize>;  // i: sequence length
-    };
+concept DecoderModel = requires(Model& model, const Model& constant, const Tensor& tensor,
+    int64_t i, const typename Model::Config& config, const ModelPart& part, at::Device device) {
+  requires DecoderLayer<typename Model::Layer>;
+  requires std::constructible_from<Model, typename Model::Config, ModelPart>;
+  { constant.config() } -> std::same_as<const typename Model::Config&>;
+  // tokens (T) -> hidden (T, H)
+  { model.embed(tensor) } -> std::same_as<Tensor>;
+  { model.layer(i) } -> std::same_as<typename Model::Layer&>;  // i: index in the whole model
+  // hidden (T, H) -> (T, H): the last norm; the head itself is a weight that objectives
+  // multiply with
+  { model.final_norm(tensor) } -> std::same_as<Tensor>;
+  { model.head_weight() } -> std::same_as<Parameter&>;          // (V, H)
+  { constant.rotary(i, device) } -> std::same_as<RotaryTable>;  // i: number of positions
+  // One list per unit of sharding (embedding, each layer, head), in the order of the forward
+  // pass.
+  { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
+  { Model::Config::parse_file(std::filesystem::path()) } -> std::same_as<typename Model::Config>;
+  { config.to_json(at::kBFloat16) } -> std::same_as<std::string>;  // config.json of a checkpoint
+  { config.generation_json() } -> std::same_as<std::string>;       // its generation_config.json
+  { config.num_layers } -> std::convertible_to<int64_t>;
+  { config.num_experts } -> std::convertible_to<int64_t>;
+  { config.hidden_size } -> std::convertible_to<int64_t>;
+  { config.vocab_size } -> std::convertible_to<int64_t>;
+  { config.max_positions } -> std::convertible_to<int64_t>;
+  { config.tie_embeddings } -> std::convertible_to<bool>;
+  { config.size(i) } -> std::same_as<ModelSize>;  // i: sequence length
+};
 
 // The part of one process that holds everything.
 inline ModelPart whole_model(int64_t num_layers, int64_t num_experts) {

@@ -117,23 +117,22 @@ Parameter norm(const std::string& name, int64_t size) {
 // Gate and up projections as one parameter: gate rows, then up rows.
 Parameter fused_gate_up(const std::string& prefix, int64_t width, int64_t hidden) {
   return Parameter(prefix + "gate_up_proj.weight", {2 * width, hidden},
-                   {{prefix + "gate_proj.weight", {width, hidden}, 0},
-                    {prefix + "up_proj.weight", {width, hidden}, width * hidden}},
-                   ParameterGroup::matrix, Init::normal);
+      {{prefix + "gate_proj.weight", {width, hidden}, 0},
+          {prefix + "up_proj.weight", {width, hidden}, width * hidden}},
+      ParameterGroup::matrix, Init::normal);
 }
 
 Parameter fused_qkv(const Qwen3MoeConfig& c, const std::string& prefix) {
   const int64_t q = c.num_heads * c.head_dim, kv = c.num_kv_heads * c.head_dim, h = c.hidden_size;
   return Parameter(prefix + "qkv_proj.weight", {q + 2 * kv, h},
-                   {{prefix + "q_proj.weight", {q, h}, 0},
-                    {prefix + "k_proj.weight", {kv, h}, q * h},
-                    {prefix + "v_proj.weight", {kv, h}, (q + kv) * h}},
-                   ParameterGroup::matrix, Init::normal);
+      {{prefix + "q_proj.weight", {q, h}, 0}, {prefix + "k_proj.weight", {kv, h}, q * h},
+          {prefix + "v_proj.weight", {kv, h}, (q + kv) * h}},
+      ParameterGroup::matrix, Init::normal);
 }
 
 // (E, 2 I, H): for each expert its gate rows, then its up rows; one Hugging Face tensor each.
-Parameter expert_gate_up(const Qwen3MoeConfig& c, const std::string& prefix, int64_t begin,
-                         int64_t end) {
+Parameter expert_gate_up(
+    const Qwen3MoeConfig& c, const std::string& prefix, int64_t begin, int64_t end) {
   const int64_t width = c.moe_intermediate_size, numel = width * c.hidden_size;
   std::vector<HfTensor> tensors;
   for (int64_t e = begin; e < end; ++e) {
@@ -143,22 +142,21 @@ Parameter expert_gate_up(const Qwen3MoeConfig& c, const std::string& prefix, int
     tensors.push_back({expert + "up_proj.weight", {width, c.hidden_size}, at + numel});
   }
   return Parameter(prefix + "experts.gate_up_proj", {end - begin, 2 * width, c.hidden_size},
-                   std::move(tensors), ParameterGroup::expert, Init::normal);
+      std::move(tensors), ParameterGroup::expert, Init::normal);
 }
 
 // (E, H, I)
-Parameter expert_down(const Qwen3MoeConfig& c, const std::string& prefix, int64_t begin,
-                      int64_t end) {
+Parameter expert_down(
+    const Qwen3MoeConfig& c, const std::string& prefix, int64_t begin, int64_t end) {
   const int64_t numel = c.moe_intermediate_size * c.hidden_size;
   std::vector<HfTensor> tensors;
   for (int64_t e = begin; e < end; ++e) {
     tensors.push_back({fmt::format("{}experts.{}.down_proj.weight", prefix, e),
-                       {c.hidden_size, c.moe_intermediate_size},
-                       numel * (e - begin)});
+        {c.hidden_size, c.moe_intermediate_size}, numel * (e - begin)});
   }
   return Parameter(prefix + "experts.down_proj",
-                   {end - begin, c.hidden_size, c.moe_intermediate_size}, std::move(tensors),
-                   ParameterGroup::expert, Init::output_normal);
+      {end - begin, c.hidden_size, c.moe_intermediate_size}, std::move(tensors),
+      ParameterGroup::expert, Init::output_normal);
 }
 
 }  // namespace
@@ -204,7 +202,7 @@ Qwen3MoeConfig Qwen3MoeConfig::parse(const json& object, const std::string& sour
   if (fields.has("attention_dropout") && fields["attention_dropout"] != 0)
     fields.problem("attention_dropout", "must be 0");
   PITH_CHECK(fields.problems().empty(), "{}: not a usable qwen3_moe configuration:{}", source,
-             fields.problems());
+      fields.problems());
   c.source_json = object.dump();
   return c;
 }
@@ -220,7 +218,7 @@ Qwen3MoeConfig Qwen3MoeConfig::parse_file(const std::filesystem::path& path) {
 
 void Qwen3MoeConfig::cut_layers(int64_t layers) {
   PITH_CHECK(layers >= 1 && layers <= num_layers, "cannot cut a model of {} layers to {}",
-             num_layers, layers);
+      num_layers, layers);
   num_layers = layers;
   sparse.resize(static_cast<size_t>(layers));
 }
@@ -276,8 +274,8 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
   return total;
 }
 
-Qwen3MoeLayer::Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t index, int64_t expert_begin,
-                             int64_t expert_end)
+Qwen3MoeLayer::Qwen3MoeLayer(
+    const Qwen3MoeConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end)
     : config_(config), sparse_(config.sparse.at(static_cast<size_t>(index))) {
   const std::string prefix = layer_prefix(index), attention = prefix + "self_attn.",
                     mlp = prefix + "mlp.";
@@ -289,14 +287,14 @@ Qwen3MoeLayer::Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t index, int64_
   o_ = Parameter(attention + "o_proj.weight", {h, q}, ParameterGroup::matrix, Init::output_normal);
   post_norm_ = norm(prefix + "post_attention_layernorm.weight", h);
   if (sparse_) {
-    router_ = Parameter(mlp + "gate.weight", {config.num_experts, h}, ParameterGroup::router,
-                        Init::normal);
+    router_ = Parameter(
+        mlp + "gate.weight", {config.num_experts, h}, ParameterGroup::router, Init::normal);
     experts_gate_up_ = expert_gate_up(config, mlp, expert_begin, expert_end);
     experts_down_ = expert_down(config, mlp, expert_begin, expert_end);
   } else {
     gate_up_ = fused_gate_up(mlp, config.intermediate_size, h);
     down_ = Parameter(mlp + "down_proj.weight", {h, config.intermediate_size},
-                      ParameterGroup::matrix, Init::output_normal);
+        ParameterGroup::matrix, Init::output_normal);
   }
 }
 
@@ -335,8 +333,8 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   else if (context.router.force_balance)
     forced =
         balanced_routes(tokens, config_.experts_per_token, config_.num_experts, hidden.device());
-  const Routing routing = route(linear_fp32(out.rows, router_), config_.experts_per_token,
-                                config_.norm_topk_prob, forced);
+  const Routing routing = route(
+      linear_fp32(out.rows, router_), config_.experts_per_token, config_.norm_topk_prob, forced);
   out.topk_idx = routing.topk_idx;
   out.topk_weight = routing.topk_weight;
   if (context.tape != nullptr && !context.tape->replay) {
@@ -344,9 +342,8 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
     context.tape->topk_weight.at(layer) = routing.topk_weight.detach();
   }
   if (context.batch.row_id.defined()) {
-    const Tensor balance =
-        sequence_balance_loss(routing.probabilities, routing.topk_idx, context.batch.row_id,
-                              context.batch.num_rows, context.mesh.context);
+    const Tensor balance = sequence_balance_loss(routing.probabilities, routing.topk_idx,
+        context.batch.row_id, context.batch.num_rows, context.mesh.context);
     out.balance = balance.detach();
     if (context.router.balance_loss > 0) {
       const auto rows = static_cast<double>(context.batch.global_rows);
@@ -361,15 +358,15 @@ Tensor Qwen3MoeLayer::shared(const LayerContext&, const Attended& attended) {
   return linear(swiglu(linear(attended.rows, gate_up_)), down_);
 }
 
-Tensor Qwen3MoeLayer::experts(const LayerContext&, const Tensor& rows, const Tensor& row_weight,
-                              const ExpertPlan& plan) {
+Tensor Qwen3MoeLayer::experts(
+    const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
   const Tensor gate_up = grouped_linear(permute(rows, plan), experts_gate_up_, plan);  // (S, 2 I)
   const Tensor out = grouped_linear(swiglu(gate_up), experts_down_, plan);             // (S, H)
   return unpermute(out, row_weight, plan);
 }
 
-Tensor Qwen3MoeLayer::aggregate(const LayerContext&, const Tensor& returned,
-                                const Attended& attended, const Tensor& shared) {
+Tensor Qwen3MoeLayer::aggregate(
+    const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor& shared) {
   Tensor hidden = attended.residual;
   if (returned.defined()) hidden = hidden + returned;
   if (shared.defined()) hidden = hidden + shared;

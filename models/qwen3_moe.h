@@ -31,15 +31,15 @@ struct Qwen3MoeConfig {
 
 class Qwen3MoeLayer {
  public:
-  Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t index, int64_t expert_begin,
-                int64_t expert_end);
+  Qwen3MoeLayer(
+      const Qwen3MoeConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end);
 
   Attended attend(const LayerContext& context, const Tensor& hidden);
   Tensor shared(const LayerContext& context, const Attended& attended);
   Tensor experts(const LayerContext& context, const Tensor& rows, const Tensor& row_weight,
-                 const ExpertPlan& plan);
+      const ExpertPlan& plan);
   Tensor aggregate(const LayerContext& context, const Tensor& returned, const Attended& attended,
-                   const Tensor& shared);
+      const Tensor& shared);
   std::vector<Parameter*> parameters();
 
  private:

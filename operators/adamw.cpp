@@ -12,20 +12,17 @@ namespace {
 template <class W>
 cuda::AdamWScalars<W> scalars_of(const AdamWStep& step) {
   const auto power = static_cast<double>(step.step);
-  return {static_cast<W>(step.learning_rate * step.weight_decay),
-          static_cast<W>(step.beta1),
-          static_cast<W>(1 - step.beta1),
-          static_cast<W>(step.beta2),
-          static_cast<W>(1 - step.beta2),
-          static_cast<W>(step.epsilon),
-          static_cast<W>(step.learning_rate / (1 - std::pow(step.beta1, power))),
-          static_cast<W>(1 / std::sqrt(1 - std::pow(step.beta2, power)))};
+  return {static_cast<W>(step.learning_rate * step.weight_decay), static_cast<W>(step.beta1),
+      static_cast<W>(1 - step.beta1), static_cast<W>(step.beta2), static_cast<W>(1 - step.beta2),
+      static_cast<W>(step.epsilon),
+      static_cast<W>(step.learning_rate / (1 - std::pow(step.beta1, power))),
+      static_cast<W>(1 / std::sqrt(1 - std::pow(step.beta2, power)))};
 }
 
 // The order of operations is that of PyTorch's fused AdamW; T is the dtype of value.
 template <class T>
 void update_cpu(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
-                Tensor& value, const Tensor& grad_scale, const AdamWStep& step) {
+    Tensor& value, const Tensor& grad_scale, const AdamWStep& step) {
   using W = Wide<T>;
   const cuda::AdamWScalars<W> s = scalars_of<W>(step);
   W *w = master.mutable_data_ptr<W>(), *m = exp_avg.mutable_data_ptr<W>();
@@ -69,7 +66,7 @@ double sum_of_squares_cpu(const Tensor& grad) {
 }  // namespace
 
 void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
-                  Tensor& value, const Tensor& grad_scale, const AdamWStep& step) {
+    Tensor& value, const Tensor& grad_scale, const AdamWStep& step) {
   check_shape(master, "adamw: master", {-1});
   const int64_t n = master.numel();
   const bool fp64 = master.scalar_type() == at::kDouble, bf16 = is_bf16(value) && !fp64;
@@ -79,8 +76,8 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
     check_shape(tensor, name, shape);
     check_dtype(tensor, name, wanted);
     PITH_CHECK(tensor.is_contiguous() && tensor.device() == master.device(),
-               "{} should be contiguous and on the device of {}", describe(tensor, name),
-               describe(master, "adamw: master"));
+        "{} should be contiguous and on the device of {}", describe(tensor, name),
+        describe(master, "adamw: master"));
   };
   check(master, "adamw: master", dtype, {n});
   check(exp_avg, "adamw: exp_avg", dtype, {n});
@@ -92,9 +89,9 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
   if (n == 0) return;
   PITH_IF_CUDA (master) {
     return cuda::adamw_update(master.mutable_data_ptr<float>(), exp_avg.mutable_data_ptr<float>(),
-                              exp_avg_sq.mutable_data_ptr<float>(), grad.const_data_ptr<float>(),
-                              value.mutable_data_ptr(), n, grad_scale.const_data_ptr<float>(),
-                              scalars_of<float>(step), bf16, current_stream());
+        exp_avg_sq.mutable_data_ptr<float>(), grad.const_data_ptr<float>(),
+        value.mutable_data_ptr(), n, grad_scale.const_data_ptr<float>(), scalars_of<float>(step),
+        bf16, current_stream());
   }
   dispatch_float(value, "adamw: value", [&](auto zero) {
     update_cpu<decltype(zero)>(master, exp_avg, exp_avg_sq, grad, value, grad_scale, step);
@@ -104,18 +101,17 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
 Tensor sum_of_squares(const Tensor& grad) {
   check_shape(grad, "sum_of_squares: grad", {-1});
   check_dtype(grad, "sum_of_squares: grad", wide_dtype(grad.scalar_type()));
-  PITH_CHECK(grad.is_contiguous(), "{} should be contiguous",
-             describe(grad, "sum_of_squares: grad"));
+  PITH_CHECK(
+      grad.is_contiguous(), "{} should be contiguous", describe(grad, "sum_of_squares: grad"));
   Tensor result = at::empty({}, grad.options().dtype(at::kDouble));
   PITH_IF_CUDA (grad) {
     Tensor partial = at::empty({cuda::sum_of_squares_blocks()}, result.options());
     cuda::sum_of_squares(grad.const_data_ptr<float>(), grad.numel(),
-                         partial.mutable_data_ptr<double>(), result.mutable_data_ptr<double>(),
-                         current_stream());
+        partial.mutable_data_ptr<double>(), result.mutable_data_ptr<double>(), current_stream());
     return result;
   }
   dispatch_float(grad, "sum_of_squares: grad",
-                 [&](auto zero) { result.fill_(sum_of_squares_cpu<decltype(zero)>(grad)); });
+      [&](auto zero) { result.fill_(sum_of_squares_cpu<decltype(zero)>(grad)); });
   return result;
 }
 

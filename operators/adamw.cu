@@ -18,7 +18,7 @@ __device__ inline float update(float w, float& m, float& v, float g, const AdamW
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)
     adamw_kernel(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, T* value,
-                 int64_t n, const float* grad_scale, AdamWScalars<float> scalars) {
+        int64_t n, const float* grad_scale, AdamWScalars<float> scalars) {
   const int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * N;
   if (i >= n) return;
   Vec<float, N> w = load<N>(master + i), m = load<N>(exp_avg + i), v = load<N>(exp_avg_sq + i);
@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kThreads) total_kernel(const double* partial, 
 }  // namespace
 
 void adamw_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, void* value,
-                  int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars,
-                  bool is_bf16, CUstream_st* stream) {
+    int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars, bool is_bf16,
+    CUstream_st* stream) {
   const auto run = [&]<class T, int N>(int64_t from, int64_t to) {
     if (from == to) return;
     adamw_kernel<T, N><<<num_blocks((to - from) / N, kThreads), kThreads, 0, stream>>>(
@@ -110,8 +110,8 @@ void adamw_update(float* master, float* exp_avg, float* exp_avg_sq, const float*
 
 int64_t sum_of_squares_blocks() { return kSumBlocks; }
 
-void sum_of_squares(const float* x, int64_t n, double* partial, double* result,
-                    CUstream_st* stream) {
+void sum_of_squares(
+    const float* x, int64_t n, double* partial, double* result, CUstream_st* stream) {
   const auto squares = aligned<float, 4>({x}, {}) ? squares_kernel<4> : squares_kernel<1>;
   squares<<<kSumBlocks, kThreads, 0, stream>>>(x, n, partial);
   total_kernel<<<1, kThreads, 0, stream>>>(partial, result);

@@ -16,7 +16,7 @@ struct AdamWStep {
 // coefficient; no host wait). 30 bytes move per parameter with BF16 values. FP64 tensors are taken
 // on the CPU (all of them FP64).
 void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
-                  Tensor& value, const Tensor& grad_scale, const AdamWStep& step);
+    Tensor& value, const Tensor& grad_scale, const AdamWStep& step);
 
 // Sum of squares of a flat gradient, accumulated in FP64, same bits every time -> scalar float64 on
 // the device.

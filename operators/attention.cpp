@@ -110,11 +110,11 @@ Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double sc
 }
 
 // In the functions of a path, lse is as its kernel lays it out.
-AttentionPart products_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run,
-                               double scale) {
+AttentionPart products_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
   const int64_t groups = k.size(1);
-  Tensor p = masked_scores(stack_heads(q, run.count, groups), stack_heads(k, run.count, groups),
-                           run, scale);
+  Tensor p = masked_scores(
+      stack_heads(q, run.count, groups), stack_heads(k, run.count, groups), run, scale);
   const Tensor lse = at::logsumexp(p, -1, true);
   p.sub_(lse).exp_();
   return {unstack_heads(at::bmm(p, stack_heads(v, run.count, groups)), run.count, q.size(1)), lse};
@@ -122,8 +122,7 @@ AttentionPart products_forward(const Tensor& q, const Tensor& k, const Tensor& v
 
 // dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale dS^T Q.
 std::array<Tensor, 3> products_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                        const Tensor& v, const AttentionPart& part, const Run& run,
-                                        double scale) {
+    const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
   const int64_t groups = k.size(1);
   const Tensor qs = stack_heads(q, run.count, groups), ks = stack_heads(k, run.count, groups);
   const Tensor d = stack_heads(dout, run.count, groups),
@@ -133,8 +132,8 @@ std::array<Tensor, 3> products_backward(const Tensor& dout, const Tensor& q, con
   Tensor ds = at::bmm(d, stack_heads(v, run.count, groups).transpose(1, 2));
   ds.sub_((d * o).sum(-1, true)).mul_(p).mul_(scale);
   return {unstack_heads(at::bmm(ds, ks), run.count, q.size(1)),
-          unstack_heads(at::bmm(ds.transpose(1, 2), qs), run.count, groups),
-          unstack_heads(dv, run.count, groups)};
+      unstack_heads(at::bmm(ds.transpose(1, 2), qs), run.count, groups),
+      unstack_heads(dv, run.count, groups)};
 }
 
 // --- LibTorch's blocked CPU kernel, for as many queries as keys ---
@@ -156,20 +155,18 @@ Tensor unbatch_heads(const Tensor& x, int64_t repeat = 1) {
   return heads.transpose(1, 2).reshape({-1, heads.size(1), heads.size(3)});
 }
 
-AttentionPart cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run,
-                          double scale) {
+AttentionPart cpu_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
   if (run.n != run.m) return products_forward(q, k, v, run, scale);
   const int64_t repeat = q.size(1) / k.size(1);
-  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
-      batch_heads(q, run.count), batch_heads(k, run.count, repeat),
-      batch_heads(v, run.count, repeat), 0.0,
+  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(batch_heads(q, run.count),
+      batch_heads(k, run.count, repeat), batch_heads(v, run.count, repeat), 0.0,
       /*is_causal=*/true, {}, scale);
   return {unbatch_heads(out), lse};
 }
 
 std::array<Tensor, 3> cpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                   const Tensor& v, const AttentionPart& part, const Run& run,
-                                   double scale) {
+    const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
   if (run.n != run.m) return products_backward(dout, q, k, v, part, run, scale);
   const int64_t repeat = q.size(1) / k.size(1);
   auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
@@ -183,36 +180,33 @@ std::array<Tensor, 3> cpu_backward(const Tensor& dout, const Tensor& q, const Te
 
 // out, and what the kernel's backward needs: lse, and two tensors that matter with dropout only.
 std::array<Tensor, 4> fused_forward(Path path, const Tensor& q, const Tensor& k, const Tensor& v,
-                                    const AttentionSpan& span, int64_t max_q, bool causal,
-                                    double scale) {
+    const AttentionSpan& span, int64_t max_q, bool causal, double scale) {
   if (path == Path::cudnn) {
     const int64_t documents = span.cu_q_host.numel() - 1;
-    auto result = at::_cudnn_attention_forward(
-        batch_heads(q, documents), batch_heads(k, documents), batch_heads(v, documents), {}, {}, {},
-        max_q, span.max_k, /*compute_log_sumexp=*/true, 0.0, causal, false, scale);
+    auto result = at::_cudnn_attention_forward(batch_heads(q, documents), batch_heads(k, documents),
+        batch_heads(v, documents), {}, {}, {}, max_q, span.max_k, /*compute_log_sumexp=*/true, 0.0,
+        causal, false, scale);
     return {unbatch_heads(std::get<0>(result)), std::get<1>(result), std::get<6>(result),
-            std::get<7>(result)};
+        std::get<7>(result)};
   }
-  auto result = at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k, max_q, span.max_k, 0.0,
-                                             causal, false, scale);
+  auto result = at::_flash_attention_forward(
+      q, k, v, span.cu_q, span.cu_k, max_q, span.max_k, 0.0, causal, false, scale);
   return {std::get<0>(result), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
 }
 
 std::array<Tensor, 3> fused_backward(Path path, const Tensor& dout, const Tensor& q,
-                                     const Tensor& k, const Tensor& v, const AttentionPart& part,
-                                     const Tensor& seed, const Tensor& offset,
-                                     const AttentionSpan& span, bool causal, double scale) {
+    const Tensor& k, const Tensor& v, const AttentionPart& part, const Tensor& seed,
+    const Tensor& offset, const AttentionSpan& span, bool causal, double scale) {
   if (path == Path::cudnn) {
     const int64_t documents = span.cu_q_host.numel() - 1;
-    auto [dq, dk, dv] = at::_cudnn_attention_backward(
-        batch_heads(dout, documents), batch_heads(q, documents), batch_heads(k, documents),
-        batch_heads(v, documents), batch_heads(part.out, documents), part.lse, seed, offset, {}, {},
-        {}, span.max_q, span.max_k, 0.0, causal, scale);
+    auto [dq, dk, dv] =
+        at::_cudnn_attention_backward(batch_heads(dout, documents), batch_heads(q, documents),
+            batch_heads(k, documents), batch_heads(v, documents), batch_heads(part.out, documents),
+            part.lse, seed, offset, {}, {}, {}, span.max_q, span.max_k, 0.0, causal, scale);
     return {unbatch_heads(dq), unbatch_heads(dk), unbatch_heads(dv)};
   }
   auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, part.out, part.lse, span.cu_q,
-                                                    span.cu_k, std::max<int64_t>(span.max_q, 2),
-                                                    span.max_k, 0.0, causal, seed, offset, scale);
+      span.cu_k, std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, causal, seed, offset, scale);
   return {dq, dk, dv};
 }
 
@@ -242,8 +236,7 @@ AttentionSpan without_empty(const AttentionSpan& span, bool record) {
   const int64_t documents = span.cu_q_host.numel() - 1;
   for (int64_t d = 0; d < documents; ++d) {
     if (q[d + 1] == q[d] && k[d + 1] == k[d]) continue;
-    PITH_CHECK(
-        !record || q[d + 1] > q[d],
+    PITH_CHECK(!record || q[d + 1] > q[d],
         "attention: document {} has {} keys and no queries, for which there is no backward here", d,
         k[d + 1] - k[d]);
     cu_q.push_back(q[d + 1]);
@@ -263,7 +256,7 @@ AttentionSpan without_empty(const AttentionSpan& span, bool record) {
 
 struct Attention : torch::autograd::Function<Attention> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const AttentionSpan& given, double scale, bool record) {
+      const AttentionSpan& given, double scale, bool record) {
     const Path path = choose_path(q, given);
     const AttentionSpan span = path == Path::flash ? without_empty(given, record) : given;
     variable_list saved;  // what that path's backward needs besides q, k, v, out
@@ -308,18 +301,14 @@ struct Attention : torch::autograd::Function<Attention> {
     const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3];
     const auto path = static_cast<Path>(ctx->saved_data["path"].toInt());
     const auto cu = ctx->saved_data["cu"].toTensorVector();
-    const AttentionSpan span{cu[0],
-                             cu[1],
-                             cu[2],
-                             cu[3],
-                             ctx->saved_data["max_q"].toInt(),
-                             ctx->saved_data["max_k"].toInt()};
+    const AttentionSpan span{cu[0], cu[1], cu[2], cu[3], ctx->saved_data["max_q"].toInt(),
+        ctx->saved_data["max_k"].toInt()};
     const double scale = ctx->saved_data["scale"].toDouble();
     const Tensor dout = grads[0].contiguous();
     Tensor dq, dk, dv;
     if (path == Path::cudnn || path == Path::flash) {
       auto grad = fused_backward(path, dout, q, k, v, {out, saved[4]}, saved[5], saved[6], span,
-                                 /*causal=*/true, scale);
+          /*causal=*/true, scale);
       dq = grad[0], dk = grad[1], dv = grad[2];
     } else {
       // Zeros where no run will write: keys of documents without queries.
@@ -332,8 +321,8 @@ struct Attention : torch::autograd::Function<Attention> {
       }
       for (size_t i = 0; i < runs.size(); ++i) {
         const Run& run = runs[i];
-        auto part = (path == Path::cpu ? cpu_backward : products_backward)(
-            rows_q(dout, run), rows_q(q, run), rows_k(k, run), rows_k(v, run),
+        auto part = (path == Path::cpu ? cpu_backward : products_backward)(rows_q(dout, run),
+            rows_q(q, run), rows_k(k, run), rows_k(v, run),
             AttentionPart{rows_q(out, run), saved[4 + i]}, run, scale);
         if (whole) {
           dq = part[0].to(q.scalar_type()), dk = part[1].to(k.scalar_type());
@@ -354,22 +343,21 @@ void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k) {
     check_shape(*cu, "attention: cu_seqlens on the host", {-1});
     check_dtype(*cu, "attention: cu_seqlens on the host", at::kInt);
     PITH_CHECK(cu->is_cpu() && cu->numel() >= 1 && cu->numel() == span.cu_q_host.numel(),
-               "attention: {}", describe(*cu, "cu_seqlens on the host"));
+        "attention: {}", describe(*cu, "cu_seqlens on the host"));
   }
   const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
   const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
   const int64_t documents = span.cu_q_host.numel() - 1;
-  PITH_CHECK(
-      q[0] == 0 && k[0] == 0 && q[documents] == rows_q && k[documents] == rows_k,
+  PITH_CHECK(q[0] == 0 && k[0] == 0 && q[documents] == rows_q && k[documents] == rows_k,
       "attention: documents cover queries {}..{} and keys {}..{}, but q has {} rows and k {}", q[0],
       q[documents], k[0], k[documents], rows_q, rows_k);
   for (int64_t d = 0; d < documents; ++d) {
     const int64_t n = q[d + 1] - q[d], m = k[d + 1] - k[d];
     PITH_CHECK(n >= 0 && m >= n && n <= span.max_q && m <= span.max_k,
-               "attention: document {} has {} queries and {} keys (longest said to be {} and {}); "
-               "it needs "
-               "at least as many keys as queries",
-               d, n, m, span.max_q, span.max_k);
+        "attention: document {} has {} queries and {} keys (longest said to be {} and {}); "
+        "it needs "
+        "at least as many keys as queries",
+        d, n, m, span.max_q, span.max_k);
   }
 }
 
@@ -377,24 +365,24 @@ Tensor rows_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.conti
 
 }  // namespace
 
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span,
-                 double scale) {
+Tensor attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span, double scale) {
   check_shape(q, "attention: q", {-1, -1, -1});
   check_shape(k, "attention: k", {-1, -1, q.size(2)});
   check_shape(v, "attention: v", {k.size(0), k.size(1), q.size(2)});
   check_dtype(k, "attention: k", q.scalar_type());
   check_dtype(v, "attention: v", q.scalar_type());
   PITH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
-             "attention: {} query heads over {} key heads", q.size(1), k.size(1));
+      "attention: {} query heads over {} key heads", q.size(1), k.size(1));
   check_borders(span, q.size(0), k.size(0));
   const bool record =
       at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-  return Attention::apply(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), span, scale,
-                          record);
+  return Attention::apply(
+      rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), span, scale, record);
 }
 
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
-                             const AttentionSpan& span, bool causal, double scale) {
+    const AttentionSpan& span, bool causal, double scale) {
   const Path path = choose_path(q, span, causal);
   if (path == Path::cudnn || path == Path::flash) {
     auto result =
@@ -416,27 +404,26 @@ AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
 }
 
 std::array<Tensor, 3> attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                              const Tensor& v, const AttentionPart& whole,
-                                              const AttentionSpan& span, bool causal,
-                                              double scale) {
+    const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
+    double scale) {
   const Path path = choose_path(q, span, causal);
   if (path == Path::cudnn || path == Path::flash) {
     const int64_t documents = span.cu_q_host.numel() - 1;
     const Tensor lse =
         path == Path::flash ? whole.lse.squeeze(2).t() : batch_heads(whole.lse, documents);
     const Tensor unused = at::empty({2}, q.options().dtype(at::kLong));
-    return fused_backward(path, dout, q, k, v, {whole.out, lse.contiguous()}, unused, unused, span,
-                          causal, scale);
+    return fused_backward(
+        path, dout, q, k, v, {whole.out, lse.contiguous()}, unused, unused, span, causal, scale);
   }
   const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
-  std::array<Tensor, 3> grad{at::empty(q.sizes(), wide), at::empty(k.sizes(), wide),
-                             at::empty(v.sizes(), wide)};
+  std::array<Tensor, 3> grad{
+      at::empty(q.sizes(), wide), at::empty(k.sizes(), wide), at::empty(v.sizes(), wide)};
   for (Run run : runs_for(Path::products, q, span)) {
     run.causal = causal;
-    const AttentionPart part{rows_q(whole.out, run),
-                             stack_heads(rows_q(whole.lse, run), run.count, k.size(1))};
-    const auto piece = products_backward(rows_q(dout, run), rows_q(q, run), rows_k(k, run),
-                                         rows_k(v, run), part, run, scale);
+    const AttentionPart part{
+        rows_q(whole.out, run), stack_heads(rows_q(whole.lse, run), run.count, k.size(1))};
+    const auto piece = products_backward(
+        rows_q(dout, run), rows_q(q, run), rows_k(k, run), rows_k(v, run), part, run, scale);
     rows_q(grad[0], run).copy_(piece[0]);
     rows_k(grad[1], run).copy_(piece[1]);
     rows_k(grad[2], run).copy_(piece[2]);

@@ -12,8 +12,8 @@ namespace pith {
 // FP64 inputs, CPU). Backward recomputes from the saved log-sum-exp. Inputs may be strided views
 // with a contiguous last dimension. The CUDA backward gives the same bits every time only while
 // at::globalContext().deterministicAlgorithms() is set; the path then avoids cuDNN.
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span,
-                 double scale);
+Tensor attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span, double scale);
 
 // What queries get from a part of their keys. Parts are merged by weights exp(lse).
 struct AttentionPart {
@@ -24,12 +24,12 @@ struct AttentionPart {
 // Attention without autograd, for ring_attention: causal with as many queries as keys in each
 // document, or every query sees every key of its document. No document may lack either.
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
-                             const AttentionSpan& span, bool causal, double scale);
+    const AttentionSpan& span, bool causal, double scale);
 // Gradients of q, k and v through these keys. `whole`: out and lse over all keys that the queries
 // see; out in q's dtype.
 std::array<Tensor, 3> attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                              const Tensor& v, const AttentionPart& whole,
-                                              const AttentionSpan& span, bool causal, double scale);
+    const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
+    double scale);
 
 // Name of the kernel that attention() takes for such inputs, for the log: the one place that
 // chooses.

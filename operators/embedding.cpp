@@ -9,8 +9,8 @@ namespace pith {
 namespace {
 
 struct Embedding : torch::autograd::Function<Embedding> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& tokens, const Tensor& value,
-                        Parameter* weight) {
+  static Tensor forward(
+      AutogradContext* ctx, const Tensor& tokens, const Tensor& value, Parameter* weight) {
     ctx->save_for_backward({tokens});
     ctx->saved_data["weight"] = reinterpret_cast<int64_t>(weight);
     return at::index_select(value, 0, tokens);
@@ -27,8 +27,8 @@ struct Embedding : torch::autograd::Function<Embedding> {
       const auto [sorted, position] =
           at::sort(tokens, /*stable=*/true, /*dim=*/0, /*descending=*/false);
       cuda::add_rows_by_token(sorted.const_data_ptr<int64_t>(), position.const_data_ptr<int64_t>(),
-                              dy.const_data_ptr(), grad.mutable_data_ptr<float>(), dy.size(0),
-                              dy.size(1), is_bf16(dy), current_stream());
+          dy.const_data_ptr(), grad.mutable_data_ptr<float>(), dy.size(0), dy.size(1), is_bf16(dy),
+          current_stream());
       return {Tensor(), Tensor(), Tensor()};
     }
     grad.index_add_(0, tokens, widen(dy));  // in the order of positions

@@ -8,9 +8,8 @@ constexpr int kThreads = 128, kUnroll = 8;
 
 // Block (i, c) sums columns c for the run of equal tokens that begins at i; others leave at once.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads)
-    add_rows_kernel(const int64_t* sorted, const int64_t* position, const T* dy, float* grad,
-                    int64_t num_tokens, int64_t hidden) {
+__global__ void __launch_bounds__(kThreads) add_rows_kernel(const int64_t* sorted,
+    const int64_t* position, const T* dy, float* grad, int64_t num_tokens, int64_t hidden) {
   const int64_t begin = blockIdx.x;
   const int64_t column = (blockIdx.y * int64_t{kThreads} + threadIdx.x) * N;
   const int64_t token = sorted[begin];
@@ -44,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void add_rows_by_token(const int64_t* sorted, const int64_t* position, const void* dy, float* grad,
-                       int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream) {
+    int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream) {
   if (num_tokens == 0 || hidden == 0) return;
   with_vectors<4>(is_bf16, {grad, dy}, {hidden}, [&]<class T, int N>() {
     const dim3 grid(static_cast<unsigned>(num_tokens), num_blocks(hidden, kThreads * N));

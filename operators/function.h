@@ -54,7 +54,7 @@ using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <class F>
 void dispatch_float(const Tensor& tensor, std::string_view name, F&& f) {
   PITH_CHECK(tensor.is_cpu(), "{}: this build has no kernel for this dtype and device",
-             describe(tensor, name));
+      describe(tensor, name));
   switch (tensor.scalar_type()) {
     case at::kFloat:
       return f(float{});
@@ -89,7 +89,7 @@ inline void check_ids(const Tensor& ids, std::string_view name, int64_t end, int
                                   ? fmt::format("({}, {})", i / ids.size(1), i % ids.size(1))
                                   : fmt::format("[{}]", i);
     PITH_FAIL("{}{} = {} is not in [0, {}){}", name, place, id[i], end,
-              none < 0 ? fmt::format(" and not {}", none) : "");
+        none < 0 ? fmt::format(" and not {}", none) : "");
   }
 }
 

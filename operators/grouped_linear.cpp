@@ -18,8 +18,8 @@ bool grouped_mm_fits(const Tensor& x, const Tensor& matrices) {
 }
 
 // x (S, K) times its expert's matrix of matrices (E, K, N) -> (S, N).
-Tensor multiply(const Tensor& x, const Tensor& matrices, const Tensor& offsets,
-                const Tensor& offsets_host) {
+Tensor multiply(
+    const Tensor& x, const Tensor& matrices, const Tensor& offsets, const Tensor& offsets_host) {
   if (x.size(0) > 0 && grouped_mm_fits(x, matrices)) {
     return at::_grouped_mm(x, matrices, offsets);
   }
@@ -33,7 +33,7 @@ Tensor multiply(const Tensor& x, const Tensor& matrices, const Tensor& offsets,
 
 struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& value,
-                        Parameter* weight, const ExpertPlan* plan) {
+      Parameter* weight, const ExpertPlan* plan) {
     ctx->save_for_backward({x});
     ctx->saved_data["weight"] = reinterpret_cast<int64_t>(weight);
     ctx->saved_data["offsets"] = plan->offsets;

@@ -16,14 +16,14 @@ using bf16 = __nv_bfloat16;
 constexpr int kWarp = 32;
 
 inline void check(cudaError_t error, const char* what,
-                  std::source_location at = std::source_location::current()) {
+    std::source_location at = std::source_location::current()) {
   if (error != cudaSuccess) fail(what, cudaGetErrorString(error), at.file_name(), at.line());
 }
 
 // After a kernel launch: reports a bad configuration. Faults inside the kernel appear at a later
 // call.
-inline void launch_check(const char* kernel,
-                         std::source_location at = std::source_location::current()) {
+inline void launch_check(
+    const char* kernel, std::source_location at = std::source_location::current()) {
   check(cudaGetLastError(), kernel, at);
 }
 
@@ -84,7 +84,7 @@ bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<
 // MOST elements; 1 where vectors do not fit.
 template <int MOST = 8, class F>
 void with_vectors(bool is_bf16, std::initializer_list<const void*> pointers,
-                  std::initializer_list<int64_t> strides, F&& f) {
+    std::initializer_list<int64_t> strides, F&& f) {
   const auto choose = [&]<class T>() {
     constexpr int kN = kFull<T> < MOST ? kFull<T> : MOST;
     const bool fits = aligned<uint8_t, 16>(pointers, {}) && aligned<T, kN>({}, strides);
@@ -107,7 +107,7 @@ inline RowGrid row_grid(int64_t rows, int64_t columns) {
   constexpr int64_t kThreads = 256;
   const int64_t x = columns < kThreads ? columns : kThreads, y = kThreads / x;
   return {dim3(num_blocks(rows, y), num_blocks(columns, x)),
-          dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
+      dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
 }
 
 }  // namespace pith::cuda

@@ -24,20 +24,20 @@ struct AdamWScalars {
 };
 // All (n).
 void adamw_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, void* value,
-                  int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars,
-                  bool is_bf16, CUstream_st* stream);
+    int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars, bool is_bf16,
+    CUstream_st* stream);
 
 // result: one number; partial (sum_of_squares_blocks()) is scratch.
 int64_t sum_of_squares_blocks();
-void sum_of_squares(const float* x, int64_t n, double* partial, double* result,
-                    CUstream_st* stream);
+void sum_of_squares(
+    const float* x, int64_t n, double* partial, double* result, CUstream_st* stream);
 
 // --- embedding ---
 
 // grad (V, H) float32 += the rows of dy (T, H) summed by token; `sorted` (T) tokens ascending,
 // `position` (T) where each came from.
 void add_rows_by_token(const int64_t* sorted, const int64_t* position, const void* dy, float* grad,
-                       int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream);
+    int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream);
 
 // --- linear ---
 
@@ -51,7 +51,7 @@ void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns, C
 // over the logits, row by row at the same start, 0 for label -100; in BF16 a row fills the first
 // half of its float row.
 void cross_entropy_rows(float* logits, const int64_t* labels, float* logprobs, int64_t rows,
-                        int64_t vocabulary, bool gradient, bool is_bf16, CUstream_st* stream);
+    int64_t vocabulary, bool gradient, bool is_bf16, CUstream_st* stream);
 
 // --- permute ---
 
@@ -61,21 +61,20 @@ int64_t expert_plan_workspace(int64_t entries, int64_t num_experts);
 // Fills row_of_slot (R * K reserved), slot_of (R, K) and offsets (E + 1): the ends, then the number
 // of ids that are neither -1 nor in [0, E).
 void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t num_experts,
-                 int32_t* row_of_slot, int32_t* slot_of, int32_t* offsets, void* workspace,
-                 CUstream_st* stream);
+    int32_t* row_of_slot, int32_t* slot_of, int32_t* offsets, void* workspace, CUstream_st* stream);
 
 // out (S, H) = rows[row_of_slot], rows of row_bytes bytes.
 void gather_rows(void* out, const void* rows, const int32_t* row_of_slot, int64_t slots,
-                 int64_t row_bytes, CUstream_st* stream);
+    int64_t row_bytes, CUstream_st* stream);
 
 // out (R, H) = sum over j of weight(r, j) * slots(slot_of(r, j)); weight may be null (all 1).
 void gather_sum(void* out, const void* slots, const float* weight, const int32_t* slot_of,
-                int64_t rows, int64_t k, int64_t hidden, bool is_bf16, CUstream_st* stream);
+    int64_t rows, int64_t k, int64_t hidden, bool is_bf16, CUstream_st* stream);
 
 // dslots(slot_of(r, j)) = weight(r, j) * dout(r); dweight(r, j) = <dout(r), slots(slot_of(r, j))>.
 void unpermute_backward(void* dslots, float* dweight, const void* dout, const void* slots,
-                        const float* weight, const int32_t* slot_of, int64_t rows, int64_t k,
-                        int64_t hidden, bool is_bf16, CUstream_st* stream);
+    const float* weight, const int32_t* slot_of, int64_t rows, int64_t k, int64_t hidden,
+    bool is_bf16, CUstream_st* stream);
 
 // --- rms_norm ---
 
@@ -85,30 +84,29 @@ struct NormRows {
   int64_t count, dim, inner, outer_stride, inner_stride;
 };
 void rms_norm_forward(const void* x, const NormRows& rows, const void* weight, double eps, void* y,
-                      float* rstd, bool is_bf16, CUstream_st* stream);
+    float* rstd, bool is_bf16, CUstream_st* stream);
 // Rows of `partial` that the backward needs.
 int64_t rms_norm_blocks(const NormRows& rows);
 // dx (count, dim) unless null; dweight (dim) += unless null; partial (rms_norm_blocks, dim) is
 // scratch.
 void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, const float* rstd,
-                       const void* dy, void* dx, float* partial, float* dweight, bool is_bf16,
-                       CUstream_st* stream);
+    const void* dy, void* dx, float* partial, float* dweight, bool is_bf16, CUstream_st* stream);
 
 // --- rotary ---
 
 // x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, contiguous;
 // cos and sin (table_rows, dim / 2).
 void rotary(const void* x, const int32_t* positions, const float* cos, const float* sin, void* y,
-            int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
-            int64_t table_rows, bool inverse, bool is_bf16, CUstream_st* stream);
+    int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
+    int64_t table_rows, bool inverse, bool is_bf16, CUstream_st* stream);
 
 // --- swiglu ---
 
 // gate_up (rows, 2 width) -> y (rows, width).
-void swiglu_forward(const void* gate_up, void* y, int64_t rows, int64_t width, bool is_bf16,
-                    CUstream_st* stream);
+void swiglu_forward(
+    const void* gate_up, void* y, int64_t rows, int64_t width, bool is_bf16, CUstream_st* stream);
 // gate_up (rows, 2 width), dy (rows, width) -> dgate_up (rows, 2 width).
 void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
-                     int64_t width, bool is_bf16, CUstream_st* stream);
+    int64_t width, bool is_bf16, CUstream_st* stream);
 
 }  // namespace pith::cuda

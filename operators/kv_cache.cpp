@@ -19,13 +19,13 @@ void reserve(Tensor& buffer, const Tensor& like, int64_t sequences, int64_t capa
 
 }  // namespace
 
-CachedKeys append_to_cache(KvCache& cache, const Tensor& k, const Tensor& v,
-                           const AttentionSpan& fresh) {
+CachedKeys append_to_cache(
+    KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh) {
   const int64_t sequences = fresh.cu_q_host.size(0) - 1;
   const int32_t* begin = fresh.cu_q_host.const_data_ptr<int32_t>();
   if (cache.lengths.empty()) cache.lengths.assign(static_cast<size_t>(sequences), 0);
   PITH_CHECK(static_cast<int64_t>(cache.lengths.size()) == sequences,
-             "the cache holds {} sequences, the batch {}", cache.lengths.size(), sequences);
+      "the cache holds {} sequences, the batch {}", cache.lengths.size(), sequences);
   int64_t capacity = 0;
   for (int64_t s = 0; s < sequences; ++s)
     capacity = std::max(capacity, cache.lengths[static_cast<size_t>(s)] + begin[s + 1] - begin[s]);

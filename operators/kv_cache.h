@@ -19,7 +19,7 @@ struct CachedKeys {
 
 // Appends new k and v (T, Hkv, D), packed by sequence as in `fresh`, and returns everything to
 // attend to.
-CachedKeys append_to_cache(KvCache& cache, const Tensor& k, const Tensor& v,
-                           const AttentionSpan& fresh);
+CachedKeys append_to_cache(
+    KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh);
 
 }  // namespace pith

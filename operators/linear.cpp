@@ -9,8 +9,8 @@ namespace pith {
 namespace {
 
 struct Linear : torch::autograd::Function<Linear> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& value,
-                        Parameter* weight, bool wide) {
+  static Tensor forward(
+      AutogradContext* ctx, const Tensor& x, const Tensor& value, Parameter* weight, bool wide) {
     if (value.requires_grad()) ctx->save_for_backward({x});
     ctx->saved_data["weight"] = reinterpret_cast<int64_t>(weight);
     return wide ? mm_wide(x, value.t()) : mm_rounded(x, value.t());
@@ -35,8 +35,8 @@ struct Linear : torch::autograd::Function<Linear> {
       dy = dy.contiguous();
       const int64_t tokens = dy.size(0), out = value.size(0), in = value.size(1);
       Tensor parts = at::empty({tokens, 3 * out}, value.options());
-      cuda::split_bf16x3(dy.const_data_ptr<float>(), parts.mutable_data_ptr(), tokens, out,
-                         current_stream());
+      cuda::split_bf16x3(
+          dy.const_data_ptr<float>(), parts.mutable_data_ptr(), tokens, out, current_stream());
       if (ctx->needs_input_grad(0)) dx = at::mm(parts, value.repeat({3, 1}));
       if (weight_gradient && tokens > 0) {
         weight->grad.add_(mm_wide(parts.t(), x).view({3, out, in}).sum(0));

@@ -18,11 +18,11 @@ __global__ void split_kernel(const float* dy, bf16* parts, int64_t rows, int64_t
 
 }  // namespace
 
-void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns,
-                  CUstream_st* stream) {
+void split_bf16x3(
+    const float* dy, void* parts, int64_t rows, int64_t columns, CUstream_st* stream) {
   if (rows * columns == 0) return;
-  split_kernel<<<num_blocks(rows * columns, 256), 256, 0, stream>>>(dy, static_cast<bf16*>(parts),
-                                                                    rows, columns);
+  split_kernel<<<num_blocks(rows * columns, 256), 256, 0, stream>>>(
+      dy, static_cast<bf16*>(parts), rows, columns);
   launch_check("split_bf16x3");
 }
 

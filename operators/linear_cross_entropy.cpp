@@ -29,11 +29,11 @@ int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
 // logits (C, V) -> logprobs (C); returns their gradient softmax - onehot (C, V), 0 in ignored rows,
 // which takes the place of the logits, in the compute dtype where products can take it.
 Tensor logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient,
-                          [[maybe_unused]] bool bf16) {
+    [[maybe_unused]] bool bf16) {
   PITH_IF_CUDA (logits) {
     cuda::cross_entropy_rows(logits.mutable_data_ptr<float>(), labels.const_data_ptr<int64_t>(),
-                             logprobs.mutable_data_ptr<float>(), logits.size(0), logits.size(1),
-                             gradient, bf16, current_stream());
+        logprobs.mutable_data_ptr<float>(), logits.size(0), logits.size(1), gradient, bf16,
+        current_stream());
     return gradient && bf16 ? logits.view(at::kBFloat16).narrow(1, 0, logits.size(1)) : logits;
   }
   const Tensor ignored = labels.eq(kIgnored), column = labels.clamp_min(0).unsqueeze(1);
@@ -76,8 +76,8 @@ Tensor run_chunks(const Tensor& hidden, const Request& request, CrossEntropy& re
     Tensor logits = buffer.narrow(0, 0, count);
     Tensor logprobs = result.logprobs.narrow(0, begin, count);
     mm_wide_out(logits, hidden_chunk, matrix.t());
-    const Tensor dlogits = logits_to_gradient(logits, request.labels.narrow(0, begin, count),
-                                              logprobs, gradient, bf16);
+    const Tensor dlogits = logits_to_gradient(
+        logits, request.labels.narrow(0, begin, count), logprobs, gradient, bf16);
     if (request.hidden_gradient) {
       Tensor out = dhidden.narrow(0, begin, count);
       at::addmm_out(out, out, dlogits, matrix, /*beta=*/0, /*alpha=*/request.scale);
@@ -94,8 +94,8 @@ Tensor run_chunks(const Tensor& hidden, const Request& request, CrossEntropy& re
 
 struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
   static Tensor forward(AutogradContext* ctx, const Tensor& hidden,
-                        const Tensor& /*value: makes the graph record*/, const Request& request,
-                        CrossEntropy* result) {
+      const Tensor& /*value: makes the graph record*/, const Request& request,
+      CrossEntropy* result) {
     const Tensor dhidden = run_chunks(hidden, request, *result);
     if (dhidden.defined()) ctx->saved_data["dhidden"] = dhidden;
     return result->loss;
@@ -104,8 +104,7 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (grads[0].is_cpu()) {  // reading it on CUDA would wait for the device
       const double gradient = grads[0].item().toDouble();
-      PITH_CHECK(
-          gradient == 1.0,
+      PITH_CHECK(gradient == 1.0,
           "linear_cross_entropy: loss got the gradient {} instead of 1; it must be a root of "
           "the backward, since dW was added in the forward: put factors into scale",
           gradient);
@@ -118,7 +117,7 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
 }  // namespace
 
 CrossEntropy linear_cross_entropy(const Tensor& hidden, Parameter& weight, const Tensor& labels,
-                                  double scale, int64_t chunk_tokens) {
+    double scale, int64_t chunk_tokens) {
   const int64_t vocabulary = weight.value.size(0);
   check_shape(hidden, "linear_cross_entropy: hidden", {-1, weight.value.size(1)});
   check_dtype(hidden, "linear_cross_entropy: hidden", weight.value.scalar_type());
@@ -128,7 +127,7 @@ CrossEntropy linear_cross_entropy(const Tensor& hidden, Parameter& weight, const
 
   const bool record = at::GradMode::is_enabled();
   Request request{&weight, labels.contiguous(), scale,
-                  chunk_tokens > 0 ? chunk_tokens : rows_per_chunk(hidden, vocabulary)};
+      chunk_tokens > 0 ? chunk_tokens : rows_per_chunk(hidden, vocabulary)};
   request.hidden_gradient = record && hidden.requires_grad();
   request.weight_gradient = record && weight.value.requires_grad();
   CrossEntropy result;

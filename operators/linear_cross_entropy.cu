@@ -24,7 +24,7 @@ __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     x = combine(x, {__shfl_xor_sync(0xffffffffu, x.top, distance),
-                    __shfl_xor_sync(0xffffffffu, x.sum, distance)});
+                       __shfl_xor_sync(0xffffffffu, x.sum, distance)});
   }
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
   __syncthreads();
@@ -37,10 +37,8 @@ __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
 // instruction.
 template <class G, int N>
 __global__ __launch_bounds__(kThreads) void cross_entropy_kernel(float* __restrict__ logits,
-                                                                 const int64_t* __restrict__ labels,
-                                                                 float* __restrict__ logprobs,
-                                                                 int64_t vocabulary,
-                                                                 bool gradient) {
+    const int64_t* __restrict__ labels, float* __restrict__ logprobs, int64_t vocabulary,
+    bool gradient) {
   constexpr int kVectors = 8 / N;  // loads in flight
   float* row = logits + blockIdx.x * vocabulary;
   G* out = reinterpret_cast<G*>(row);
@@ -114,14 +112,14 @@ __global__ __launch_bounds__(kThreads) void cross_entropy_kernel(float* __restri
 }  // namespace
 
 void cross_entropy_rows(float* logits, const int64_t* labels, float* logprobs, int64_t rows,
-                        int64_t vocabulary, bool gradient, bool is_bf16, cudaStream_t stream) {
+    int64_t vocabulary, bool gradient, bool is_bf16, cudaStream_t stream) {
   if (rows == 0) return;
   const bool full = aligned<float, 4>({logits}, {vocabulary});
   const auto kernel =
       is_bf16 ? (full ? cross_entropy_kernel<bf16, 4> : cross_entropy_kernel<bf16, 1>)
               : (full ? cross_entropy_kernel<float, 4> : cross_entropy_kernel<float, 1>);
-  kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(logits, labels, logprobs, vocabulary,
-                                                               gradient);
+  kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
+      logits, labels, logprobs, vocabulary, gradient);
   launch_check("cross_entropy_rows");
 }
 

@@ -19,7 +19,7 @@ struct CrossEntropy {
 // becomes NaN. FP64 inputs (CPU) make everything FP64. chunk_tokens: rows whose logits exist at a
 // time; 0 takes what the memory budget of the device allows.
 CrossEntropy linear_cross_entropy(const Tensor& hidden, Parameter& weight, const Tensor& labels,
-                                  double scale, int64_t chunk_tokens = 0);
+    double scale, int64_t chunk_tokens = 0);
 
 // hidden (T, H), weight (V, H) -> (T, V) float32 logits, no gradient: for generation and traces.
 Tensor head_logits(const Tensor& hidden, const Parameter& weight);

@@ -61,7 +61,7 @@ void add_weight_gradient(const WeightGradient& job) {
   if (!job.offsets_host.defined()) return add_weight_gradient(job.weight->grad, job.dy, job.x);
   for_each_expert(job.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
     add_weight_gradient(job.weight->grad.select(0, e), job.dy.narrow(0, begin, count),
-                        job.x.narrow(0, begin, count));
+        job.x.narrow(0, begin, count));
   });
 }
 

@@ -31,8 +31,8 @@ void for_each_expert(const Tensor& offsets_host, F&& f) {
 }
 
 // gradient (out, in) in wide_dtype += alpha * dy^T x, with dy (T, out) and x (T, in); T may be 0.
-void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor& x,
-                         double alpha = 1);
+void add_weight_gradient(
+    const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha = 1);
 
 // The same into a parameter's buffer; with offsets_host x and dy hold rows by expert and the
 // gradient is (E, out, in).

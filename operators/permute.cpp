@@ -34,14 +34,14 @@ void gather_sum_cpu(Tensor& out, const Tensor& slots, const Tensor& weight, cons
       const A factor = w ? w[j] : A{1};
       for (size_t h = 0; h < sum.size(); ++h) sum[h] += factor * static_cast<A>(row[h]);
     }
-    std::transform(sum.begin(), sum.end(), target + r * hidden,
-                   [](A x) { return static_cast<T>(x); });
+    std::transform(
+        sum.begin(), sum.end(), target + r * hidden, [](A x) { return static_cast<T>(x); });
   });
 }
 
 template <class T>
 void unpermute_backward_cpu(Tensor& dslots, Tensor& dweight, const Tensor& dout,
-                            const Tensor& slots, const Tensor& weight, const Tensor& slot_of) {
+    const Tensor& slots, const Tensor& weight, const Tensor& slot_of) {
   using A = Wide<T>;
   const int64_t k = slot_of.size(1), hidden = dout.size(1);
   const T *gradient = dout.const_data_ptr<T>(), *source = slots.const_data_ptr<T>();
@@ -71,12 +71,12 @@ Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_
   Tensor out = at::empty({slot_of.size(0), slots.size(1)}, slots.options());
   PITH_IF_CUDA (slots) {
     cuda::gather_sum(out.mutable_data_ptr(), slots.const_data_ptr(), data_or_null<float>(weight),
-                     slot_of.const_data_ptr<int32_t>(), slot_of.size(0), slot_of.size(1),
-                     slots.size(1), is_bf16(slots), current_stream());
+        slot_of.const_data_ptr<int32_t>(), slot_of.size(0), slot_of.size(1), slots.size(1),
+        is_bf16(slots), current_stream());
     return out;
   }
   dispatch_float(slots, "slots",
-                 [&](auto zero) { gather_sum_cpu<decltype(zero)>(out, slots, weight, slot_of); });
+      [&](auto zero) { gather_sum_cpu<decltype(zero)>(out, slots, weight, slot_of); });
   return out;
 }
 
@@ -86,8 +86,8 @@ struct Permute : torch::autograd::Function<Permute> {
     PITH_IF_CUDA (rows) {
       Tensor out = at::empty({plan->num_slots, rows.size(1)}, rows.options());
       cuda::gather_rows(out.mutable_data_ptr(), rows.const_data_ptr(),
-                        plan->row_of_slot.const_data_ptr<int32_t>(), plan->num_slots,
-                        rows.size(1) * rows.element_size(), current_stream());
+          plan->row_of_slot.const_data_ptr<int32_t>(), plan->num_slots,
+          rows.size(1) * rows.element_size(), current_stream());
       return out;
     }
     return at::index_select(rows, 0, plan->row_of_slot);
@@ -101,7 +101,7 @@ struct Permute : torch::autograd::Function<Permute> {
 
 struct Unpermute : torch::autograd::Function<Unpermute> {
   static Tensor forward(AutogradContext* ctx, const Tensor& expert_rows, const Tensor& weight,
-                        const ExpertPlan* plan) {
+      const ExpertPlan* plan) {
     ctx->save_for_backward({expert_rows, weight});
     ctx->saved_data["slot_of"] = plan->slot_of;
     return gather_sum(expert_rows, weight, plan->slot_of);
@@ -115,10 +115,10 @@ struct Unpermute : torch::autograd::Function<Unpermute> {
     const Tensor dout = grads[0].contiguous();
     Tensor dslots = at::empty_like(slots), dweight = at::empty_like(weight);
     PITH_IF_CUDA (slots) {
-      cuda::unpermute_backward(
-          dslots.mutable_data_ptr(), dweight.mutable_data_ptr<float>(), dout.const_data_ptr(),
-          slots.const_data_ptr(), weight.const_data_ptr<float>(), slot_of.const_data_ptr<int32_t>(),
-          slot_of.size(0), slot_of.size(1), slots.size(1), is_bf16(slots), current_stream());
+      cuda::unpermute_backward(dslots.mutable_data_ptr(), dweight.mutable_data_ptr<float>(),
+          dout.const_data_ptr(), slots.const_data_ptr(), weight.const_data_ptr<float>(),
+          slot_of.const_data_ptr<int32_t>(), slot_of.size(0), slot_of.size(1), slots.size(1),
+          is_bf16(slots), current_stream());
       return {dslots, dweight, Tensor()};
     }
     dispatch_float(slots, "expert_rows", [&](auto zero) {
@@ -134,7 +134,7 @@ void plan_on_cpu(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan) 
   const auto int32 = topk_idx.options().dtype(at::kInt);
   const auto [experts, entries] = at::sort(topk_idx.view(-1), /*stable=*/true, 0, false);
   const Tensor ends = at::searchsorted(experts, at::arange(-1, num_experts, topk_idx.options()),
-                                       /*out_int32=*/true, /*right=*/true);
+      /*out_int32=*/true, /*right=*/true);
   const int64_t absent = ends[0].item<int32_t>();
   plan.num_slots = topk_idx.numel() - absent;
   plan.offsets = plan.offsets_host = ends.narrow(0, 1, num_experts) - absent;
@@ -145,21 +145,20 @@ void plan_on_cpu(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan) 
 }
 
 #if PITH_CUDA
-void plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host,
-                  ExpertPlan& plan) {
-  PITH_CHECK(num_experts <= 1024, "make_expert_plan: {} experts; CUDA takes at most 1024",
-             num_experts);
+void plan_on_cuda(
+    const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host, ExpertPlan& plan) {
+  PITH_CHECK(
+      num_experts <= 1024, "make_expert_plan: {} experts; CUDA takes at most 1024", num_experts);
   const int64_t entries = topk_idx.numel();
   const auto int32 = topk_idx.options().dtype(at::kInt);
   Tensor ends = at::empty({num_experts + 1}, int32);
   plan.row_of_slot = at::empty({entries}, int32);
   plan.slot_of = at::empty(topk_idx.sizes(), int32);
-  Tensor workspace = at::empty({cuda::expert_plan_workspace(entries, num_experts)},
-                               topk_idx.options().dtype(at::kByte));
+  Tensor workspace = at::empty(
+      {cuda::expert_plan_workspace(entries, num_experts)}, topk_idx.options().dtype(at::kByte));
   cuda::expert_plan(topk_idx.const_data_ptr<int64_t>(), entries, topk_idx.size(1), num_experts,
-                    plan.row_of_slot.mutable_data_ptr<int32_t>(),
-                    plan.slot_of.mutable_data_ptr<int32_t>(), ends.mutable_data_ptr<int32_t>(),
-                    workspace.mutable_data_ptr(), current_stream());
+      plan.row_of_slot.mutable_data_ptr<int32_t>(), plan.slot_of.mutable_data_ptr<int32_t>(),
+      ends.mutable_data_ptr<int32_t>(), workspace.mutable_data_ptr(), current_stream());
   plan.offsets = ends.narrow(0, 0, num_experts);
   plan.offsets_host = offsets_host;
   if (!offsets_host.defined()) {
@@ -168,7 +167,7 @@ void plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, const Tensor& off
     c10::cuda::getCurrentCUDAStream().synchronize();  // the one wait: sizes of what follows
     const int32_t wrong = host.const_data_ptr<int32_t>()[num_experts];
     PITH_CHECK(wrong == 0, "make_expert_plan: {} ids in topk_idx are neither -1 nor in [0, {})",
-               wrong, num_experts);
+        wrong, num_experts);
     plan.offsets_host = host.narrow(0, 0, num_experts);
   }
   plan.num_slots = plan.offsets_host.const_data_ptr<int32_t>()[num_experts - 1];
@@ -178,15 +177,15 @@ void plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, const Tensor& off
 
 }  // namespace
 
-ExpertPlan make_expert_plan(const Tensor& topk_idx, int64_t num_experts,
-                            const Tensor& offsets_host) {
+ExpertPlan make_expert_plan(
+    const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host) {
   at::NoGradGuard no_grad;
   check_shape(topk_idx, "make_expert_plan: topk_idx", {-1, -1});
   check_dtype(topk_idx, "make_expert_plan: topk_idx", at::kLong);
   PITH_CHECK(num_experts >= 1 && topk_idx.size(1) >= 1, "make_expert_plan: {} experts, top {}",
-             num_experts, topk_idx.size(1));
+      num_experts, topk_idx.size(1));
   PITH_CHECK(topk_idx.numel() <= std::numeric_limits<int32_t>::max(),
-             "make_expert_plan: {} entries do not fit into int32 slots", topk_idx.numel());
+      "make_expert_plan: {} entries do not fit into int32 slots", topk_idx.numel());
   ExpertPlan plan;
 #if PITH_CUDA
   if (topk_idx.is_cuda()) {
@@ -196,7 +195,7 @@ ExpertPlan make_expert_plan(const Tensor& topk_idx, int64_t num_experts,
 #endif
   plan_on_cpu(topk_idx.contiguous(), num_experts, plan);
   PITH_CHECK(!offsets_host.defined() || at::equal(offsets_host, plan.offsets_host),
-             "make_expert_plan: the offsets given are not those of topk_idx");
+      "make_expert_plan: the offsets given are not those of topk_idx");
   return plan;
 }
 

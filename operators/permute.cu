@@ -17,8 +17,7 @@ int64_t chunk_entries(int64_t entries) {
 
 // count (chunks, E): entries of each expert in each chunk. Integer atomics: any order, one result.
 __global__ void count_kernel(const int64_t* __restrict__ topk_idx, int64_t entries, int num_experts,
-                             int64_t chunk, int32_t* __restrict__ count,
-                             int32_t* __restrict__ invalid) {
+    int64_t chunk, int32_t* __restrict__ count, int32_t* __restrict__ invalid) {
   extern __shared__ int32_t shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   int32_t* mine = shared + warp * num_experts;
@@ -41,8 +40,8 @@ __global__ void count_kernel(const int64_t* __restrict__ topk_idx, int64_t entri
 
 // One block, one thread an expert: count becomes the first slot of (chunk, expert); offsets the
 // ends.
-__global__ void scan_kernel(int32_t* __restrict__ count, int64_t chunks, int num_experts,
-                            int32_t* __restrict__ offsets) {
+__global__ void scan_kernel(
+    int32_t* __restrict__ count, int64_t chunks, int num_experts, int32_t* __restrict__ offsets) {
   __shared__ int32_t total[1024];
   const int e = static_cast<int>(threadIdx.x);
   int32_t sum = 0;
@@ -71,8 +70,8 @@ __global__ void scan_kernel(int32_t* __restrict__ count, int64_t chunks, int num
 
 // The warp walks its chunk in order; lanes with the same expert take slots in lane order.
 __global__ void place_kernel(const int64_t* __restrict__ topk_idx, int64_t entries, int64_t k,
-                             int num_experts, int64_t chunk, const int32_t* __restrict__ first_slot,
-                             int32_t* __restrict__ row_of_slot, int32_t* __restrict__ slot_of) {
+    int num_experts, int64_t chunk, const int32_t* __restrict__ first_slot,
+    int32_t* __restrict__ row_of_slot, int32_t* __restrict__ slot_of) {
   extern __shared__ int32_t shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t id = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + warp;
@@ -106,8 +105,7 @@ constexpr int kRowsInFlight = 4;
 
 template <class T>
 __global__ void gather_kernel(T* __restrict__ out, const T* __restrict__ rows,
-                              const int32_t* __restrict__ row_of_slot, int64_t slots,
-                              int64_t units) {
+    const int32_t* __restrict__ row_of_slot, int64_t slots, int64_t units) {
   const int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x;
   const int64_t first = blockIdx.x * int64_t{blockDim.y} * kRowsInFlight + threadIdx.y;
   if (unit >= units) return;
@@ -127,9 +125,8 @@ __global__ void gather_kernel(T* __restrict__ out, const T* __restrict__ rows,
 // A thread owns N columns of one row and sums the row's slots, four loads at a time.
 template <class T, int N>
 __global__ void gather_sum_kernel(T* __restrict__ out, const T* __restrict__ slots,
-                                  const float* __restrict__ weight,
-                                  const int32_t* __restrict__ slot_of, int64_t rows, int64_t k,
-                                  int64_t hidden) {
+    const float* __restrict__ weight, const int32_t* __restrict__ slot_of, int64_t rows, int64_t k,
+    int64_t hidden) {
   const int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t h = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (r >= rows || h >= hidden) return;
@@ -166,10 +163,8 @@ __global__ void gather_sum_kernel(T* __restrict__ out, const T* __restrict__ slo
 // the cache.
 template <class T, int N>
 __global__ void unpermute_backward_kernel(T* __restrict__ dslots, float* __restrict__ dweight,
-                                          const T* __restrict__ dout, const T* __restrict__ slots,
-                                          const float* __restrict__ weight,
-                                          const int32_t* __restrict__ slot_of, int64_t entries,
-                                          int64_t k, int64_t hidden) {
+    const T* __restrict__ dout, const T* __restrict__ slots, const float* __restrict__ weight,
+    const int32_t* __restrict__ slot_of, int64_t entries, int64_t k, int64_t hidden) {
   const int lane = threadIdx.x % kWarp;
   const int64_t entry = blockIdx.x * int64_t{blockDim.x / kWarp} + threadIdx.x / kWarp;
   if (entry >= entries) return;
@@ -199,7 +194,7 @@ __global__ void unpermute_backward_kernel(T* __restrict__ dslots, float* __restr
 
 template <class T>
 void launch_gather(void* out, const void* rows, const int32_t* row_of_slot, int64_t slots,
-                   int64_t row_bytes, cudaStream_t stream) {
+    int64_t row_bytes, cudaStream_t stream) {
   const int64_t units = row_bytes / static_cast<int64_t>(sizeof(T));
   const RowGrid shape = row_grid(num_blocks(slots, kRowsInFlight), units);
   gather_kernel<T><<<shape.grid, shape.block, 0, stream>>>(
@@ -215,8 +210,8 @@ int64_t expert_plan_workspace(int64_t entries, int64_t num_experts) {
 }
 
 void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t num_experts,
-                 int32_t* row_of_slot, int32_t* slot_of, int32_t* offsets, void* workspace,
-                 cudaStream_t stream) {
+    int32_t* row_of_slot, int32_t* slot_of, int32_t* offsets, void* workspace,
+    cudaStream_t stream) {
   const int64_t chunk = chunk_entries(entries), chunks = num_blocks(entries, chunk);
   const unsigned blocks = num_blocks(chunks, kWarpsPerBlock);
   const auto experts = static_cast<int>(num_experts);
@@ -228,8 +223,8 @@ void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t nu
         topk_idx, entries, experts, chunk, count, offsets + num_experts);
     launch_check("expert_plan: count");
   }
-  scan_kernel<<<1, num_blocks(experts, kWarp) * kWarp, 0, stream>>>(count, chunks, experts,
-                                                                    offsets);
+  scan_kernel<<<1, num_blocks(experts, kWarp) * kWarp, 0, stream>>>(
+      count, chunks, experts, offsets);
   launch_check("expert_plan: scan");
   if (blocks == 0) return;
   place_kernel<<<blocks, kWarpsPerBlock * kWarp, shared, stream>>>(
@@ -238,15 +233,15 @@ void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t nu
 }
 
 void gather_rows(void* out, const void* rows, const int32_t* row_of_slot, int64_t slots,
-                 int64_t row_bytes, cudaStream_t stream) {
+    int64_t row_bytes, cudaStream_t stream) {
   if (slots == 0 || row_bytes == 0) return;
   const bool full = aligned<uint8_t, 16>({out, rows}, {row_bytes});
   (full ? launch_gather<uint4> : launch_gather<uint16_t>)(out, rows, row_of_slot, slots, row_bytes,
-                                                          stream);
+      stream);
 }
 
 void gather_sum(void* out, const void* slots, const float* weight, const int32_t* slot_of,
-                int64_t rows, int64_t k, int64_t hidden, bool is_bf16, cudaStream_t stream) {
+    int64_t rows, int64_t k, int64_t hidden, bool is_bf16, cudaStream_t stream) {
   if (rows * hidden == 0) return;
   with_vectors(is_bf16, {out, slots}, {hidden}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, hidden / N);
@@ -257,8 +252,8 @@ void gather_sum(void* out, const void* slots, const float* weight, const int32_t
 }
 
 void unpermute_backward(void* dslots, float* dweight, const void* dout, const void* slots,
-                        const float* weight, const int32_t* slot_of, int64_t rows, int64_t k,
-                        int64_t hidden, bool is_bf16, CUstream_st* stream) {
+    const float* weight, const int32_t* slot_of, int64_t rows, int64_t k, int64_t hidden,
+    bool is_bf16, CUstream_st* stream) {
   if (rows == 0) return;
   constexpr int kWarps = 8;
   with_vectors(is_bf16, {dslots, dout, slots}, {hidden}, [&]<class T, int N>() {

@@ -18,8 +18,8 @@ struct ExpertPlan {
 // topk_idx (R, K) int64 with local expert ids in [0, E), or -1 for entries of other ranks; R * K <
 // 2^31 and on CUDA E <= 1024. `offsets_host`: the plan's, where the caller knows them; then nothing
 // is waited for.
-ExpertPlan make_expert_plan(const Tensor& topk_idx, int64_t num_experts,
-                            const Tensor& offsets_host = {});
+ExpertPlan make_expert_plan(
+    const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host = {});
 
 // rows (R, H) -> (S, H): row_of_slot's rows (float32, bfloat16, on the CPU also float64). Backward
 // sums a row's slots in FP32.

@@ -53,7 +53,7 @@ Work pass_on(const Comm& context, const Tensor& sent, Tensor& received) {
 
 struct RingAttention : torch::autograd::Function<RingAttention> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const std::vector<RingStep>* ring, double scale, const Comm* context) {
+      const std::vector<RingStep>* ring, double scale, const Comm* context) {
     const Tensor own = at::stack({k, v});  // (2, T, Hkv, D)
     AttentionPart whole;
     Tensor block = own;
@@ -68,8 +68,8 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
         whole.lse = whole.lse.contiguous();
       } else if (step.queries.count > 0) {
         merge(whole, step.queries,
-              attention_part(take(q, step.queries), take(block[0], step.keys),
-                             take(block[1], step.keys), step.span, /*causal=*/false, scale));
+            attention_part(take(q, step.queries), take(block[0], step.keys),
+                take(block[1], step.keys), step.span, /*causal=*/false, scale));
       }
       travel.wait();
       block = next;
@@ -105,8 +105,8 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       if (step.queries.count > 0) {
         const AttentionPart whole{take(out, step.queries), take(lse, step.queries)};
         grad = attention_part_backward(take(dout, step.queries), take(q, step.queries),
-                                       take(block[0], step.keys), take(block[1], step.keys), whole,
-                                       step.span, /*causal=*/i == 0, scale);
+            take(block[0], step.keys), take(block[1], step.keys), whole, step.span,
+            /*causal=*/i == 0, scale);
       }
       if (i > 0) {
         travel_back.wait();
@@ -122,30 +122,26 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       block = next;
     }
     travel_back.wait();
-    return {dq.to(q.scalar_type()),
-            arriving[0].to(q.scalar_type()),
-            arriving[1].to(q.scalar_type()),
-            Tensor(),
-            Tensor(),
-            Tensor()};
+    return {dq.to(q.scalar_type()), arriving[0].to(q.scalar_type()),
+        arriving[1].to(q.scalar_type()), Tensor(), Tensor(), Tensor()};
   }
 };
 
 }  // namespace
 
 Tensor ring_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                      const std::vector<RingStep>& ring, double scale, const Comm& context) {
+    const std::vector<RingStep>& ring, double scale, const Comm& context) {
   check_shape(q, "ring_attention: q", {-1, -1, -1});
   check_shape(k, "ring_attention: k", {q.size(0), -1, q.size(2)});
   check_shape(v, "ring_attention: v", {q.size(0), k.size(1), q.size(2)});
   check_dtype(k, "ring_attention: k", q.scalar_type());
   check_dtype(v, "ring_attention: v", q.scalar_type());
   PITH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
-             "ring_attention: {} query heads over {} key heads", q.size(1), k.size(1));
+      "ring_attention: {} query heads over {} key heads", q.size(1), k.size(1));
   PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
-             "ring_attention: q has {} tokens on {} ranks, but the micro-batch was split for {} "
-             "tokens on {} ranks",
-             q.size(0), context.size(), ring.empty() ? 0 : ring[0].queries.count, ring.size());
+      "ring_attention: q has {} tokens on {} ranks, but the micro-batch was split for {} "
+      "tokens on {} ranks",
+      q.size(0), context.size(), ring.empty() ? 0 : ring[0].queries.count, ring.size());
   return RingAttention::apply(q.contiguous(), k, v, &ring, scale, &context);
 }
 

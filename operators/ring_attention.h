@@ -13,6 +13,6 @@ namespace pith {
 // for FP64). Collective: every member calls it, and the backward pass, in the same order. `ring`
 // and `context` must outlive the backward pass.
 Tensor ring_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                      const std::vector<RingStep>& ring, double scale, const Comm& context);
+    const std::vector<RingStep>& ring, double scale, const Comm& context);
 
 }  // namespace pith

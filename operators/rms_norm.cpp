@@ -18,16 +18,15 @@ cuda::NormRows rows_of(const Tensor& x) {
 bool has_rows(const Tensor& x) { return x.is_contiguous() || (x.dim() <= 3 && x.stride(-1) == 1); }
 
 struct RmsNorm : torch::autograd::Function<RmsNorm> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& value,
-                        Parameter* weight, double eps) {
+  static Tensor forward(
+      AutogradContext* ctx, const Tensor& x, const Tensor& value, Parameter* weight, double eps) {
     Tensor y, rstd;
     PITH_IF_CUDA (x) {
       const auto leading = x.sizes().slice(0, static_cast<size_t>(x.dim() - 1));
       y = at::empty(x.sizes(), x.options());
       rstd = at::empty(leading, x.options().dtype(at::kFloat));
       cuda::rms_norm_forward(x.const_data_ptr(), rows_of(x), value.const_data_ptr(), eps,
-                             y.mutable_data_ptr(), rstd.mutable_data_ptr<float>(), is_bf16(x),
-                             current_stream());
+          y.mutable_data_ptr(), rstd.mutable_data_ptr<float>(), is_bf16(x), current_stream());
     }
     if (!y.defined()) {
       const Tensor wide = widen(x);
@@ -52,11 +51,10 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
       if (ctx->needs_input_grad(0)) dx = at::empty(x.sizes(), x.options());
       Tensor partial = at::empty({cuda::rms_norm_blocks(rows), rows.dim}, rstd.options());
       cuda::rms_norm_backward(x.const_data_ptr(), rows, weight->value.const_data_ptr(),
-                              rstd.const_data_ptr<float>(), dy.const_data_ptr(),
-                              dx.defined() ? dx.mutable_data_ptr() : nullptr,
-                              partial.mutable_data_ptr<float>(),
-                              dweight.defined() ? dweight.mutable_data_ptr<float>() : nullptr,
-                              is_bf16(x), current_stream());
+          rstd.const_data_ptr<float>(), dy.const_data_ptr(),
+          dx.defined() ? dx.mutable_data_ptr() : nullptr, partial.mutable_data_ptr<float>(),
+          dweight.defined() ? dweight.mutable_data_ptr<float>() : nullptr, is_bf16(x),
+          current_stream());
       return {dx, Tensor(), Tensor(), Tensor()};
     }
     const Tensor scale = rstd.unsqueeze(-1), normal = widen(x) * scale, dy = widen(grads[0]);
@@ -75,8 +73,8 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
 Tensor rms_norm(const Tensor& x, Parameter& weight, double eps) {
   check_shape(weight.value, weight.name, {-1});
   PITH_CHECK(x.defined() && x.dim() > 0 && x.size(-1) == weight.value.size(0),
-             "{}; its last dimension should be {} as in {}", describe(x, "rms_norm: x"),
-             weight.value.size(0), weight.name);
+      "{}; its last dimension should be {} as in {}", describe(x, "rms_norm: x"),
+      weight.value.size(0), weight.name);
   check_dtype(x, "rms_norm: input of " + weight.name, weight.value.scalar_type());
   return RmsNorm::apply(has_rows(x) ? x : x.contiguous(), weight.value, &weight, eps);
 }

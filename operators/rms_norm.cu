@@ -95,9 +95,8 @@ __global__ void __launch_bounds__(S::MOST)
 // Every block takes rows a grid apart, keeps the sums for dweight of its columns in registers and
 // writes one row of `partial`.
 template <class T, class S>
-__global__ void __launch_bounds__(S::MOST)
-    backward_kernel(const T* x, NormRows rows, const T* weight, const float* rstd, const T* dy,
-                    T* dx, float* partial) {
+__global__ void __launch_bounds__(S::MOST) backward_kernel(const T* x, NormRows rows,
+    const T* weight, const float* rstd, const T* dy, T* dx, float* partial) {
   constexpr int N = S::N;
   const int group = threadIdx.x / group_size<S>(), num_groups = blockDim.x / group_size<S>();
   float sums[S::PER][N] = {};
@@ -153,8 +152,8 @@ __global__ void __launch_bounds__(S::MOST)
 }
 
 // dweight (dim) += the column sums of partial (blocks, dim), in a fixed order.
-__global__ void add_columns_kernel(const float* partial, int64_t blocks, int64_t dim,
-                                   float* dweight) {
+__global__ void add_columns_kernel(
+    const float* partial, int64_t blocks, int64_t dim, float* dweight) {
   __shared__ float part[32][33];
   const int64_t column = blockIdx.x * int64_t{32} + threadIdx.x;
   float sum = 0;
@@ -191,7 +190,7 @@ void with_spread(int64_t dim, F&& f) {
 }  // namespace
 
 void rms_norm_forward(const void* x, const NormRows& rows, const void* weight, double eps, void* y,
-                      float* rstd, bool is_bf16, CUstream_st* stream) {
+    float* rstd, bool is_bf16, CUstream_st* stream) {
   if (rows.count == 0) return;
   const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
   with_vectors(is_bf16, {x, weight, y}, strides, [&]<class T, int N>() {
@@ -214,8 +213,7 @@ int64_t rms_norm_blocks(const NormRows& rows) {
 }
 
 void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, const float* rstd,
-                       const void* dy, void* dx, float* partial, float* dweight, bool is_bf16,
-                       CUstream_st* stream) {
+    const void* dy, void* dx, float* partial, float* dweight, bool is_bf16, CUstream_st* stream) {
   if (rows.count == 0) return;
   const auto blocks = static_cast<unsigned>(rms_norm_blocks(rows));
   const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
@@ -224,19 +222,19 @@ void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, 
       const auto kernel = backward_kernel<T, decltype(spread)>;
       const size_t shared = static_cast<size_t>(rows.dim) * sizeof(float);
       if (shared > 48 * 1024) {
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(shared)),
-              "rms_norm backward");
+        check(cudaFuncSetAttribute(
+                  kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+            "rms_norm backward");
       }
-      kernel<<<blocks, threads, shared, stream>>>(
-          static_cast<const T*>(x), rows, static_cast<const T*>(weight), rstd,
-          static_cast<const T*>(dy), static_cast<T*>(dx), partial);
+      kernel<<<blocks, threads, shared, stream>>>(static_cast<const T*>(x), rows,
+          static_cast<const T*>(weight), rstd, static_cast<const T*>(dy), static_cast<T*>(dx),
+          partial);
     });
   });
   launch_check("rms_norm backward");
   if (dweight == nullptr) return;
-  add_columns_kernel<<<num_blocks(rows.dim, 32), dim3(32, 32), 0, stream>>>(partial, blocks,
-                                                                            rows.dim, dweight);
+  add_columns_kernel<<<num_blocks(rows.dim, 32), dim3(32, 32), 0, stream>>>(
+      partial, blocks, rows.dim, dweight);
   launch_check("rms_norm dweight");
 }
 

@@ -17,9 +17,9 @@ Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table
   PITH_IF_CUDA (x) {
     Tensor y = at::empty(x.sizes(), x.options());
     cuda::rotary(x.const_data_ptr(), positions.const_data_ptr<int32_t>(),
-                 table.cos.const_data_ptr<float>(), table.sin.const_data_ptr<float>(),
-                 y.mutable_data_ptr(), x.size(0), x.size(1), x.size(2), x.stride(0), x.stride(1),
-                 table.cos.size(0), inverse, is_bf16(x), current_stream());
+        table.cos.const_data_ptr<float>(), table.sin.const_data_ptr<float>(), y.mutable_data_ptr(),
+        x.size(0), x.size(1), x.size(2), x.stride(0), x.stride(1), table.cos.size(0), inverse,
+        is_bf16(x), current_stream());
     return y;
   }
   const int64_t half = x.size(2) / 2;
@@ -35,7 +35,7 @@ Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table
 
 struct Rotary : torch::autograd::Function<Rotary> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& positions,
-                        const Tensor& cos, const Tensor& sin) {
+      const Tensor& cos, const Tensor& sin) {
     ctx->save_for_backward({positions, cos, sin});
     return rotate(x, positions, {cos, sin}, /*inverse=*/false);
   }
@@ -44,18 +44,17 @@ struct Rotary : torch::autograd::Function<Rotary> {
     at::NoGradGuard no_grad;
     const variable_list saved = ctx->get_saved_variables();
     const Tensor dy = grads[0].stride(2) == 1 ? grads[0] : grads[0].contiguous();
-    return {rotate(dy, saved[0], {saved[1], saved[2]}, /*inverse=*/true), Tensor(), Tensor(),
-            Tensor()};
+    return {
+        rotate(dy, saved[0], {saved[1], saved[2]}, /*inverse=*/true), Tensor(), Tensor(), Tensor()};
   }
 };
 
 }  // namespace
 
-RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double theta,
-                              at::Device device) {
+RotaryTable make_rotary_table(
+    int64_t max_positions, int64_t head_dim, double theta, at::Device device) {
   PITH_CHECK(max_positions > 0 && head_dim > 0 && head_dim % 2 == 0 && theta > 0,
-             "rotary table of {} positions, head size {}, theta {}", max_positions, head_dim,
-             theta);
+      "rotary table of {} positions, head size {}, theta {}", max_positions, head_dim, theta);
   const auto fp64 = at::TensorOptions(at::kDouble);
   const Tensor exponent = at::arange(0, head_dim, 2, fp64).div(static_cast<double>(-head_dim));
   const Tensor angle = at::outer(at::arange(max_positions, fp64), at::pow(theta, exponent));
@@ -66,7 +65,7 @@ Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table
   check_shape(x, "rotary: x", {-1, -1, -1});
   PITH_CHECK(x.size(2) % 2 == 0, "{}: the head size must be even", describe(x, "rotary: x"));
   PITH_CHECK(x.stride(2) == 1 || x.size(2) <= 1, "{}: the last dimension must be contiguous",
-             describe(x, "rotary: x"));
+      describe(x, "rotary: x"));
   check_shape(positions, "rotary: positions", {x.size(0)});
   check_dtype(positions, "rotary: positions", at::kInt);
   check_shape(table.cos, "rotary: table.cos", {-1, x.size(2) / 2});

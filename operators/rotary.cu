@@ -6,9 +6,8 @@ namespace {
 
 template <class T, int N>
 __global__ void rotary_kernel(const T* x, const int32_t* positions, const float* cos,
-                              const float* sin, T* y, int64_t rows, int heads, int half,
-                              int64_t row_stride, int64_t head_stride, int64_t table_rows,
-                              float sign) {
+    const float* sin, T* y, int64_t rows, int heads, int half, int64_t row_stride,
+    int64_t head_stride, int64_t table_rows, float sign) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int chunks = half / N;
   const int place = blockIdx.y * blockDim.x + threadIdx.x;  // of (heads, chunks)
@@ -35,16 +34,15 @@ __global__ void rotary_kernel(const T* x, const int32_t* positions, const float*
 }  // namespace
 
 void rotary(const void* x, const int32_t* positions, const float* cos, const float* sin, void* y,
-            int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
-            int64_t table_rows, bool inverse, bool is_bf16, CUstream_st* stream) {
+    int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
+    int64_t table_rows, bool inverse, bool is_bf16, CUstream_st* stream) {
   if (rows * heads * dim == 0) return;
   const int64_t half = dim / 2;
   with_vectors(is_bf16, {x, y}, {half, row_stride, head_stride}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, heads * (half / N));
-    rotary_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(
-        static_cast<const T*>(x), positions, cos, sin, static_cast<T*>(y), rows,
-        static_cast<int>(heads), static_cast<int>(half), row_stride, head_stride, table_rows,
-        inverse ? -1.0f : 1.0f);
+    rotary_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(static_cast<const T*>(x), positions,
+        cos, sin, static_cast<T*>(y), rows, static_cast<int>(heads), static_cast<int>(half),
+        row_stride, head_stride, table_rows, inverse ? -1.0f : 1.0f);
   });
   launch_check("rotary");
 }

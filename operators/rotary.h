@@ -11,8 +11,8 @@ struct RotaryTable {
 };
 
 // Plain rotary frequencies theta^(-2i/D), i < D/2; `max_positions` rows on `device`.
-RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double theta,
-                              at::Device device);
+RotaryTable make_rotary_table(
+    int64_t max_positions, int64_t head_dim, double theta, at::Device device);
 
 // x (T, heads, D), positions (T) int32 in [0, P) -> rotated x, same shape and dtype. Element i
 // pairs with i + D/2: (a, b) -> (a cos - b sin, b cos + a sin), in FP32, rounded once. x may be a

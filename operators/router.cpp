@@ -56,7 +56,7 @@ Tensor select_topk(const Tensor& scores, int64_t k) {
 #if PITH_CUDA
   if (scores.is_cuda()) {
     cuda::topk_lowest_id(scores.const_data_ptr<float>(), idx.mutable_data_ptr<int64_t>(),
-                         scores.size(0), scores.size(1), k, current_stream());
+        scores.size(0), scores.size(1), k, current_stream());
     return idx;
   }
 #endif
@@ -69,8 +69,8 @@ Tensor select_topk(const Tensor& scores, int64_t k) {
 }
 
 template <class T>
-void route_weights_cpu(const Tensor& probabilities, const Tensor& idx, Tensor& weight,
-                       bool normalize) {
+void route_weights_cpu(
+    const Tensor& probabilities, const Tensor& idx, Tensor& weight, bool normalize) {
   const int64_t num_experts = probabilities.size(1), k = idx.size(1);
   const T* p = probabilities.const_data_ptr<T>();
   const int64_t* e = idx.const_data_ptr<int64_t>();
@@ -88,8 +88,7 @@ void route_weights_cpu(const Tensor& probabilities, const Tensor& idx, Tensor& w
 // is (dw_j - <w, dw>) / s.
 template <class T>
 void route_backward_cpu(const Tensor& probabilities, const Tensor& idx,
-                        const Tensor& dprobabilities, const Tensor& dweight, Tensor& dlogits,
-                        bool normalize) {
+    const Tensor& dprobabilities, const Tensor& dweight, Tensor& dlogits, bool normalize) {
   const int64_t num_experts = probabilities.size(1), k = idx.size(1);
   const T* all_p = probabilities.const_data_ptr<T>();
   const int64_t* all_e = idx.const_data_ptr<int64_t>();
@@ -120,17 +119,17 @@ void route_backward_cpu(const Tensor& probabilities, const Tensor& idx,
 
 struct Route : torch::autograd::Function<Route> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, int64_t k,
-                               bool normalize, const Tensor* forced, Tensor* topk_idx) {
+      bool normalize, const Tensor* forced, Tensor* topk_idx) {
     Tensor probabilities, weight = at::empty({logits.size(0), k}, logits.options());
 #if PITH_CUDA
     if (logits.is_cuda()) {
       probabilities = at::empty_like(logits);
       *topk_idx = at::empty({logits.size(0), k}, logits.options().dtype(at::kLong));
       cuda::route_forward(logits.const_data_ptr<float>(),
-                          forced->defined() ? forced->const_data_ptr<int64_t>() : nullptr,
-                          probabilities.mutable_data_ptr<float>(),
-                          topk_idx->mutable_data_ptr<int64_t>(), weight.mutable_data_ptr<float>(),
-                          logits.size(0), logits.size(1), k, normalize, current_stream());
+          forced->defined() ? forced->const_data_ptr<int64_t>() : nullptr,
+          probabilities.mutable_data_ptr<float>(), topk_idx->mutable_data_ptr<int64_t>(),
+          weight.mutable_data_ptr<float>(), logits.size(0), logits.size(1), k, normalize,
+          current_stream());
     }
 #endif
     if (logits.is_cpu()) {
@@ -162,10 +161,9 @@ struct Route : torch::autograd::Function<Route> {
 #if PITH_CUDA
       if (dlogits.is_cuda()) {
         cuda::route_backward(probabilities.const_data_ptr<float>(), idx.const_data_ptr<int64_t>(),
-                             dp.defined() ? dp.const_data_ptr<float>() : nullptr,
-                             dw.defined() ? dw.const_data_ptr<float>() : nullptr,
-                             dlogits.mutable_data_ptr<float>(), dlogits.size(0), dlogits.size(1),
-                             idx.size(1), normalize, current_stream());
+            dp.defined() ? dp.const_data_ptr<float>() : nullptr,
+            dw.defined() ? dw.const_data_ptr<float>() : nullptr, dlogits.mutable_data_ptr<float>(),
+            dlogits.size(0), dlogits.size(1), idx.size(1), normalize, current_stream());
       }
 #endif
       if (dlogits.is_cpu() && dlogits.scalar_type() == at::kDouble) {
@@ -181,7 +179,7 @@ struct Route : torch::autograd::Function<Route> {
 // loss, and coefficient (num_rows, E): dloss / dprobability, equal for all tokens of a row.
 template <class T>
 void balance_forward_cpu(const Tensor& probabilities, const Tensor& idx, const Tensor& row_id,
-                         const Comm& context, Tensor& loss, Tensor& coefficient) {
+    const Comm& context, Tensor& loss, Tensor& coefficient) {
   const int64_t tokens = probabilities.size(0), num_experts = probabilities.size(1),
                 k = idx.size(1);
   const int64_t num_rows = coefficient.size(0);
@@ -195,8 +193,7 @@ void balance_forward_cpu(const Tensor& probabilities, const Tensor& idx, const T
   const int32_t* row = row_id.const_data_ptr<int32_t>();
   for (int64_t t = 0; t < tokens; ++t, p += num_experts, chosen += k) {
     PITH_CHECK(row[t] >= (t > 0 ? row[t - 1] : 0) && row[t] < num_rows,
-               "sequence_balance_loss: row_id[{}] = {} is not ascending in [0, {})", t, row[t],
-               num_rows);
+        "sequence_balance_loss: row_id[{}] = {} is not ascending in [0, {})", t, row[t], num_rows);
     int64_t* of_row = count + row[t] * (num_experts + 1);
     for (int64_t j = 0; j < k; ++j) ++of_row[chosen[j]];
     ++of_row[num_experts];
@@ -223,7 +220,7 @@ void balance_forward_cpu(const Tensor& probabilities, const Tensor& idx, const T
 
 struct BalanceLoss : torch::autograd::Function<BalanceLoss> {
   static Tensor forward(AutogradContext* ctx, const Tensor& probabilities, const Tensor& idx,
-                        const Tensor& row_id, int64_t num_rows, const Comm* context) {
+      const Tensor& row_id, int64_t num_rows, const Comm* context) {
     const int64_t num_experts = probabilities.size(1);
     Tensor loss = at::empty({}, probabilities.options());
     Tensor coefficient = at::empty({num_rows, num_experts}, probabilities.options());
@@ -233,10 +230,9 @@ struct BalanceLoss : torch::autograd::Function<BalanceLoss> {
       Tensor sum = at::empty({num_rows, cuda::kBalanceParts, num_experts}, probabilities.options());
       Tensor count = at::empty(sum.sizes(), integer), start = at::empty({num_rows + 1}, integer);
       cuda::balance_parts(probabilities.const_data_ptr<float>(), idx.const_data_ptr<int64_t>(),
-                          row_id.const_data_ptr<int32_t>(), sum.mutable_data_ptr<float>(),
-                          count.mutable_data_ptr<int32_t>(), start.mutable_data_ptr<int32_t>(),
-                          probabilities.size(0), num_experts, idx.size(1), num_rows,
-                          current_stream());
+          row_id.const_data_ptr<int32_t>(), sum.mutable_data_ptr<float>(),
+          count.mutable_data_ptr<int32_t>(), start.mutable_data_ptr<int32_t>(),
+          probabilities.size(0), num_experts, idx.size(1), num_rows, current_stream());
       Tensor global;
       if (context->size() > 1) {
         const Tensor length = start.narrow(0, 1, num_rows) - start.narrow(0, 0, num_rows);
@@ -244,10 +240,10 @@ struct BalanceLoss : torch::autograd::Function<BalanceLoss> {
         context->all_reduce(global);
       }
       cuda::balance_total(sum.const_data_ptr<float>(), count.const_data_ptr<int32_t>(),
-                          start.const_data_ptr<int32_t>(),
-                          global.defined() ? global.const_data_ptr<int64_t>() : nullptr,
-                          loss.mutable_data_ptr<float>(), coefficient.mutable_data_ptr<float>(),
-                          num_experts, idx.size(1), num_rows, current_stream());
+          start.const_data_ptr<int32_t>(),
+          global.defined() ? global.const_data_ptr<int64_t>() : nullptr,
+          loss.mutable_data_ptr<float>(), coefficient.mutable_data_ptr<float>(), num_experts,
+          idx.size(1), num_rows, current_stream());
     }
 #endif
     if (probabilities.is_cpu() && probabilities.scalar_type() == at::kDouble) {
@@ -269,9 +265,8 @@ struct BalanceLoss : torch::autograd::Function<BalanceLoss> {
     if (coefficient.is_cuda()) {
       dprobabilities = at::empty({row_id.size(0), coefficient.size(1)}, coefficient.options());
       cuda::balance_backward(grads[0].const_data_ptr<float>(), coefficient.const_data_ptr<float>(),
-                             row_id.const_data_ptr<int32_t>(),
-                             dprobabilities.mutable_data_ptr<float>(), dprobabilities.size(0),
-                             dprobabilities.size(1), current_stream());
+          row_id.const_data_ptr<int32_t>(), dprobabilities.mutable_data_ptr<float>(),
+          dprobabilities.size(0), dprobabilities.size(1), current_stream());
     }
 #endif
     if (coefficient.is_cpu()) dprobabilities = at::index_select(coefficient * grads[0], 0, row_id);
@@ -286,14 +281,14 @@ void check_scores(const Tensor& scores, const char* name) {
                     (scores.is_cpu() && scores.scalar_type() == at::kDouble);
   PITH_CHECK(fits, "{}: expected float32", describe(scores, name));
   PITH_CHECK(scores.is_cpu() || scores.size(1) <= 1024, "{}: CUDA takes at most 1024 experts",
-             describe(scores, name));
+      describe(scores, name));
 }
 
 void check_ids_cpu(const Tensor& idx, const char* name, int64_t num_experts) {
   const int64_t* id = idx.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < idx.numel(); ++i) {
     PITH_CHECK(id[i] >= 0 && id[i] < num_experts, "{}({}, {}) = {} is not in [0, {})", name,
-               i / idx.size(1), i % idx.size(1), id[i], num_experts);
+        i / idx.size(1), i % idx.size(1), id[i], num_experts);
   }
 }
 
@@ -302,8 +297,8 @@ void check_ids_cpu(const Tensor& idx, const char* name, int64_t num_experts) {
 Tensor topk_lowest_id(const Tensor& scores, int64_t k) {
   at::NoGradGuard no_grad;
   check_scores(scores, "topk_lowest_id: scores");
-  PITH_CHECK(k >= 1 && k <= scores.size(1), "topk_lowest_id: k = {} of {} experts", k,
-             scores.size(1));
+  PITH_CHECK(
+      k >= 1 && k <= scores.size(1), "topk_lowest_id: k = {} of {} experts", k, scores.size(1));
   return select_topk(scores.contiguous(), k);
 }
 
@@ -330,7 +325,7 @@ Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::D
 }
 
 Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
-                             const Tensor& row_id, int64_t num_rows, const Comm& context) {
+    const Tensor& row_id, int64_t num_rows, const Comm& context) {
   check_scores(probabilities, "sequence_balance_loss: probabilities");
   check_shape(topk_idx, "sequence_balance_loss: topk_idx", {probabilities.size(0), -1});
   check_dtype(topk_idx, "sequence_balance_loss: topk_idx", at::kLong);
@@ -338,8 +333,8 @@ Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx
   check_dtype(row_id, "sequence_balance_loss: row_id", at::kInt);
   const Tensor idx = topk_idx.contiguous();
   if (idx.is_cpu()) check_ids_cpu(idx, "sequence_balance_loss: topk_idx", probabilities.size(1));
-  return BalanceLoss::apply(probabilities.contiguous(), idx, row_id.contiguous(), num_rows,
-                            &context);
+  return BalanceLoss::apply(
+      probabilities.contiguous(), idx, row_id.contiguous(), num_rows, &context);
 }
 
 }  // namespace pith

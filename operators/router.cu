@@ -50,7 +50,7 @@ __device__ inline void select_topk(const float (&score)[N], int num_experts, int
 
 template <int N>
 __global__ void topk_kernel(const float* __restrict__ scores, int64_t* __restrict__ idx,
-                            int64_t rows, int num_experts, int k) {
+    int64_t rows, int num_experts, int k) {
   const int lane = threadIdx.x % kWarp;
   const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
   if (row >= rows) return;
@@ -67,10 +67,9 @@ __global__ void topk_kernel(const float* __restrict__ scores, int64_t* __restric
 
 template <int N>
 __global__ void route_forward_kernel(const float* __restrict__ logits,
-                                     const int64_t* __restrict__ forced,
-                                     float* __restrict__ probabilities, int64_t* __restrict__ idx,
-                                     float* __restrict__ weight, int64_t rows, int num_experts,
-                                     int k, bool normalize) {
+    const int64_t* __restrict__ forced, float* __restrict__ probabilities,
+    int64_t* __restrict__ idx, float* __restrict__ weight, int64_t rows, int num_experts, int k,
+    bool normalize) {
   const int lane = threadIdx.x % kWarp;
   const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
   if (row >= rows) return;
@@ -114,11 +113,9 @@ __global__ void route_forward_kernel(const float* __restrict__ logits,
 // order of j, so that an expert forced twice into a row still has one order of addition.
 template <int N>
 __global__ void route_backward_kernel(const float* __restrict__ probabilities,
-                                      const int64_t* __restrict__ idx,
-                                      const float* __restrict__ dprobabilities,
-                                      const float* __restrict__ dweight,
-                                      float* __restrict__ dlogits, int64_t rows, int num_experts,
-                                      int k, bool normalize) {
+    const int64_t* __restrict__ idx, const float* __restrict__ dprobabilities,
+    const float* __restrict__ dweight, float* __restrict__ dlogits, int64_t rows, int num_experts,
+    int k, bool normalize) {
   const int lane = threadIdx.x % kWarp;
   const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
   if (row >= rows) return;
@@ -165,7 +162,7 @@ constexpr int64_t kParts = 32;  // kBalanceParts of router.h, which a .cu file d
 
 // start (num_rows + 1): first token of each row. row_id is ascending.
 __global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tokens,
-                                 int64_t num_rows, int32_t* __restrict__ start) {
+    int64_t num_rows, int32_t* __restrict__ start) {
   const int64_t t = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (t > tokens) return;
   const int64_t before = t == 0 ? -1 : row_id[t - 1], here = t == tokens ? num_rows : row_id[t];
@@ -174,9 +171,8 @@ __global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tok
 
 // Block (row, part): sum (num_rows, kParts, E) of probabilities and count of choices of its tokens.
 __global__ void balance_part_kernel(const float* __restrict__ probabilities,
-                                    const int64_t* __restrict__ idx,
-                                    const int32_t* __restrict__ start, float* __restrict__ sum,
-                                    int32_t* __restrict__ count, int num_experts, int64_t k) {
+    const int64_t* __restrict__ idx, const int32_t* __restrict__ start, float* __restrict__ sum,
+    int32_t* __restrict__ count, int num_experts, int64_t k) {
   extern __shared__ int32_t chosen[];
   const int64_t row = blockIdx.x, part = blockIdx.y;
   const int64_t first = start[row], length = start[row + 1] - first;
@@ -199,11 +195,9 @@ __global__ void balance_part_kernel(const float* __restrict__ probabilities,
 
 // One block, one thread an expert: coefficient (num_rows, E) and the loss.
 __global__ void balance_total_kernel(const float* __restrict__ sum,
-                                     const int32_t* __restrict__ count,
-                                     const int32_t* __restrict__ start,
-                                     const int64_t* __restrict__ global, float* __restrict__ loss,
-                                     float* __restrict__ coefficient, int64_t num_rows,
-                                     int num_experts, int64_t k) {
+    const int32_t* __restrict__ count, const int32_t* __restrict__ start,
+    const int64_t* __restrict__ global, float* __restrict__ loss, float* __restrict__ coefficient,
+    int64_t num_rows, int num_experts, int64_t k) {
   __shared__ double share[1024];
   const int e = static_cast<int>(threadIdx.x);
   double mine = 0;
@@ -233,10 +227,8 @@ __global__ void balance_total_kernel(const float* __restrict__ sum,
 }
 
 __global__ void balance_backward_kernel(const float* __restrict__ dloss,
-                                        const float* __restrict__ coefficient,
-                                        const int32_t* __restrict__ row_id,
-                                        float* __restrict__ dprobabilities, int64_t tokens,
-                                        int64_t num_experts) {
+    const float* __restrict__ coefficient, const int32_t* __restrict__ row_id,
+    float* __restrict__ dprobabilities, int64_t tokens, int64_t num_experts) {
   const int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t e = blockIdx.y * int64_t{blockDim.x} + threadIdx.x;
   if (t >= tokens || e >= num_experts) return;
@@ -263,7 +255,7 @@ constexpr int kThreads = kWarpsPerBlock * kWarp;
 }  // namespace
 
 void topk_lowest_id(const float* scores, int64_t* idx, int64_t rows, int64_t num_experts, int64_t k,
-                    cudaStream_t stream) {
+    cudaStream_t stream) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
     topk_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(
@@ -273,36 +265,36 @@ void topk_lowest_id(const float* scores, int64_t* idx, int64_t rows, int64_t num
 }
 
 void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
-                   float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize,
-                   cudaStream_t stream) {
+    float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize,
+    cudaStream_t stream) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
-    route_forward_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(
-        logits, forced, probabilities, idx, weight, rows, static_cast<int>(num_experts),
-        static_cast<int>(k), normalize);
+    route_forward_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(logits, forced,
+        probabilities, idx, weight, rows, static_cast<int>(num_experts), static_cast<int>(k),
+        normalize);
   });
   launch_check("route_forward");
 }
 
 void route_backward(const float* probabilities, const int64_t* idx, const float* dprobabilities,
-                    const float* dweight, float* dlogits, int64_t rows, int64_t num_experts,
-                    int64_t k, bool normalize, cudaStream_t stream) {
+    const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
+    bool normalize, cudaStream_t stream) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
-    route_backward_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(
-        probabilities, idx, dprobabilities, dweight, dlogits, rows, static_cast<int>(num_experts),
-        static_cast<int>(k), normalize);
+    route_backward_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(probabilities, idx,
+        dprobabilities, dweight, dlogits, rows, static_cast<int>(num_experts), static_cast<int>(k),
+        normalize);
   });
   launch_check("route_backward");
 }
 
 void balance_parts(const float* probabilities, const int64_t* idx, const int32_t* row_id,
-                   float* sum, int32_t* count, int32_t* start, int64_t tokens, int64_t num_experts,
-                   int64_t k, int64_t num_rows, cudaStream_t stream) {
+    float* sum, int32_t* count, int32_t* start, int64_t tokens, int64_t num_experts, int64_t k,
+    int64_t num_rows, cudaStream_t stream) {
   const auto experts = static_cast<int>(num_experts);
   const auto threads = static_cast<unsigned>((experts + kWarp - 1) / kWarp * kWarp);
-  row_start_kernel<<<static_cast<unsigned>(tokens / 256 + 1), 256, 0, stream>>>(row_id, tokens,
-                                                                                num_rows, start);
+  row_start_kernel<<<static_cast<unsigned>(tokens / 256 + 1), 256, 0, stream>>>(
+      row_id, tokens, num_rows, start);
   launch_check("balance: row_start");
   if (num_rows == 0) return;
   const dim3 grid(static_cast<unsigned>(num_rows), kParts);
@@ -312,18 +304,17 @@ void balance_parts(const float* probabilities, const int64_t* idx, const int32_t
 }
 
 void balance_total(const float* sum, const int32_t* count, const int32_t* start,
-                   const int64_t* global, float* loss, float* coefficient, int64_t num_experts,
-                   int64_t k, int64_t num_rows, cudaStream_t stream) {
+    const int64_t* global, float* loss, float* coefficient, int64_t num_experts, int64_t k,
+    int64_t num_rows, cudaStream_t stream) {
   const auto experts = static_cast<int>(num_experts);
   const auto threads = static_cast<unsigned>((experts + kWarp - 1) / kWarp * kWarp);
-  balance_total_kernel<<<1, threads, 0, stream>>>(sum, count, start, global, loss, coefficient,
-                                                  num_rows, experts, k);
+  balance_total_kernel<<<1, threads, 0, stream>>>(
+      sum, count, start, global, loss, coefficient, num_rows, experts, k);
   launch_check("balance: total");
 }
 
 void balance_backward(const float* dloss, const float* coefficient, const int32_t* row_id,
-                      float* dprobabilities, int64_t tokens, int64_t num_experts,
-                      cudaStream_t stream) {
+    float* dprobabilities, int64_t tokens, int64_t num_experts, cudaStream_t stream) {
   if (tokens == 0) return;
   const RowGrid shape = row_grid(tokens, num_experts);
   balance_backward_kernel<<<shape.grid, shape.block, 0, stream>>>(

@@ -18,7 +18,7 @@ struct SwiGlu : torch::autograd::Function<SwiGlu> {
     PITH_IF_CUDA (gate_up) {
       Tensor y = at::empty({rows, width}, gate_up.options());
       cuda::swiglu_forward(gate_up.const_data_ptr(), y.mutable_data_ptr(), rows, width, is_bf16(y),
-                           current_stream());
+          current_stream());
       return y;
     }
     const Tensor wide = widen(gate_up);
@@ -34,8 +34,7 @@ struct SwiGlu : torch::autograd::Function<SwiGlu> {
       const Tensor dy = grads[0].contiguous();
       Tensor dgate_up = at::empty_like(gate_up);
       cuda::swiglu_backward(gate_up.const_data_ptr(), dy.const_data_ptr(),
-                            dgate_up.mutable_data_ptr(), rows, width, is_bf16(dy),
-                            current_stream());
+          dgate_up.mutable_data_ptr(), rows, width, is_bf16(dy), current_stream());
       return {dgate_up};
     }
     const Tensor wide = widen(gate_up), dy = widen(grads[0]);
@@ -50,7 +49,7 @@ struct SwiGlu : torch::autograd::Function<SwiGlu> {
 Tensor swiglu(const Tensor& gate_up) {
   check_shape(gate_up, "swiglu: gate_up", {-1, -1});
   PITH_CHECK(gate_up.size(1) % 2 == 0, "{}: gate and up must be of one size",
-             describe(gate_up, "swiglu: gate_up"));
+      describe(gate_up, "swiglu: gate_up"));
   return SwiGlu::apply(gate_up.contiguous());
 }
 

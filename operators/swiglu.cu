@@ -25,8 +25,8 @@ __global__ void forward_kernel(const T* gate_up, T* y, int64_t rows, int64_t wid
 }
 
 template <class T, int N>
-__global__ void backward_kernel(const T* gate_up, const T* dy, T* dgate_up, int64_t rows,
-                                int64_t width) {
+__global__ void backward_kernel(
+    const T* gate_up, const T* dy, T* dgate_up, int64_t rows, int64_t width) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (row >= rows || column >= width) return;
@@ -46,25 +46,24 @@ __global__ void backward_kernel(const T* gate_up, const T* dy, T* dgate_up, int6
 
 }  // namespace
 
-void swiglu_forward(const void* gate_up, void* y, int64_t rows, int64_t width, bool is_bf16,
-                    CUstream_st* stream) {
+void swiglu_forward(
+    const void* gate_up, void* y, int64_t rows, int64_t width, bool is_bf16, CUstream_st* stream) {
   if (rows * width == 0) return;
   with_vectors(is_bf16, {gate_up, y}, {width}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, width / N);
-    forward_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(static_cast<const T*>(gate_up),
-                                                                 static_cast<T*>(y), rows, width);
+    forward_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(
+        static_cast<const T*>(gate_up), static_cast<T*>(y), rows, width);
   });
   launch_check("swiglu forward");
 }
 
 void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
-                     int64_t width, bool is_bf16, CUstream_st* stream) {
+    int64_t width, bool is_bf16, CUstream_st* stream) {
   if (rows * width == 0) return;
   with_vectors(is_bf16, {gate_up, dy, dgate_up}, {width}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, width / N);
-    backward_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(
-        static_cast<const T*>(gate_up), static_cast<const T*>(dy), static_cast<T*>(dgate_up), rows,
-        width);
+    backward_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(static_cast<const T*>(gate_up),
+        static_cast<const T*>(dy), static_cast<T*>(dgate_up), rows, width);
   });
   launch_check("swiglu backward");
 }

@@ -38,8 +38,7 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
     byte_ids_[1][byte] = id_of(prefix + static_cast<char>(byte));
     fallback_ids_[byte] = config_.byte_level ? -1 : id_of(fmt::format("<0x{:02X}>", byte));
     PITH_CHECK(!(config_.byte_level && config_.byte_fallback && byte_ids_[0][byte] < 0),
-               "byte_fallback with a byte-level vocabulary that lacks byte {} is not supported",
-               byte);
+        "byte_fallback with a byte-level vocabulary that lacks byte {} is not supported", byte);
   }
   shift_ = 64 - static_cast<int>(std::bit_width(std::max<size_t>(merges.size() * 2, 2)));
   merges_.resize(size_t{1} << (64 - shift_));
@@ -92,7 +91,7 @@ void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
     if (config_.byte_fallback) {
       spell(begin, at);
       if (std::all_of(spelled.begin(), spelled.end(),
-                      [&](char c) { return fallback_ids_[static_cast<uint8_t>(c)] >= 0; })) {
+              [&](char c) { return fallback_ids_[static_cast<uint8_t>(c)] >= 0; })) {
         for (char c : spelled) add(fallback_ids_[static_cast<uint8_t>(c)], 1);
         continue;
       }
@@ -191,7 +190,7 @@ void Bpe::merge_long(Scratch& scratch) const {
 }
 
 void Bpe::encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
-                 std::vector<uint32_t>* lengths) const {
+    std::vector<uint32_t>* lengths) const {
   if (piece.empty()) return;
   Scratch::Entry* entry = nullptr;
   if (piece.size() <= Scratch::kKeyBytes) {

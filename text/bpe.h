@@ -58,7 +58,7 @@ class Bpe {
 
   // Appends the ids of a piece and, unless null, the bytes each of them covers.
   void encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
-              std::vector<uint32_t>* lengths) const;
+      std::vector<uint32_t>* lengths) const;
   bool byte_level() const { return config_.byte_level; }
 
  private:

@@ -95,8 +95,8 @@ BpeTrainer::BpeTrainer(BpeTrainerOptions options) : options_(std::move(options))
   PITH_CHECK(options_.threads > 0, "a trainer needs at least one thread");
   const auto needed = 256 + static_cast<int64_t>(options_.special_tokens.size());
   PITH_CHECK(options_.vocab_size >= needed,
-             "a vocabulary of {} is smaller than the {} of bytes and special tokens",
-             options_.vocab_size, needed);
+      "a vocabulary of {} is smaller than the {} of bytes and special tokens", options_.vocab_size,
+      needed);
   counts_.resize(static_cast<size_t>(options_.threads));
 }
 
@@ -112,7 +112,7 @@ void BpeTrainer::add(std::span<const std::string> texts) {
         if (begin < end) ++counts[repaired.substr(begin, end - begin)];
       });
       for_each_match_in(repaired, pattern, scratch,
-                        [&](size_t begin, size_t end) { splitter.match(begin, end); });
+          [&](size_t begin, size_t end) { splitter.match(begin, end); });
       splitter.finish(repaired.size());
     }
   };
@@ -135,7 +135,7 @@ Tokenizer BpeTrainer::train() const {
   };
   for (const std::string& token : options_.special_tokens) {
     PITH_CHECK(!token.empty() && ids.emplace(token, static_cast<int32_t>(ids.size())).second,
-               "special token \"{}\" is empty or given twice", token);
+        "special token \"{}\" is empty or given twice", token);
   }
   int32_t byte_ids[256];
   std::vector<std::pair<char32_t, int>> alphabet;
@@ -208,8 +208,7 @@ Tokenizer BpeTrainer::train() const {
 
   std::vector<std::pair<std::string, int32_t>> special;
   for (const std::string& token : options_.special_tokens) special.emplace_back(token, ids[token]);
-  return Tokenizer::from_json(
-      byte_level_json(vocabulary, merges, options_.pattern, false, special),
+  return Tokenizer::from_json(byte_level_json(vocabulary, merges, options_.pattern, false, special),
       options_.special_tokens.empty() ? "" : tokenizer_config_json(options_.special_tokens[0]));
 }
 

@@ -14,8 +14,8 @@ namespace {
 
 using Kind = EncodedDocument::Kind;
 
-void encode(const Tokenizer& tokenizer, const EncodeSettings& settings, Chunk& chunk,
-            EncodedChunk& out) {
+void encode(
+    const Tokenizer& tokenizer, const EncodeSettings& settings, Chunk& chunk, EncodedChunk& out) {
   static_cast<ChunkPlace&>(out) = chunk;
   // A text that spells <|endoftext|> does not end there.
   const EncodeOptions options{.add_special_tokens = false, .parse_special = false};
@@ -86,7 +86,7 @@ struct CorpusEncoder::State {
       changed.wait(lock, [&] {
         return stopped || slots.empty() ||
                (in_flight + slot->bytes <= settings.bytes_in_flight &&
-                slots.size() < 8 * static_cast<size_t>(settings.workers));
+                   slots.size() < 8 * static_cast<size_t>(settings.workers));
       });
       if (stopped) break;
       in_flight += slot->bytes;
@@ -119,10 +119,10 @@ struct CorpusEncoder::State {
   }
 };
 
-CorpusEncoder::CorpusEncoder(std::vector<InputFile> files, Tokenizer tokenizer,
-                             EncodeSettings settings, InputPosition start)
-    : state_(std::make_unique<State>(std::move(files), std::move(tokenizer), std::move(settings),
-                                     start)) {
+CorpusEncoder::CorpusEncoder(
+    std::vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings, InputPosition start)
+    : state_(std::make_unique<State>(
+          std::move(files), std::move(tokenizer), std::move(settings), start)) {
   state_->threads.emplace_back([this] { state_->read(); });
   for (int i = 0; i < state_->settings.workers; ++i)
     state_->threads.emplace_back([this] { state_->work(); });

@@ -35,7 +35,7 @@ struct EncodedChunk : ChunkPlace {
 class CorpusEncoder {
  public:
   CorpusEncoder(std::vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings,
-                InputPosition start);
+      InputPosition start);
   ~CorpusEncoder();  // ends the threads
   // The next chunk in the order of the files, whatever the number of workers; false at the end. An
   // Error of the reader comes after all chunks before it.

@@ -33,15 +33,15 @@ std::string reason() { return std::generic_category().message(errno); }
 
 bool wanted(const std::string& name, const std::vector<std::string>& endings) {
   return endings.empty() || std::any_of(endings.begin(), endings.end(), [&](const auto& ending) {
-           return ending == "none" ? name.find('.') == name.npos : name.ends_with(ending);
-         });
+    return ending == "none" ? name.find('.') == name.npos : name.ends_with(ending);
+  });
 }
 
-std::vector<std::string> files_below(const std::string& folder,
-                                     const std::vector<std::string>& endings) {
+std::vector<std::string> files_below(
+    const std::string& folder, const std::vector<std::string>& endings) {
   std::vector<std::string> found;
   for (auto entry = fs::recursive_directory_iterator(folder);
-       entry != fs::recursive_directory_iterator(); ++entry) {
+      entry != fs::recursive_directory_iterator(); ++entry) {
     const std::string name = entry->path().filename().string();
     if (name.starts_with('.')) {
       entry.disable_recursion_pending();
@@ -105,7 +105,7 @@ class ByteSource {
   void skip(uint64_t bytes) {
     if (!gzip_ && !zstd_) {
       PITH_CHECK(::lseek(descriptor_, static_cast<off_t>(bytes), SEEK_SET) >= 0,
-                 "cannot read {}: {}", path_, reason());
+          "cannot read {}: {}", path_, reason());
       return;
     }
     std::string skipped(kRead, '\0');
@@ -142,8 +142,8 @@ class ByteSource {
     while (true) {
       if (input_.pos < input_.size || more_ != 0) {
         more_ = ZSTD_decompressStream(zstd_, &output, &input_);
-        PITH_CHECK(!ZSTD_isError(more_), "cannot decompress {}: {}", path_,
-                   ZSTD_getErrorName(more_));
+        PITH_CHECK(
+            !ZSTD_isError(more_), "cannot decompress {}: {}", path_, ZSTD_getErrorName(more_));
         if (output.pos > 0) return output.pos;
         if (input_.pos < input_.size) continue;
       }
@@ -154,8 +154,8 @@ class ByteSource {
     }
   }
   [[noreturn]] void fail_short() const {
-    PITH_FAIL_HINT("copy or download it again", "{} is cut short: its compressed data ends early",
-                   path_);
+    PITH_FAIL_HINT(
+        "copy or download it again", "{} is cut short: its compressed data ends early", path_);
   }
 
   std::string path_;
@@ -174,7 +174,7 @@ const ParquetPlugin& parquet() {
   if (!symbol) {
     const char* why = ::dlerror();
     PITH_FAIL_HINT("run ./pith setup --parquet, then ./pith build",
-                   "Parquet files cannot be read: {}", why ? why : "the plugin is damaged");
+        "Parquet files cannot be read: {}", why ? why : "the plugin is damaged");
   }
   return *static_cast<const ParquetPlugin*>(symbol);
 }
@@ -231,7 +231,7 @@ const char* type_name(Element element) {
 
 // `line` has SIMDJSON_PADDING readable bytes behind it.
 void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadOptions& options,
-               Document& out) {
+    Document& out) {
   Element root, id;
   std::string_view text;
   if (const auto error = parser.parse(line.data(), line.size(), false).get(root)) {
@@ -245,8 +245,8 @@ void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadO
   if (field.error()) {
     out.problem = fmt::format("no field \"{}\"", options.text_field);
   } else if (field.value_unsafe().get(text)) {
-    out.problem = fmt::format("field \"{}\" is {}, not text", options.text_field,
-                              type_name(field.value_unsafe()));
+    out.problem = fmt::format(
+        "field \"{}\" is {}, not text", options.text_field, type_name(field.value_unsafe()));
   } else {
     out.text = text;
   }
@@ -254,15 +254,15 @@ void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadO
 
 }  // namespace
 
-std::vector<InputFile> list_inputs(const std::vector<std::string>& paths,
-                                   const std::vector<std::string>& endings) {
+std::vector<InputFile> list_inputs(
+    const std::vector<std::string>& paths, const std::vector<std::string>& endings) {
   std::vector<InputFile> files;
   const auto add = [&](const std::string& path) {
     struct stat info{};
     PITH_CHECK(::stat(path.c_str(), &info) == 0 && ::access(path.c_str(), R_OK) == 0,
-               "cannot read {}: {}", path, reason());
+        "cannot read {}: {}", path, reason());
     files.push_back({path, static_cast<uint64_t>(info.st_size),
-                     info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec});
+        info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec});
   };
   for (const std::string& pattern : paths) {
     for (const std::string& path : expand(pattern)) {

@@ -24,8 +24,8 @@ struct InputFile {
 // Files, globs, and the files below folders in the order of their paths' bytes. From folders come
 // only names that end in one of `endings` ("none": names without a dot; empty list: all). Left out
 // there: names that begin with a dot, linked folders (loops), and what is not a file.
-std::vector<InputFile> list_inputs(const std::vector<std::string>& paths,
-                                   const std::vector<std::string>& endings);
+std::vector<InputFile> list_inputs(
+    const std::vector<std::string>& paths, const std::vector<std::string>& endings);
 
 // Where a document ends: bytes (after decompression) and lines, or rows of a table, before it.
 struct InputPosition {

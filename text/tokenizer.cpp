@@ -14,8 +14,8 @@ namespace pith {
 
 AddedTokenMatcher::AddedTokenMatcher(
     std::vector<std::pair<std::string, const AddedToken*>> tokens) {
-  std::stable_sort(tokens.begin(), tokens.end(),
-                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::stable_sort(
+      tokens.begin(), tokens.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   for (const auto& [text, token] : tokens) {
     int prefix = static_cast<int>(patterns_.size()) - 1;
     while (prefix >= 0 && !text.starts_with(at(prefix).text)) prefix = at(prefix).prefix;
@@ -25,15 +25,14 @@ AddedTokenMatcher::AddedTokenMatcher(
   }
 }
 
-const AddedToken* AddedTokenMatcher::find(std::string_view text, size_t from, size_t& begin,
-                                          size_t& end) const {
+const AddedToken* AddedTokenMatcher::find(
+    std::string_view text, size_t from, size_t& begin, size_t& end) const {
   for (begin = from; begin < text.size(); ++begin) {
     if (!starts_[static_cast<uint8_t>(text[begin])]) continue;
     // Every pattern that begins `rest` is the last one that sorts before it, or a prefix of that.
     const std::string_view rest = text.substr(begin);
-    const auto after =
-        std::upper_bound(patterns_.begin(), patterns_.end(), rest,
-                         [](std::string_view s, const Pattern& p) { return s < p.text; });
+    const auto after = std::upper_bound(patterns_.begin(), patterns_.end(), rest,
+        [](std::string_view s, const Pattern& p) { return s < p.text; });
     for (int i = static_cast<int>(after - patterns_.begin()) - 1; i >= 0; i = at(i).prefix) {
       if (!rest.starts_with(at(i).text)) continue;
       end = begin + at(i).text.size();
@@ -61,7 +60,7 @@ bool Tokenizer::State::decodes_bytes() const {
 }
 
 Text Tokenizer::State::normalize(Text text, bool track, RegexScratch& scratch,
-                                 std::vector<std::unique_ptr<Rewriter>>& storage) const {
+    std::vector<std::unique_ptr<Rewriter>>& storage) const {
   for (const Normalizer& normalizer : normalizers) {
     auto out = std::make_unique<Rewriter>(text, track);
     apply(normalizer, text, scratch, *out);
@@ -78,7 +77,7 @@ namespace {
 class Encoder {
  public:
   Encoder(const Tokenizer::State& state, const EncodeOptions& options, TokenizerScratch& scratch,
-          Encoding& out)
+      Encoding& out)
       : state_(state), options_(options), scratch_(scratch), out_(out) {}
 
   void run(std::string_view input) {
@@ -155,8 +154,8 @@ class Encoder {
   void pre_tokenize(size_t stage, const Text& text) {
     if (text.text.empty()) return;
     if (stage == state_.pre_tokenizers.size()) return model(text);
-    std::visit([&](const auto& splitter) { split(splitter, stage, text); },
-               state_.pre_tokenizers[stage]);
+    std::visit(
+        [&](const auto& splitter) { split(splitter, stage, text); }, state_.pre_tokenizers[stage]);
   }
 
   auto pieces_to(size_t stage, const Text& text) {
@@ -165,17 +164,17 @@ class Encoder {
     };
   }
 
-  void split_matches(const Regex& pattern, SplitBehavior behavior, bool invert, size_t stage,
-                     const Text& text) {
+  void split_matches(
+      const Regex& pattern, SplitBehavior behavior, bool invert, size_t stage, const Text& text) {
     Splitter splitter(behavior, invert, pieces_to(stage + 1, text));
     for_each_match(pattern, text.subject, scratch_.regex,
-                   [&](size_t begin, size_t end) { splitter.match(begin, end); });
+        [&](size_t begin, size_t end) { splitter.match(begin, end); });
     splitter.finish(text.text.size());
   }
 
   template <class Predicate>
-  void split_characters(Predicate is_match, SplitBehavior behavior, size_t stage,
-                        const Text& text) {
+  void split_characters(
+      Predicate is_match, SplitBehavior behavior, size_t stage, const Text& text) {
     Splitter splitter(behavior, false, pieces_to(stage + 1, text));
     for (size_t at = 0; at < text.text.size();) {
       const size_t begin = at;
@@ -201,8 +200,7 @@ class Encoder {
 
   void split(const SplitDigits& s, size_t stage, const Text& text) {
     split_characters(is_numeric,
-                     s.individual ? SplitBehavior::kIsolated : SplitBehavior::kContiguous, stage,
-                     text);
+        s.individual ? SplitBehavior::kIsolated : SplitBehavior::kContiguous, stage, text);
   }
   void split(const SplitPunctuation& s, size_t stage, const Text& text) {
     split_characters(is_punctuation, s.behavior, stage, text);
@@ -222,7 +220,7 @@ class Encoder {
       const size_t size = s.replacement.size();
       Splitter splitter(SplitBehavior::kMergedWithNext, false, pieces_to(stage + 1, changed));
       for (size_t at = 0; (at = changed.text.find(s.replacement, at)) != std::string_view::npos;
-           at += size)
+          at += size)
         splitter.match(at, at + size);
       splitter.finish(changed.text.size());
     });
@@ -283,7 +281,7 @@ Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options)
   std::string repaired;
   if (const size_t good = utf8_valid_prefix(input); good < input.size()) {
     PITH_CHECK(!options.strict, "text is not UTF-8: byte {} is 0x{:02X}", good,
-               static_cast<uint8_t>(input[good]));
+        static_cast<uint8_t>(input[good]));
     encoding.replaced_sequences = utf8_replace_invalid(input, repaired);
     input = repaired;
   }
@@ -292,7 +290,7 @@ Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options)
   Encoder(*state_, options, *scratch, encoding).run(input);
   encoding.dropped_characters = scratch->bpe.dropped;
   PITH_CHECK(!options.strict || encoding.dropped_characters == 0,
-             "{} characters of the text have no token", encoding.dropped_characters);
+      "{} characters of the text have no token", encoding.dropped_characters);
   state_->give_back(std::move(scratch));
   if (options.add_special_tokens) {
     auto& ids = encoding.ids;
@@ -306,8 +304,8 @@ Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options)
   return encoding;
 }
 
-std::vector<Encoding> Tokenizer::encode_batch(std::span<const std::string> texts, int threads,
-                                              const EncodeOptions& options) const {
+std::vector<Encoding> Tokenizer::encode_batch(
+    std::span<const std::string> texts, int threads, const EncodeOptions& options) const {
   std::vector<Encoding> encodings(texts.size());
   std::atomic<size_t> next = 0;
   auto work = [&] {
@@ -324,7 +322,7 @@ std::string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_to
   std::vector<std::string> tokens;
   for (const int32_t id : ids) {
     PITH_CHECK(id >= 0 && id < vocab_size(), "token id {} is outside the vocabulary of {}", id,
-               vocab_size());
+        vocab_size());
     const std::string& token = state_->tokens[static_cast<size_t>(id)];
     if (token.empty() || (skip_special_tokens && is_special(id))) continue;
     tokens.push_back(token);
@@ -373,7 +371,7 @@ std::string StreamingDecoder::push_bytes(int32_t id) {
 
 std::string StreamingDecoder::push(int32_t id) {
   PITH_CHECK(id >= 0 && id < tokenizer_.vocab_size(), "token id {} is outside the vocabulary of {}",
-             id, tokenizer_.vocab_size());
+      id, tokenizer_.vocab_size());
   if (skip_special_tokens_ && tokenizer_.is_special(id)) return "";
   if (tokenizer_.state_->decodes_bytes()) return push_bytes(id);
   window_.push_back(id);

@@ -43,7 +43,7 @@ class Tokenizer {
   static Tokenizer load(const std::filesystem::path& path);
   // The text of a .tiktoken file ("base64 rank" lines). `special` gives ids to further tokens.
   static Tokenizer from_tiktoken(const std::string& ranks, std::string_view pattern,
-                                 const std::vector<std::pair<std::string, int32_t>>& special);
+      const std::vector<std::pair<std::string, int32_t>>& special);
   static Tokenizer from_json(std::string tokenizer_json, std::string tokenizer_config = "");
   // Ids 0..255 are the bytes, 256 is <|endoftext|>.
   static Tokenizer bytes();
@@ -53,8 +53,8 @@ class Tokenizer {
 
   Encoding encode(std::string_view text, const EncodeOptions& options = {}) const;
   // One encoding a text, in order, made by `threads` threads.
-  std::vector<Encoding> encode_batch(std::span<const std::string> texts, int threads,
-                                     const EncodeOptions& options = {}) const;
+  std::vector<Encoding> encode_batch(
+      std::span<const std::string> texts, int threads, const EncodeOptions& options = {}) const;
   // Bytes that are not UTF-8 come out as U+FFFD. Ids outside the vocabulary are an error.
   std::string decode(std::span<const int32_t> ids, bool skip_special_tokens = true) const;
 

@@ -43,7 +43,7 @@ T get(const Json& object, const char* key) {
   const Json& value = member(object, key);
   const Json kind = T{};
   PITH_CHECK(value.type() == kind.type(), "tokenizer.json: {} is {}, not a {}", key,
-             value.dump().substr(0, 80), kind.type_name());
+      value.dump().substr(0, 80), kind.type_name());
   return value.get<T>();
 }
 template <class T>
@@ -62,18 +62,18 @@ std::string filled(const Json& object, const char* key) {
 
 int32_t id_of(const Json& value) {
   PITH_CHECK(value.is_number_integer() && value >= 0 && value < (1 << 28),
-             "tokenizer.json: {} is not a token id", value.dump());
+      "tokenizer.json: {} is not a token id", value.dump());
   return value.get<int32_t>();
 }
 
 [[noreturn]] void refuse(std::string_view kind, std::string_view name) {
   PITH_FAIL_HINT("this program reads BPE tokenizers; see docs for the components it knows",
-                 "tokenizer.json: the {} {} is not supported", kind, name);
+      "tokenizer.json: the {} {} is not supported", kind, name);
 }
 
 template <class T>
 T choose(const char* kind, std::string_view name,
-         std::initializer_list<std::pair<std::string_view, T>> known) {
+    std::initializer_list<std::pair<std::string_view, T>> known) {
   for (const auto& [key, value] : known)
     if (key == name) return value;
   refuse(kind, name);
@@ -100,11 +100,8 @@ Regex pattern_of(const Json& json, Regex::Dialect dialect) {
 SplitBehavior behavior_of(const Json& json) {
   using enum SplitBehavior;
   return choose<SplitBehavior>("split behavior", text_of(json, "behavior"),
-                               {{"Isolated", kIsolated},
-                                {"Removed", kRemoved},
-                                {"MergedWithPrevious", kMergedWithPrevious},
-                                {"MergedWithNext", kMergedWithNext},
-                                {"Contiguous", kContiguous}});
+      {{"Isolated", kIsolated}, {"Removed", kRemoved}, {"MergedWithPrevious", kMergedWithPrevious},
+          {"MergedWithNext", kMergedWithNext}, {"Contiguous", kContiguous}});
 }
 
 Replace replace_of(const Json& json) {
@@ -117,16 +114,14 @@ Normalizer make_normalizer(const Json& json) {
   if (type == "Prepend") return Prepend{text_of(json, "prepend")};
   if (type == "Replace") return replace_of(json);
   return choose<NormalForm>("normalizer", type,
-                            {{"NFC", NormalForm::kNfc},
-                             {"NFD", NormalForm::kNfd},
-                             {"NFKC", NormalForm::kNfkc},
-                             {"NFKD", NormalForm::kNfkd}});
+      {{"NFC", NormalForm::kNfc}, {"NFD", NormalForm::kNfd}, {"NFKC", NormalForm::kNfkc},
+          {"NFKD", NormalForm::kNfkd}});
 }
 
 SplitMetaspace::Prepend scheme_of(const Json& json) {
   using enum SplitMetaspace::Prepend;
-  const auto scheme = choose<SplitMetaspace::Prepend>(
-      "Metaspace prepend_scheme", get<std::string>(json, "prepend_scheme", "always"),
+  const auto scheme = choose<SplitMetaspace::Prepend>("Metaspace prepend_scheme",
+      get<std::string>(json, "prepend_scheme", "always"),
       {{"always", kAlways}, {"first", kFirst}, {"never", kNever}});
   return flag(json, "add_prefix_space", true) ? scheme : kNever;
 }
@@ -151,12 +146,12 @@ PreTokenizer make_pre_tokenizer(const Json& json, Regex::Dialect dialect) {
   }
   if (type == "Digits") return SplitDigits{flag(json, "individual_digits", false)};
   if (type == "Punctuation") {
-    return SplitPunctuation{json.contains("behavior") ? behavior_of(json)
-                                                      : SplitBehavior::kIsolated};
+    return SplitPunctuation{
+        json.contains("behavior") ? behavior_of(json) : SplitBehavior::kIsolated};
   }
   if (type == "Whitespace")  // words, and runs of anything else but space
-    return SplitRegex{Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWord)), SplitBehavior::kRemoved,
-                      true};
+    return SplitRegex{
+        Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWord)), SplitBehavior::kRemoved, true};
   if (type == "WhitespaceSplit") return SplitRegex{Regex("\\s"), SplitBehavior::kRemoved, false};
   if (type == "Metaspace")
     return SplitMetaspace{filled(json, "replacement"), scheme_of(json), flag(json, "split", true)};
@@ -173,8 +168,8 @@ Decoder make_decoder(const Json& json) {
     const std::string content = filled(json, "content");
     size_t end = 0;
     utf8_next(content, end);
-    return DecodeStrip{content.substr(0, end), get<size_t>(json, "start"),
-                       get<size_t>(json, "stop")};
+    return DecodeStrip{
+        content.substr(0, end), get<size_t>(json, "start"), get<size_t>(json, "stop")};
   }
   if (type == "Metaspace") {
     const bool drops_first = scheme_of(json) != SplitMetaspace::Prepend::kNever;
@@ -198,7 +193,7 @@ void read_post_processor(const Json& json, Tokenizer::State& state) {
   for (const Json& piece : single) {
     if (piece.is_object() && piece.contains("Sequence")) {
       PITH_CHECK(!seen && text_of(piece["Sequence"], "id") == "A",
-                 "tokenizer.json: TemplateProcessing must name the sequence A once");
+          "tokenizer.json: TemplateProcessing must name the sequence A once");
       seen = true;
       continue;
     }
@@ -226,18 +221,17 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
     if (state.tokens.size() <= index) state.tokens.resize(index + 1);
     std::string& place = state.tokens[index];
     PITH_CHECK(place.empty() || place == token, "tokenizer.json: tokens {} and {} share id {}",
-               place, token, id);
+        place, token, id);
     const auto [known, is_new] = state.ids.try_emplace(token, id);
     PITH_CHECK(is_new || known->second == id, "tokenizer.json: token {} has the ids {} and {}",
-               token, known->second, id);
+        token, known->second, id);
     place = token;
   };
   for (const auto& [token, id] : vocab.items()) put(token, id_of(id));
   for (const Json& json : added) {
-    AddedToken token{filled(json, "content"),         id_of(member(json, "id")),
-                     flag(json, "special", false),    flag(json, "normalized", true),
-                     flag(json, "lstrip", false),     flag(json, "rstrip", false),
-                     flag(json, "single_word", false)};
+    AddedToken token{filled(json, "content"), id_of(member(json, "id")),
+        flag(json, "special", false), flag(json, "normalized", true), flag(json, "lstrip", false),
+        flag(json, "rstrip", false), flag(json, "single_word", false)};
     put(token.content, token.id);
     state.added[token.id] = token;
   }
@@ -255,7 +249,7 @@ void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>
   PITH_CHECK(dropout.is_null() || dropout == 0.0, "tokenizer.json: dropout is not supported");
   const Json& suffix = member(model, "end_of_word_suffix");
   PITH_CHECK(suffix.is_null() || suffix == "",
-             "tokenizer.json: end_of_word_suffix {} is not supported", suffix.dump());
+      "tokenizer.json: end_of_word_suffix {} is not supported", suffix.dump());
 
   std::vector<std::string> tokens(state.tokens.size());
   for (const auto& [token, id] : model["vocab"].items()) tokens[id.get<size_t>()] = token;
@@ -269,7 +263,7 @@ void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>
   auto id = [&](const std::string& token) {
     const auto found = state.ids.find(token);
     PITH_CHECK(found != state.ids.end() && !tokens[static_cast<size_t>(found->second)].empty(),
-               "tokenizer.json: {} is not in the model's vocabulary", token);
+        "tokenizer.json: {} is not in the model's vocabulary", token);
     return found->second;
   };
   if (!member(model, "unk_token").is_null()) config.unk_id = id(text_of(model, "unk_token"));
@@ -287,16 +281,16 @@ void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>
       const auto pair = merge.is_string() ? merge.get<std::string>() : std::string();
       const size_t space = pair.find(' ');
       PITH_CHECK(space != pair.npos && space == pair.rfind(' '),
-                 "tokenizer.json: merge {} is not a pair", merge.dump());
+          "tokenizer.json: merge {} is not a pair", merge.dump());
       left = pair.substr(0, space);
       right = pair.substr(space + 1);
     }
     const int32_t left_id = id(left), right_id = id(right);
     PITH_CHECK(right.size() >= config.prefix.size(), "tokenizer.json: merge {} lacks the prefix",
-               merge.dump());
+        merge.dump());
     const size_t rank = list.size();
     list.push_back({left_id, right_id, id(left + right.substr(config.prefix.size())),
-                    ranks ? (*ranks)[rank] : static_cast<uint32_t>(rank)});
+        ranks ? (*ranks)[rank] : static_cast<uint32_t>(rank)});
   }
   model.erase("vocab");
   model.erase("merges");
@@ -316,7 +310,7 @@ void read_config(const std::string& text, Tokenizer::State& state) {
     PITH_CHECK(content.is_string(), "tokenizer_config.json: {} is not a text", key);
     const auto found = state.ids.find(content.get<std::string>());
     PITH_CHECK(found != state.ids.end(), "tokenizer_config.json: {} {} is not in the vocabulary",
-               key, content.dump());
+        key, content.dump());
     return found->second;
   };
   state.bos = special("bos_token");
@@ -331,21 +325,19 @@ void read_config(const std::string& text, Tokenizer::State& state) {
 }
 
 std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string config,
-                                                   std::string chat_template,
-                                                   const std::vector<uint32_t>* ranks = nullptr) {
+    std::string chat_template, const std::vector<uint32_t>* ranks = nullptr) {
   auto state = std::make_shared<Tokenizer::State>();
   Json file = parse_object(json, "tokenizer.json");
   for (const char* key : {"truncation", "padding"})
     PITH_CHECK(member(file, key).is_null(), "tokenizer.json: {} is not supported", key);
 
-  for_each_component(member(file, "normalizer"), "normalizers", [&](const Json& part) {
-    state->normalizers.push_back(make_normalizer(part));
-  });
+  for_each_component(member(file, "normalizer"), "normalizers",
+      [&](const Json& part) { state->normalizers.push_back(make_normalizer(part)); });
   const auto dialect = ranks ? Regex::Dialect::kRust : Regex::Dialect::kOniguruma;
   for_each_component(member(file, "pre_tokenizer"), "pretokenizers", [&](const Json& part) {
     auto& stages = state->pre_tokenizers;
     PITH_CHECK(stages.empty() || !std::holds_alternative<SplitByteLevel>(stages.back()),
-               "tokenizer.json: a pre_tokenizer after ByteLevel is not supported");
+        "tokenizer.json: a pre_tokenizer after ByteLevel is not supported");
     stages.push_back(make_pre_tokenizer(part, dialect));
     const auto* bytes = std::get_if<SplitByteLevel>(&stages.back());
     const auto* metaspace = std::get_if<SplitMetaspace>(&stages.back());
@@ -357,10 +349,10 @@ std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string
   state->needs_places = state->needs_places && !state->normalizers.empty();
   read_vocabulary(file, *state);
   for_each_component(member(file, "post_processor"), "processors",
-                     [&](const Json& part) { read_post_processor(part, *state); });
+      [&](const Json& part) { read_post_processor(part, *state); });
   state->no_decoder = member(file, "decoder").is_null();
   for_each_component(member(file, "decoder"), "decoders",
-                     [&](const Json& part) { state->decoders.push_back(make_decoder(part)); });
+      [&](const Json& part) { state->decoders.push_back(make_decoder(part)); });
   read_model(file, *state, ranks);
 
   RegexScratch scratch;
@@ -412,9 +404,8 @@ std::string spell_bytes(std::string_view bytes) {
 }  // namespace
 
 std::string byte_level_json(const std::vector<std::string>& vocabulary,
-                            const std::vector<std::pair<int32_t, int32_t>>& merges,
-                            std::string_view pattern, bool ignore_merges,
-                            const std::vector<std::pair<std::string, int32_t>>& special) {
+    const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
+    bool ignore_merges, const std::vector<std::pair<std::string, int32_t>>& special) {
   Json file = Json::parse(R"({"version": "1.0", "truncation": null, "padding": null,
       "normalizer": null, "added_tokens": [],
       "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false,
@@ -424,10 +415,8 @@ std::string byte_level_json(const std::vector<std::string>& vocabulary,
       "trim_offsets": false, "use_regex": false})");
   for (const char* key : {"pre_tokenizer", "post_processor", "decoder"}) file[key] = byte_level;
   if (!pattern.empty()) {
-    const Json split = {{"type", "Split"},
-                        {"pattern", {{"Regex", pattern}}},
-                        {"behavior", "Isolated"},
-                        {"invert", false}};
+    const Json split = {{"type", "Split"}, {"pattern", {{"Regex", pattern}}},
+        {"behavior", "Isolated"}, {"invert", false}};
     file["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", {split, byte_level}}};
   }
   Json& model = file["model"];
@@ -447,9 +436,8 @@ std::string byte_level_json(const std::vector<std::string>& vocabulary,
 }
 
 std::string tokenizer_config_json(std::string_view end_of_text) {
-  const Json config = {{"tokenizer_class", "PreTrainedTokenizerFast"},
-                       {"eos_token", end_of_text},
-                       {"clean_up_tokenization_spaces", false}};
+  const Json config = {{"tokenizer_class", "PreTrainedTokenizerFast"}, {"eos_token", end_of_text},
+      {"clean_up_tokenization_spaces", false}};
   return config.dump(1) + "\n";
 }
 
@@ -462,7 +450,7 @@ Tokenizer Tokenizer::bytes() {
   for (int byte = 0; byte < 256; ++byte)
     vocabulary.push_back(spell_bytes(std::string(1, static_cast<char>(byte))));
   return from_json(byte_level_json(vocabulary, {}, "", false, {{"<|endoftext|>", 256}}),
-                   tokenizer_config_json("<|endoftext|>"));
+      tokenizer_config_json("<|endoftext|>"));
 }
 
 Tokenizer Tokenizer::load(const std::filesystem::path& path) {
@@ -471,12 +459,11 @@ Tokenizer Tokenizer::load(const std::filesystem::path& path) {
     return std::filesystem::exists(path / name) ? read_file(path / name) : std::string();
   };
   return Tokenizer(make_state(read_file(path / "tokenizer.json"),
-                              optional_file("tokenizer_config.json"),
-                              optional_file("chat_template.jinja")));
+      optional_file("tokenizer_config.json"), optional_file("chat_template.jinja")));
 }
 
 Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pattern,
-                                   const std::vector<std::pair<std::string, int32_t>>& special) {
+    const std::vector<std::pair<std::string, int32_t>>& special) {
   std::vector<std::string> tokens;  // bytes by id
   std::unordered_map<std::string, int32_t> ids;
   std::istringstream lines(ranks);
@@ -488,12 +475,12 @@ Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pa
     int64_t rank = -1;
     fields >> base64 >> rank;
     PITH_CHECK(fields && rank >= 0 && rank < 16 * number + 65536,
-               "tiktoken line {}: expected \"base64 rank\", got {}", number, line);
+        "tiktoken line {}: expected \"base64 rank\", got {}", number, line);
     const auto index = static_cast<size_t>(rank);
     if (tokens.size() <= index) tokens.resize(index + 1);
     tokens[index] = decode_base64(base64);
     PITH_CHECK(!tokens[index].empty() && ids.emplace(tokens[index], rank).second,
-               "tiktoken line {}: token is empty or listed twice", number);
+        "tiktoken line {}: token is empty or listed twice", number);
   }
   // A token may be merged from any two tokens that make it up.
   std::vector<uint32_t> merge_ranks;
@@ -509,8 +496,8 @@ Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pa
       merge_ranks.push_back(static_cast<uint32_t>(id));
     }
   }
-  return Tokenizer(make_state(byte_level_json(vocabulary, merges, pattern, true, special), "", "",
-                              &merge_ranks));
+  return Tokenizer(make_state(
+      byte_level_json(vocabulary, merges, pattern, true, special), "", "", &merge_ranks));
 }
 
 void Tokenizer::save(const std::filesystem::path& folder) const {

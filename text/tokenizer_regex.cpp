@@ -76,7 +76,7 @@ class Translator {
   void range(char32_t first, char32_t last) {
     if (!unicode_stand_ins_respect(first, last)) {
       refuse(fmt::format("U+{:04X}-U+{:04X} (cuts code points younger than Unicode 14)",
-                         static_cast<uint32_t>(first), static_cast<uint32_t>(last)));
+          static_cast<uint32_t>(first), static_cast<uint32_t>(last)));
     }
     spell(first);
     if (last == first) return;
@@ -95,7 +95,7 @@ class Translator {
     const auto end = std::from_chars(text.data(), text.data() + text.size(), value, 16).ptr;
     const bool scalar = value < 0xD800 || (value >= 0xE000 && value < 0x110000);
     PITH_CHECK(end == text.data() + digits && digits > 0 && scalar,
-               "regex {}: bad hexadecimal code point", pattern_);
+        "regex {}: bad hexadecimal code point", pattern_);
     at_ += digits;
     return value;
   }
@@ -143,8 +143,8 @@ class Translator {
       out_ += in_class ? "0-9A-Fa-f" : "[0-9A-Fa-f]";
     } else if ((c == 'b' || c == 'B') && !in_class) {
       const std::string_view after = c == 'b' ? "!" : "=", before = c == 'b' ? "=" : "!";
-      out_ += fmt::format("(?:(?<=[{0}])(?{1}[{0}])|(?<![{0}])(?{2}[{0}]))", kWordMembers, after,
-                          before);
+      out_ += fmt::format(
+          "(?:(?<=[{0}])(?{1}[{0}])|(?<![{0}])(?{2}[{0}]))", kWordMembers, after, before);
     } else {
       refuse(fmt::format("\\{}{}", c, in_class ? " in a class" : ""));
     }
@@ -283,29 +283,28 @@ Regex::Regex(std::string_view pattern, Dialect dialect) {
   const std::string translated = translate(pattern, dialect);
   int error = 0;
   size_t place = 0;
-  const std::shared_ptr<pcre2_compile_context> context(pcre2_compile_context_create(nullptr),
-                                                       pcre2_compile_context_free);
+  const std::shared_ptr<pcre2_compile_context> context(
+      pcre2_compile_context_create(nullptr), pcre2_compile_context_free);
   pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
-  code_.reset(
-      pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
-                    PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C, &error, &place, context.get()),
+  code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
+                  PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C, &error, &place, context.get()),
       pcre2_code_free);
   PITH_CHECK(code_, "regex {}: {} at byte {} of its translation {}", pattern, pcre2_message(error),
-             place, translated);
+      place, translated);
   jit_ = pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE) == 0;
 }
 
 bool Regex::find(std::string_view subject, size_t from, RegexScratch& scratch, size_t& begin,
-                 size_t& end) const {
+    size_t& end) const {
   const auto* text = reinterpret_cast<PCRE2_SPTR>(subject.data());
   auto* data = scratch.data_.get();
   const int found = jit_ ? pcre2_jit_match(code_.get(), text, subject.size(), from, 0, data,
-                                           scratch.context_.get())
+                               scratch.context_.get())
                          : pcre2_match(code_.get(), text, subject.size(), from, PCRE2_NO_UTF_CHECK,
-                                       data, scratch.context_.get());
+                               data, scratch.context_.get());
   if (found == PCRE2_ERROR_NOMATCH) return false;
   PITH_CHECK(found >= 0, "regular expression failed on a text of {} bytes: {}", subject.size(),
-             pcre2_message(found));
+      pcre2_message(found));
   begin = pcre2_get_ovector_pointer(data)[0];
   end = pcre2_get_ovector_pointer(data)[1];
   return true;

@@ -32,7 +32,7 @@ class Regex {
 
   // The first match at or behind `from`. `subject` is UTF-8 with stand-ins (unicode_substitute).
   bool find(std::string_view subject, size_t from, RegexScratch& scratch, size_t& begin,
-            size_t& end) const;
+      size_t& end) const;
   // The translation, for tests and messages.
   static std::string translate(std::string_view pattern, Dialect dialect);
 

@@ -16,9 +16,8 @@ void normalize(const Prepend& n, const Text&, RegexScratch&, Rewriter& out) {
 }
 void normalize(const Replace& n, const Text& text, RegexScratch& scratch, Rewriter& out) {
   const std::vector<Change> changes = inserted(n.content);
-  for_each_match_in(text.text, n.pattern, scratch, [&](size_t begin, size_t end) {
-    out.replace(begin, end, changes, end - begin);
-  });
+  for_each_match_in(text.text, n.pattern, scratch,
+      [&](size_t begin, size_t end) { out.replace(begin, end, changes, end - begin); });
 }
 
 void decode(DecodeByteLevel, Tokens& tokens, RegexScratch&) {

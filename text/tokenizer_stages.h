@@ -65,7 +65,7 @@ struct DecodeMetaspace {
   bool drops_first;  // the space that encoding put before the text
 };
 using Decoder = std::variant<DecodeByteLevel, DecodeByteFallback, DecodeFuse, DecodeStrip, Replace,
-                             DecodeMetaspace>;
+    DecodeMetaspace>;
 
 // A text as new characters at the place of the one before them.
 std::vector<Change> inserted(std::string_view text);
@@ -130,8 +130,8 @@ class Splitter {
 
 // Calls match(begin, end) for every match of `pattern` in `subject`.
 template <class Match>
-void for_each_match(const Regex& pattern, std::string_view subject, RegexScratch& scratch,
-                    Match match) {
+void for_each_match(
+    const Regex& pattern, std::string_view subject, RegexScratch& scratch, Match match) {
   size_t from = 0, begin = 0, end = 0, last = SIZE_MAX;
   while (from <= subject.size() && pattern.find(subject, from, scratch, begin, end)) {
     const bool empty = begin == end;
@@ -145,8 +145,8 @@ void for_each_match(const Regex& pattern, std::string_view subject, RegexScratch
 
 // The same in a text that may need stand-ins.
 template <class Match>
-void for_each_match_in(std::string_view text, const Regex& pattern, RegexScratch& scratch,
-                       Match match) {
+void for_each_match_in(
+    std::string_view text, const Regex& pattern, RegexScratch& scratch, Match match) {
   std::string subject;
   const bool differs = unicode_substitute(text, subject);
   for_each_match(pattern, differs ? subject : text, scratch, match);

@@ -43,9 +43,8 @@ struct TokenizerScratch {
 
 // A tokenizer.json of a byte-level BPE whose tokens are spelled in byte_to_char, by id ("": none).
 std::string byte_level_json(const std::vector<std::string>& vocabulary,
-                            const std::vector<std::pair<int32_t, int32_t>>& merges,
-                            std::string_view pattern, bool ignore_merges,
-                            const std::vector<std::pair<std::string, int32_t>>& special);
+    const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
+    bool ignore_merges, const std::vector<std::pair<std::string, int32_t>>& special);
 std::string tokenizer_config_json(std::string_view end_of_text);
 
 struct Tokenizer::State {
@@ -80,7 +79,7 @@ struct Tokenizer::State {
 
   // Text after all normalizers. `storage` keeps what they wrote.
   Text normalize(Text text, bool track, RegexScratch& scratch,
-                 std::vector<std::unique_ptr<Rewriter>>& storage) const;
+      std::vector<std::unique_ptr<Rewriter>>& storage) const;
 };
 
 }  // namespace pith

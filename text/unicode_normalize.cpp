@@ -47,8 +47,8 @@ void decompose(char32_t code, bool compatibility, std::vector<Mark>& out) {
 }
 
 std::optional<char32_t> compose(char32_t first, char32_t second) {
-  utf8proc_int32_t pair[3] = {static_cast<utf8proc_int32_t>(first),
-                              static_cast<utf8proc_int32_t>(second), 0};
+  utf8proc_int32_t pair[3] = {
+      static_cast<utf8proc_int32_t>(first), static_cast<utf8proc_int32_t>(second), 0};
   const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
   if (utf8proc_normalize_utf32(pair, 2, options) != 1) return std::nullopt;
   const auto composed = static_cast<char32_t>(pair[0]);
@@ -137,8 +137,8 @@ void normalize(const Text& text, NormalForm form, Rewriter& out) {
       size_t stop = i;
       while (stop < marks.size() && marks[stop].order != 0) ++stop;
       std::stable_sort(marks.begin() + static_cast<std::ptrdiff_t>(i),
-                       marks.begin() + static_cast<std::ptrdiff_t>(stop),
-                       [](const Mark& a, const Mark& b) { return a.order < b.order; });
+          marks.begin() + static_cast<std::ptrdiff_t>(stop),
+          [](const Mark& a, const Mark& b) { return a.order < b.order; });
       i = stop + 1;
     }
     if (composes(form)) compose_all(marks);

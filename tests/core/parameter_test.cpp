@@ -19,8 +19,8 @@ TEST(Parameter, OneHuggingFaceTensor) {
 
 TEST(Parameter, FusedFromSeveral) {
   // q (4, 3) and k (2, 3) one below the other.
-  const Parameter p("qkv", {6, 3}, {{"q", {4, 3}, 0}, {"k", {2, 3}, 12}}, ParameterGroup::matrix,
-                    Init::normal);
+  const Parameter p(
+      "qkv", {6, 3}, {{"q", {4, 3}, 0}, {"k", {2, 3}, 12}}, ParameterGroup::matrix, Init::normal);
   const Tensor flat = at::arange(18);
   const Tensor k = Parameter::view_of(flat.view({6, 3}), p.tensors[1]);
   EXPECT_TRUE(at::equal(k, at::arange(12, 18).view({2, 3})));

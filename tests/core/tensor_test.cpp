@@ -27,11 +27,11 @@ TEST(Tensor, CheckShape) {
   check_shape(x, "x", {4, 7});
   check_shape(x, "x", {-1, 7});
   const std::string error = error_of([&] { check_shape(x, "gate", {4, -1, 8}); });
-  EXPECT_NE(error.find("gate: float32 (4, 7) on cpu; its shape should be (4, any, 8)"),
-            std::string::npos)
+  EXPECT_NE(
+      error.find("gate: float32 (4, 7) on cpu; its shape should be (4, any, 8)"), std::string::npos)
       << error;
-  EXPECT_NE(error_of([&] { check_shape({}, "gate", {1}); }).find("gate: undefined"),
-            std::string::npos);
+  EXPECT_NE(
+      error_of([&] { check_shape({}, "gate", {1}); }).find("gate: undefined"), std::string::npos);
   EXPECT_THROW(check_shape(x, "x", {}), Error);
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 // Document d has ids 1000 d, 1000 d + 1, ...: every token says where it comes from.
 Corpus corpus_of(const Scratch& scratch, const std::vector<int>& lengths,
-                 const std::string& name = "c", const std::string& tokenizer = "") {
+    const std::string& name = "c", const std::string& tokenizer = "") {
   CorpusWriter writer(scratch / name, 201088, tokenizer);
   for (size_t d = 0; d < lengths.size(); ++d) {
     std::vector<int32_t> ids(static_cast<size_t>(lengths[d]));
@@ -64,8 +64,8 @@ TEST(RowStream, EveryTokenIsAnInputExactlyOnceAnEpoch) {
         // up.
         for (size_t i = 1; i < epoch; ++i) {
           const bool row_border = shuffle && (e * epoch + i) % static_cast<size_t>(length) == 0;
-          EXPECT_TRUE(row_border || orders[e][i] % 1000 == 0 ||
-                      orders[e][i] == orders[e][i - 1] + 1);
+          EXPECT_TRUE(
+              row_border || orders[e][i] % 1000 == 0 || orders[e][i] == orders[e][i - 1] + 1);
         }
       }
       EXPECT_EQ(orders[0] == orders[1], !shuffle);
@@ -158,13 +158,12 @@ TEST(RowStream, BestFitPacksEveryTokenOnceAnEpoch) {
       }
       EXPECT_EQ(orders[0] == orders[1], !shuffle);
       EXPECT_NEAR(stream.padding_share(),
-                  1 - static_cast<double>(corpus.num_tokens()) / static_cast<double>(rows * length),
-                  1e-12);
+          1 - static_cast<double>(corpus.num_tokens()) / static_cast<double>(rows * length), 1e-12);
     }
   }
   const Scratch scratch;
   EXPECT_ERROR(RowStream(corpus_of(scratch, {3}), 4, 1, false, true, Packing::best_fit),
-               "needs document_mask");
+      "needs document_mask");
 }
 
 TEST(RowStream, BestFitDecreasingByHand) {
@@ -179,8 +178,8 @@ TEST(RowStream, BestFitDecreasingByHand) {
       begins.back().push_back(row.tokens[static_cast<size_t>(begin)]);
   }
   // Ends in their order 7, 6, 5, 4, 3: 4 goes beside 6, 3 beside 7; 5 leaves half a row.
-  EXPECT_EQ(begins, (std::vector<std::vector<int64_t>>{
-                        {2000}, {2010}, {5000, 1000}, {4000, 3000}, {2020, 0}}));
+  EXPECT_EQ(begins,
+      (std::vector<std::vector<int64_t>>{{2000}, {2010}, {5000, 1000}, {4000, 3000}, {2020, 0}}));
   EXPECT_EQ(stream.row(0).labels.back(), 2010);  // of a document that goes on in another row
   EXPECT_DOUBLE_EQ(stream.padding_share(), 0.1);
 }
@@ -246,13 +245,13 @@ TEST(RowStream, TheOrderIsFixedForever) {
   };
   EXPECT_EQ(order(0), (std::vector<int64_t>{2, 5, 4, 0, 3, 1, 7, 6}));
   EXPECT_EQ(order(1), (std::vector<int64_t>{1, 4, 6, 5, 3, 7, 0, 2}));
-  const RowStream packed(corpus_of(scratch, {0, 3, 4, 5, 4, 3, 5, 12}), 8, 42, true, true,
-                         Packing::best_fit);
+  const RowStream packed(
+      corpus_of(scratch, {0, 3, 4, 5, 4, 3, 5, 12}), 8, 42, true, true, Packing::best_fit);
   std::vector<int64_t> firsts;
   for (int64_t row = 0; row < 2 * packed.rows_per_epoch(); ++row)
     firsts.push_back(packed.row(row).tokens[0]);
   EXPECT_EQ(firsts, (std::vector<int64_t>{4000, 6000, 7000, 7008, 3000,  //
-                                          4000, 7000, 6000, 2000, 3000}));
+                        4000, 7000, 6000, 2000, 3000}));
   const Blend blend({packed, packed, packed}, {0.5, 0.3, 0.2});
   std::vector<size_t> sources;
   for (int64_t row = 0; row < 10; ++row) sources.push_back(blend.place(row).source);
@@ -276,7 +275,7 @@ TEST(RowStream, ShufflesUniformly) {
 TEST(RowStream, TinyCorporaAndBounds) {
   const Scratch scratch;
   const RowStream stream(corpus_of(scratch, {0, 2, 0}), 7, 1, true,
-                         true);  // a row spans four epochs
+      true);  // a row spans four epochs
   const Row row = stream.row(1);
   EXPECT_EQ(row.tokens, (std::vector<int64_t>{1001, 1000, 1001, 1000, 1001, 1000, 1001}));
   EXPECT_EQ(row.labels, (std::vector<int64_t>{-100, 1001, -100, 1001, -100, 1001, -100}));
@@ -316,14 +315,8 @@ TEST(RowStream, RandomAccessFromManyThreadsEqualsReadingInOrder) {
 TEST(Blend, EveryShareHoldsOverEveryPrefix) {
   const Scratch scratch;
   const RowStream stream(corpus_of(scratch, {9, 20}), 4, 1, true, true);
-  std::vector<std::vector<double>> cases = {{1},
-                                            {0.7, 0.3},
-                                            {1, 1, 1},
-                                            {0.5, 0.3, 0.15, 0.05},
-                                            {1000, 1},
-                                            {1, 1, 1, 1, 1, 1, 1, 50},
-                                            {1.0 / 3, 1.0 / 7, 1.0 / 11},
-                                            {37511845, 1234567, 89}};
+  std::vector<std::vector<double>> cases = {{1}, {0.7, 0.3}, {1, 1, 1}, {0.5, 0.3, 0.15, 0.05},
+      {1000, 1}, {1, 1, 1, 1, 1, 1, 1, 50}, {1.0 / 3, 1.0 / 7, 1.0 / 11}, {37511845, 1234567, 89}};
   std::mt19937 random(3);
   for (int i = 0; i < 40; ++i) {
     cases.emplace_back(2 + random() % 9);
@@ -339,7 +332,7 @@ TEST(Blend, EveryShareHoldsOverEveryPrefix) {
       for (size_t s = 0; s < weights.size(); ++s)
         ASSERT_LT(std::abs(static_cast<double>(counts[s]) -
                            static_cast<double>(i + 1) * weights[s] / total),
-                  1 + static_cast<double>(i) * 0x1p-20)
+            1 + static_cast<double>(i) * 0x1p-20)
             << "source " << s << " after " << i + 1 << " rows of " << fmt::format("{}", total);
     }
   }
@@ -382,7 +375,7 @@ TEST(Blend, TokenizersMustAgree) {
   const Corpus a = corpus_of(scratch, {3}, "a", "11"), b = corpus_of(scratch, {3}, "b", "22");
   check_same_tokenizer({a, a});
   EXPECT_ERROR(check_same_tokenizer({a, a, b}), "/a (vocabulary 201088, tokenizer 11)",
-               "/b (vocabulary 201088, tokenizer 22)");
+      "/b (vocabulary 201088, tokenizer 22)");
   CorpusWriter writer(scratch / "small", 7, "11");
   writer.add_document(std::vector<int32_t>{1});
   writer.finish();
@@ -395,8 +388,8 @@ TEST(Blend, TokenizersMustAgree) {
 TEST(Blend, ResumesAtEveryStep) {
   const Scratch scratch;
   const std::vector<Corpus> corpora = {corpus_of(scratch, random_lengths(21, 60), "a"),
-                                       corpus_of(scratch, random_lengths(22, 30), "b"),
-                                       corpus_of(scratch, random_lengths(23, 9), "c")};
+      corpus_of(scratch, random_lengths(22, 30), "b"),
+      corpus_of(scratch, random_lengths(23, 9), "c")};
   for (const Packing packing : {Packing::concat, Packing::best_fit}) {
     const auto open = [&] {
       std::vector<RowStream> streams;
@@ -423,8 +416,8 @@ TEST(Blend, ResumesAtEveryStep) {
 TEST(MakeBatch, RanksTogetherReadTheGlobalBatch) {
   const Scratch scratch;
   const Blend rows({{corpus_of(scratch, random_lengths(31, 50), "a"), 16, 5, true, true},
-                    {corpus_of(scratch, random_lengths(32, 50), "b"), 16, 5, true, true}},
-                   {2, 1});
+                       {corpus_of(scratch, random_lengths(32, 50), "b"), 16, 5, true, true}},
+      {2, 1});
   const auto one = make_batch(rows, 48, 24, 24, 0, 1, true, at::kCPU);
   for (const int64_t dp_size : {1, 2, 3, 4}) {
     for (const int64_t micro_batch : {1, 2, 6}) {
@@ -510,8 +503,8 @@ TEST(MakeBatch, WideIdsAndUnmaskedRows) {
   const RowStream stream(Corpus(scratch / "wide"), 3, 0, false, false);
   const auto batch = make_batch(stream, 0, 2, 2, 0, 1, false, at::kCPU);
   const MicroBatch& micro = batch.at(0);
-  const std::vector<int64_t> tokens(micro.tokens.data_ptr<int64_t>(),
-                                    micro.tokens.data_ptr<int64_t>() + 6);
+  const std::vector<int64_t> tokens(
+      micro.tokens.data_ptr<int64_t>(), micro.tokens.data_ptr<int64_t>() + 6);
   EXPECT_EQ(tokens, (std::vector<int64_t>{65535, 65536, 151645, 201087, 5, 6}));
   EXPECT_EQ(micro.cu_seqlens.size(0), 3);
   EXPECT_EQ(micro.max_seqlen, 3);

@@ -28,8 +28,8 @@ CheckpointContent content_of(int64_t step, int64_t rows = 6) {
       content.optimizer.push_back({kind, name, 0, 4 * rows, at::full({10}, value)});
     }
   }
-  content.files = {{"config.json", "{\"model_type\": \"tiny\"}\n"},
-                   {"generation_config.json", "{}\n"}};
+  content.files = {
+      {"config.json", "{\"model_type\": \"tiny\"}\n"}, {"generation_config.json", "{}\n"}};
   content.training_state = fmt::format("{{\"step\": {}}}\n", step);
   return content;
 }
@@ -54,10 +54,9 @@ TEST(Checkpoint, IsAModelFolderWithOptimizerAndManifest) {
   write_checkpoint(scratch.path, content_of(20), 0);
   const fs::path folder = scratch / "step-00000020";
   EXPECT_EQ(listing(scratch.path), Names{"step-00000020"});
-  EXPECT_EQ(listing(folder),
-            (Names{"config.json", "generation_config.json", "manifest.json",
-                   "model-00001-of-00001.safetensors", "model.safetensors.index.json", "optimizer",
-                   "training_state.json"}));
+  EXPECT_EQ(listing(folder), (Names{"config.json", "generation_config.json", "manifest.json",
+                                 "model-00001-of-00001.safetensors", "model.safetensors.index.json",
+                                 "optimizer", "training_state.json"}));
   EXPECT_EQ(newest_checkpoint(scratch.path), folder);
   EXPECT_TRUE(verify_checkpoint(folder).empty());
   EXPECT_TRUE(
@@ -80,15 +79,15 @@ TEST(Checkpoint, IsAModelFolderWithOptimizerAndManifest) {
   EXPECT_TRUE(at::equal(out.narrow(0, 10, 14), at::full({14}, 11.0)));
   EXPECT_EQ(newest_checkpoint(scratch.path), folder);
   EXPECT_ERROR(reader.read("momentum", {"b.weight", {6, 4}, 0}, out), "no momentum of b.weight");
-  EXPECT_ERROR(reader.read("master", {"b.weight", {6, 5}, 0}, out), "b.weight has 24 elements",
-               "30");
+  EXPECT_ERROR(
+      reader.read("master", {"b.weight", {6, 5}, 0}, out), "b.weight has 24 elements", "30");
 }
 
 TEST(Checkpoint, KeepsTheLastAndReplacesTheSameStep) {
   const Scratch scratch;
   for (const int64_t step : {10, 20, 30}) write_checkpoint(scratch.path, content_of(step), 0);
-  fs::create_directory(scratch /
-                       "step-00000005");  // incomplete: reported, never deleted, never counted
+  fs::create_directory(
+      scratch / "step-00000005");  // incomplete: reported, never deleted, never counted
   fs::create_directory(scratch / ".saving-step-00000031");
   put_bytes(scratch / ".saving-step-00000031" / "half", "x");
   write_checkpoint(scratch.path, content_of(40), 2);
@@ -159,14 +158,14 @@ TEST(Checkpoint, OptimizerSlicesMustCoverEachTensorOnce) {
   const Tensor five = at::full({5}, 1.0);
   write({{"master/w@5/10", five}, {"master/w@0/10", five}});
   EXPECT_ERROR(write({{"master/w@0/10", five}}), "master of w ends at element 5 of 10");
-  EXPECT_ERROR(write({{"master/w@0/10", five}, {"master/w@4/10", five}}),
-               "a slice starts at 4 of 10");
+  EXPECT_ERROR(
+      write({{"master/w@0/10", five}, {"master/w@4/10", five}}), "a slice starts at 4 of 10");
   EXPECT_ERROR(write({{"master/w@0/10", five}, {"master/w@5/11", five}}), "starts at 5 of 11");
   for (const char* key :
-       {"master/w", "w@0/5", "master/w@0", "master/w@0/5x", "master/w@-1/5", "/@/"})
+      {"master/w", "w@0/5", "master/w@0", "master/w@0/5x", "master/w@-1/5", "/@/"})
     EXPECT_ERROR(write({{key, five}}), key, "not a flat float32 slice");
   fs::rename(scratch / "optimizer" / "shard-00000-of-00001.safetensors",
-             scratch / "optimizer" / "shard-00000-of-00002.safetensors");
+      scratch / "optimizer" / "shard-00000-of-00002.safetensors");
   EXPECT_ERROR(OptimizerReader{scratch.path}, "shard-00000-of-00002.safetensors");
   EXPECT_ERROR(OptimizerReader{scratch / "none"}, "no optimizer state");
 }
@@ -181,7 +180,7 @@ TEST(Checkpoint, AFullDiskLeavesTheOlderOneAndNothingElse) {
   const rlimit small{1 << 20, old.rlim_max};
   setrlimit(RLIMIT_FSIZE, &small);
   EXPECT_ERROR(write_checkpoint(scratch.path, content_of(20, 1 << 17), 1), "step-00000020",
-               "model-00001-of-00001.safetensors", "File too large");
+      "model-00001-of-00001.safetensors", "File too large");
   CheckpointWriter writer;
   writer.start(scratch.path, content_of(30, 1 << 17), 1);
   EXPECT_ERROR(writer.finish(), "step-00000030");

@@ -49,8 +49,8 @@ TEST(Config, LearningRateInEverySpelling) {
   EXPECT_TRUE(no_digit.starts_with("run.toml:3: column ")) << no_digit;
   EXPECT_NE(no_digit.find("a number begins with a digit: 0.00001 or 1e-5"), std::string::npos);
   EXPECT_EQ(refusal("", {"training.lr=.00001"}),
-            "--set: training.lr: must be a number, not the text \".00001\"; numbers (0.1, not .1), "
-            "true and false take no quotes");
+      "--set: training.lr: must be a number, not the text \".00001\"; numbers (0.1, not .1), "
+      "true and false take no quotes");
 }
 
 struct Refusal {
@@ -60,30 +60,30 @@ struct Refusal {
 TEST(Config, RefusesWithLineKeyAndReason) {
   const Refusal cases[] = {
       {"training.learning_rate = 1e-4",
-       "run.toml:3: training.learning_rate: unknown key; nearest is training.lr"},
+          "run.toml:3: training.learning_rate: unknown key; nearest is training.lr"},
       {"training.stesp = 5", "run.toml:3: training.stesp: unknown key; nearest is training.steps"},
       {"training.sequence_length = 5",
-       "run.toml:3: training.sequence_length: unknown key; nearest is data.sequence_length"},
+          "run.toml:3: training.sequence_length: unknown key; nearest is data.sequence_length"},
       {"training.seq_len = 5",
-       "run.toml:3: training.seq_len: unknown key; nearest is data.sequence_length"},
+          "run.toml:3: training.seq_len: unknown key; nearest is data.sequence_length"},
       {"lr = 1e-4", "run.toml:3: lr: unknown key outside any section; nearest is training.lr"},
       {"[trainning]\nlr = 1e-4\nsteps = 2",
-       "run.toml:3: [trainning]: unknown section; nearest is [training]"},
+          "run.toml:3: [trainning]: unknown section; nearest is [training]"},
       {"[training.schedul]\nlr = 1",
-       "run.toml:3: training.schedul: unknown key; nearest is training.schedule"},
+          "run.toml:3: training.schedul: unknown key; nearest is training.schedule"},
       {"log.finite = true", "run.toml:3: log.finite: unknown key; nearest is log.check_finite"},
       {"log = true", "run.toml:3: log: is a section: write [log]"},
       {"[[log]]\ntensorboard = true", "run.toml:3: log: is a section: write [log]"},
       {"training.steps = 1e6",
-       "run.toml:3: training.steps: must be an integer, not the float 1000000; write 1000000"},
+          "run.toml:3: training.steps: must be an integer, not the float 1000000; write 1000000"},
       {"training.steps = 1.5", "run.toml:3: training.steps: must be an integer, not the float 1.5"},
       {"training.steps = -3", "run.toml:3: training.steps: -3 is outside [1, 1e9]"},
       {"training.steps = true", "run.toml:3: training.steps: must be an integer, not true"},
       {"training.steps = 1979-05-27",
-       "run.toml:3: training.steps: must be an integer, not a date or time"},
+          "run.toml:3: training.steps: must be an integer, not a date or time"},
       {"training.lr = '1e-5'",
-       "run.toml:3: training.lr: must be a number, not the text \"1e-5\"; numbers (0.1, not "
-       ".1), true and false take no quotes"},
+          "run.toml:3: training.lr: must be a number, not the text \"1e-5\"; numbers (0.1, not "
+          ".1), true and false take no quotes"},
       {"training.lr = 0", "run.toml:3: training.lr: 0 is outside (0, 1000]"},
       {"training.lr = nan", "run.toml:3: training.lr: nan is outside (0, 1000]"},
       {"training.lr = inf", "run.toml:3: training.lr: inf is outside (0, 1000]"},
@@ -91,69 +91,75 @@ TEST(Config, RefusesWithLineKeyAndReason) {
       {"training.beta2 = 1", "run.toml:3: training.beta2: 1 is outside [0, 1)"},
       {"data.seed = -1", "run.toml:3: data.seed: -1 is outside [0, inf)"},
       {"data.document_mask = 1",
-       "run.toml:3: data.document_mask: must be true or false, not the integer 1"},
+          "run.toml:3: data.document_mask: must be true or false, not the integer 1"},
       {"run.folder = 3", "run.toml:3: run.folder: must be text, not the integer 3"},
       {"run.folder = ''", "run.toml:3: run.folder: must not be empty"},
       {"run.folder = ['a']", "run.toml:3: run.folder: must be text, not an array"},
       {"run.folder = \"a\\u0000b\"", "run.toml:3: run.folder: holds a NUL character"},
       {"run.device = 'gpu'",
-       "run.toml:3: run.device: \"gpu\" is not one of auto|cpu|cuda; nearest is cpu"},
+          "run.toml:3: run.device: \"gpu\" is not one of auto|cpu|cuda; nearest is cpu"},
       {"training.schedule = 'cosin'",
-       "run.toml:3: training.schedule: \"cosin\" is not one of constant|cosine|wsd; nearest is "
-       "cosine"},
+          "run.toml:3: training.schedule: \"cosin\" is not one of constant|cosine|wsd; nearest is "
+          "cosine"},
       {"training.micro_batch = 3",
-       "run.toml:3: training.micro_batch: 3 does not divide training.global_batch = 32"},
+          "run.toml:3: training.micro_batch: 3 does not divide training.global_batch = 32"},
       {"training.warmup_steps = 1001",
-       "run.toml:3: training.warmup_steps: 1001 is more than training.steps = 1000"},
+          "run.toml:3: training.warmup_steps: 1001 is more than training.steps = 1000"},
       {"training.schedule = 'wsd'",
-       "run.toml:3: training.decay_steps: the schedule wsd needs a decay of at least 1 step"},
+          "run.toml:3: training.decay_steps: the schedule wsd needs a decay of at least 1 step"},
       {"[training]\nschedule = 'wsd'\nwarmup_steps = 10\ndecay_steps = 991",
-       "run.toml:6: training.decay_steps: 991 is more than the 990 steps after warm-up"},
+          "run.toml:6: training.decay_steps: 991 is more than the 990 steps after warm-up"},
       {"training.decay_steps = 10",
-       "run.toml:3: training.decay_steps: only the schedule wsd has a decay of its own; this one "
-       "is cosine"},
+          "run.toml:3: training.decay_steps: only the schedule wsd has a decay of its own; this "
+          "one "
+          "is cosine"},
       {"checkpoint.keep_last = -1", "run.toml:3: checkpoint.keep_last: -1 is outside [0, 1e6]"},
       {"validation.interval = 5",
-       "run.toml:3: validation.interval: needs a corpus in data.validation"},
+          "run.toml:3: validation.interval: needs a corpus in data.validation"},
       {"data.validation = 'a.bin'",
-       "run.toml:3: data.validation: \"a.bin\" must name a corpus by its path without extension"},
+          "run.toml:3: data.validation: \"a.bin\" must name a corpus by its path without "
+          "extension"},
       {"data.validation = 'a/'",
-       "run.toml:3: data.validation: \"a/\" must name a corpus by its path without extension"},
+          "run.toml:3: data.validation: \"a/\" must name a corpus by its path without extension"},
       {"data.validation = 3",
-       "run.toml:3: data.validation: must be a path or an array of {path, weight}, not the integer "
-       "3"},
+          "run.toml:3: data.validation: must be a path or an array of {path, weight}, not the "
+          "integer "
+          "3"},
       {"data.validation = ['a']",
-       "run.toml:3: data.validation: source 1 must be {path = \"...\", weight = 0.5}, not the text "
-       "\"a\""},
+          "run.toml:3: data.validation: source 1 must be {path = \"...\", weight = 0.5}, not the "
+          "text "
+          "\"a\""},
       {"data.validation = [{path = 'a'}, {weight = 2}]",
-       "run.toml:3: data.validation: source 2 has no path"},
+          "run.toml:3: data.validation: source 2 has no path"},
       {"data.validation = [{path = 'a', weight = 0}]",
-       "run.toml:3: data.validation: source 1: weight 0 is outside (0, inf)"},
+          "run.toml:3: data.validation: source 1: weight 0 is outside (0, inf)"},
       {"data.validation = [{path = 'a', weight = nan}]",
-       "run.toml:3: data.validation: source 1: weight nan is outside (0, inf)"},
+          "run.toml:3: data.validation: source 1: weight nan is outside (0, inf)"},
       {"data.validation = [{path = 'a', wieght = 2}]",
-       "run.toml:3: data.validation: source 1: wieght = the integer 2 is not one of path (text), "
-       "weight (a number), name (text)"},
+          "run.toml:3: data.validation: source 1: wieght = the integer 2 is not one of path "
+          "(text), "
+          "weight (a number), name (text)"},
       {"data.validation = [{path = 'a/x'}, {path = 'b/x'}]",
-       "run.toml:3: data.validation: two corpora are called \"x\"; give them a name = ..."},
+          "run.toml:3: data.validation: two corpora are called \"x\"; give them a name = ..."},
       {"data.validation = [{path = 'a'}, {path = 'b.idx'}]",
-       "run.toml:3: data.validation: \"b.idx\" must name a corpus by its path without extension"},
+          "run.toml:3: data.validation: \"b.idx\" must name a corpus by its path without "
+          "extension"},
       {"data.packing = 'best_fit'\ndata.document_mask = false",
-       "run.toml:3: data.packing: best_fit needs data.document_mask"},
+          "run.toml:3: data.packing: best_fit needs data.document_mask"},
   };
   for (const Refusal& c : cases) EXPECT_EQ(refusal(c.line), c.message) << c.line;
 }
 
 TEST(Config, EveryMistakeAtOnceInTheOrderOfLines) {
   EXPECT_EQ(refusal("[training]\nsteps = 1e6\nlr = 'x'\nglobal_batch = 7\n[log]\nfinite = 1\n",
-                    {"training.stpes=1", "training.micro_batch=5", "nonsense"}),
-            "run.toml:4: training.steps: must be an integer, not the float 1000000; write 1000000\n"
-            "run.toml:5: training.lr: must be a number, not the text \"x\"; numbers (0.1, not "
-            ".1), true and false take no quotes\n"
-            "run.toml:8: log.finite: unknown key; nearest is log.check_finite\n"
-            "--set: training.stpes: unknown key; nearest is training.steps\n"
-            "--set: training.micro_batch: 5 does not divide training.global_batch = 7\n"
-            "--set: nonsense: not of the form section.key=value");
+                {"training.stpes=1", "training.micro_batch=5", "nonsense"}),
+      "run.toml:4: training.steps: must be an integer, not the float 1000000; write 1000000\n"
+      "run.toml:5: training.lr: must be a number, not the text \"x\"; numbers (0.1, not "
+      ".1), true and false take no quotes\n"
+      "run.toml:8: log.finite: unknown key; nearest is log.check_finite\n"
+      "--set: training.stpes: unknown key; nearest is training.steps\n"
+      "--set: training.micro_batch: 5 does not divide training.global_batch = 7\n"
+      "--set: nonsense: not of the form section.key=value");
 }
 
 TEST(Config, MissingEssentialsNameTheFile) {
@@ -162,8 +168,8 @@ TEST(Config, MissingEssentialsNameTheFile) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.message(),
-              "empty.toml: model.config: one of model.config and model.init must be given\n"
-              "empty.toml: data.train: must be given");
+        "empty.toml: model.config: one of model.config and model.init must be given\n"
+        "empty.toml: data.train: must be given");
   }
   EXPECT_EQ(parse_run_config("model.init='m'\ndata.train='c'", "x", {}).model.config, "m");
 }
@@ -179,10 +185,9 @@ TEST(Config, SyntaxErrorsGiveLineAndColumn) {
 }
 
 TEST(Config, OverridesWin) {
-  const RunConfig config =
-      parse("training.steps = 5\nrun.folder = 'a'",
-            {"training.steps=7", "run.folder=/tmp/b c", "data.document_mask=false",
-             "training.lr = 2", "training.steps=8", "data.seed=9223372036854775807"});
+  const RunConfig config = parse("training.steps = 5\nrun.folder = 'a'",
+      {"training.steps=7", "run.folder=/tmp/b c", "data.document_mask=false", "training.lr = 2",
+          "training.steps=8", "data.seed=9223372036854775807"});
   EXPECT_EQ(config.training.steps, 8);
   EXPECT_EQ(config.run.folder, "/tmp/b c");
   EXPECT_FALSE(config.data.document_mask);
@@ -191,20 +196,19 @@ TEST(Config, OverridesWin) {
   // What is wrong in the file stays wrong, whatever is set afterwards.
   EXPECT_NE(refusal("training.steps = 1.5", {"training.steps=2"}), "");
   EXPECT_EQ(refusal("", {"training.learning_rate=1"}),
-            "--set: training.learning_rate: unknown key; nearest is training.lr");
+      "--set: training.learning_rate: unknown key; nearest is training.lr");
   EXPECT_EQ(refusal("", {"training.steps=2\nx = 3"}),
-            "--set: training.steps: must be an integer, not the text \"2\\u000Ax = 3\"; numbers "
-            "(0.1, not .1), true and false take no quotes");
+      "--set: training.steps: must be an integer, not the text \"2\\u000Ax = 3\"; numbers "
+      "(0.1, not .1), true and false take no quotes");
   EXPECT_EQ(refusal("", {"training.steps"}),
-            "--set: training.steps: not of the form "
-            "section.key=value");
+      "--set: training.steps: not of the form "
+      "section.key=value");
   EXPECT_EQ(refusal("", {"run.folder=\xff"}), "--set: run.folder: not valid UTF-8");
 }
 
 TEST(Config, PathsSurviveTheRoundTrip) {
-  for (const std::string path :
-       {"/tmp/ü b'$HOME/", "a\"b\\c", "tab\there", "# not a comment", "true", "2024", "~/x/",
-        "模型", "'quoted", "a=b=c", "{}", "\x7f"}) {
+  for (const std::string path : {"/tmp/ü b'$HOME/", "a\"b\\c", "tab\there", "# not a comment",
+           "true", "2024", "~/x/", "模型", "'quoted", "a=b=c", "{}", "\x7f"}) {
     const RunConfig config = parse("", {"run.folder=" + path});
     EXPECT_EQ(config.run.folder, path);
     EXPECT_EQ(parse_run_config(to_toml(config), "again", {}).run.folder, path);
@@ -215,16 +219,16 @@ TEST(Config, PathsSurviveTheRoundTrip) {
 
 TEST(Config, TomlRoundTripIsExact) {
   RunConfig config = parse("", {"training.lr=0.1", "training.epsilon=1e-300", "training.beta2=0.1",
-                                "training.weight_decay=123.456e-7", "training.clip_norm=1e300",
-                                "data.seed=123456789012345678", "log.tensorboard=false"});
+                                   "training.weight_decay=123.456e-7", "training.clip_norm=1e300",
+                                   "data.seed=123456789012345678", "log.tensorboard=false"});
   config.training.lr = 0.1 + 0.2;
   const RunConfig again = parse_run_config(to_toml(config), "again", {});
   EXPECT_EQ(to_toml(again), to_toml(config));
   EXPECT_EQ(again.training.lr, config.training.lr);
   EXPECT_EQ(again.training.epsilon, 1e-300);
   EXPECT_EQ(again.data.seed, 123456789012345678u);
-  EXPECT_EQ(parse_run_config("\xEF\xBB\xBF" + to_toml(config), "bom", {}).training.clip_norm,
-            1e300);
+  EXPECT_EQ(
+      parse_run_config("\xEF\xBB\xBF" + to_toml(config), "bom", {}).training.clip_norm, 1e300);
 }
 
 TEST(Config, BlendsInEverySpelling) {
@@ -234,7 +238,7 @@ TEST(Config, BlendsInEverySpelling) {
       "[[data.validation]]\npath = \"a\"\nweight = 0.7\n"
       "[[data.validation]]\npath = 'd/ü b'\nweight = 3\nname = 'n'";
   for (const RunConfig& config :
-       {parse("data.validation = " + two), parse("", {"data.validation=" + two}), parse(tables)}) {
+      {parse("data.validation = " + two), parse("", {"data.validation=" + two}), parse(tables)}) {
     for (const RunConfig& same : {config, parse_run_config(to_toml(config), "again", {})}) {
       const auto& sources = same.data.validation;
       ASSERT_EQ(sources.size(), 2u);
@@ -261,7 +265,7 @@ TEST(Config, FilesThatCannotBeRead) {
     }
   };
   EXPECT_EQ(message("/nowhere/run.toml"),
-            "/nowhere/run.toml: cannot be opened: No such file or directory");
+      "/nowhere/run.toml: cannot be opened: No such file or directory");
   EXPECT_EQ(message("/tmp"), "/tmp: is a folder, not a TOML file");
 }
 

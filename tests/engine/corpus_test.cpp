@@ -26,7 +26,7 @@ std::vector<int64_t> read(const Corpus& corpus, int64_t document) {
 
 // Bytes of an index written without our writer.
 std::string index_of(uint8_t code, int64_t width, const std::vector<int32_t>& lengths,
-                     const std::vector<int64_t>& borders) {
+    const std::vector<int64_t>& borders) {
   std::string bytes("MMIDIDX\0\0", 9);
   const auto put = [&](auto value) { bytes.append(reinterpret_cast<char*>(&value), sizeof value); };
   put(uint64_t{1});
@@ -56,7 +56,7 @@ TEST(Corpus, RoundTripAtBothWidths) {
     EXPECT_EQ(corpus.tokenizer_hash(), "hash");
     for (size_t d = 0; d < documents.size(); ++d)
       EXPECT_EQ(read(corpus, static_cast<int64_t>(d)),
-                std::vector<int64_t>(documents[d].begin(), documents[d].end()));
+          std::vector<int64_t>(documents[d].begin(), documents[d].end()));
     EXPECT_TRUE(verify_corpus(corpus.prefix()).empty());
     EXPECT_FALSE(std::filesystem::exists(corpus.prefix() + ".bin.tmp"));
   }
@@ -121,15 +121,15 @@ TEST(Corpus, HostileIndexesAreRefused) {
   parse(good, 12);
   EXPECT_ERROR(parse(good, 11), "x.idx", "document 1 ends at token 3, the .bin holds 2");
   EXPECT_ERROR(parse(good, 13), "fill 12 bytes, the .bin has 13");
-  EXPECT_ERROR(parse(index_of(4, 4, {2, -1}, {0, 1, 2}), 12),
-               "document 1: its tokens do not follow");
-  EXPECT_ERROR(parse(index_of(8, 4, {2, 1}, {0, 1, 2}), 12),
-               "document 1: its tokens do not follow");
+  EXPECT_ERROR(
+      parse(index_of(4, 4, {2, -1}, {0, 1, 2}), 12), "document 1: its tokens do not follow");
+  EXPECT_ERROR(
+      parse(index_of(8, 4, {2, 1}, {0, 1, 2}), 12), "document 1: its tokens do not follow");
   EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {0, 2, 1, 2}), 12), "document 1 goes from 2 to 1 of 2");
   EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {0, 1}), 12), "do not span all 2 sequences");
   EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {}), 12), "list of documents is empty");
   EXPECT_ERROR(parse(index_of(4, 4, {1}, {0, int64_t{1} << 62, 1}), 4),
-               "document 0 goes from 0 to 4611686018427387904");
+      "document 0 goes from 0 to 4611686018427387904");
   for (size_t size = 0; size < good.size(); ++size)
     EXPECT_ERROR(parse(good.substr(0, size), 12), "x.idx");
   std::string huge = good;

@@ -74,14 +74,14 @@ TEST_P(Golden, Fp32EqualsTransformers) {
     if (!tapes[0].topk_idx[layer].defined()) continue;
     ASSERT_TRUE(at::equal(tapes[0].topk_idx[layer], expected.tensor(name))) << name;
     EXPECT_LT(relative_error(tapes[0].topk_weight[layer],
-                             expected.tensor(fmt::format("routing.topk_weight.{}", layer))),
-              1e-5);
+                  expected.tensor(fmt::format("routing.topk_weight.{}", layer))),
+        1e-5);
   }
   EXPECT_LT(relative_error(result.loss_sum / trained, expected.tensor("loss")), 1e-5);
   EXPECT_LT(relative_error(result.per_token[0], expected.tensor("logprobs")), 1e-5);
   EXPECT_LT(relative_error(pipeline.forward_only(test.batch, AllLogits()).per_token[0],
-                           expected.tensor("logits")),
-            1e-5);
+                expected.tensor("logits")),
+      1e-5);
   test.compare_gradients(expected, [](const std::string&) { return 1e-5; });
 }
 
@@ -103,7 +103,7 @@ TEST_P(Golden, BalanceLossGradients) {
 // Group of a gradient, for errors that are compared as a whole.
 std::string group_of(const std::string& name) {
   for (const char* part :
-       {"norm.weight", "experts", "mlp.gate.weight", "mlp", "self_attn", "embed_tokens", "lm_head"})
+      {"norm.weight", "experts", "mlp.gate.weight", "mlp", "self_attn", "embed_tokens", "lm_head"})
     if (name.find(part) != std::string::npos) return part;
   return name;
 }
@@ -132,8 +132,8 @@ TEST_P(Golden, Bf16WithinTransformersOwnError) {
   };
   EXPECT_LT(relative_error(result.per_token[0], expected.tensor("logprobs")), bound("logprobs"));
   EXPECT_LT(relative_error(pipeline.forward_only(test.batch, AllLogits(), {}, tapes).per_token[0],
-                           expected.tensor("logits")),
-            bound("logits"));
+                expected.tensor("logits")),
+      bound("logits"));
 
   struct Squares {
     double ours = 0, theirs = 0;     // relative errors
@@ -165,9 +165,8 @@ TEST_P(Golden, Bf16WithinTransformersOwnError) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Qwen3Moe, Golden,
-                         testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c",
-                                         "qwen3_moe_d"),
-                         [](const auto& test) { return std::string(test.param); });
+    testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d"),
+    [](const auto& test) { return std::string(test.param); });
 
 }  // namespace
 }  // namespace pith

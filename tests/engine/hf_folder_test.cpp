@@ -57,8 +57,7 @@ std::vector<NamedTensor> weights(int count) {
 }
 
 std::vector<WrittenFile> write_hf_weights(const std::filesystem::path& folder,
-                                          const std::vector<NamedTensor>& tensors,
-                                          uint64_t shard_bytes) {
+    const std::vector<NamedTensor>& tensors, uint64_t shard_bytes) {
   const WeightFiles files = split_weights(tensors, shard_bytes);
   auto written = write_weight_files(folder, files, 0, files.size());
   written.push_back(write_weight_index(folder, written));
@@ -87,16 +86,15 @@ struct Model {
   Parameter norm{"norm", {3}, ParameterGroup::norm, Init::ones};
   std::vector<Tensor> targets{at::full({8}, -1.0f), at::full({3}, -1.0f, at::kBFloat16)};
   std::vector<ImportTarget> imports{{&fused.tensors[0], 0, targets[0].narrow(0, 0, 6)},
-                                    {&fused.tensors[1], 0, targets[0].narrow(0, 6, 2)},
-                                    {&norm.tensors[0], 0, targets[1]}};
+      {&fused.tensors[1], 0, targets[0].narrow(0, 6, 2)}, {&norm.tensors[0], 0, targets[1]}};
 };
 
 TEST(HfFolder, ImportsIntoFusedParametersConverting) {
   const Scratch scratch;
   const Tensor q = at::randn({3, 2}, at::kDouble), k = at::randn({1, 2}).to(at::kHalf);
   const Tensor norm = at::randn({3});
-  write_safetensors(scratch / "model.safetensors",
-                    {{"q", q}, {"k", k}, {"norm", norm}, {"extra", k}});
+  write_safetensors(
+      scratch / "model.safetensors", {{"q", q}, {"k", k}, {"norm", norm}, {"extra", k}});
   Model model;
   const std::string extra[] = {"extra"};
   import_weights(HfFolder(scratch.path), model.imports, extra);
@@ -112,13 +110,12 @@ TEST(HfFolder, ImportsIntoFusedParametersConverting) {
 
 TEST(HfFolder, ImportListsEveryProblemAndTouchesNothing) {
   const Scratch scratch;
-  write_safetensors(
-      scratch / "model.safetensors",
+  write_safetensors(scratch / "model.safetensors",
       {{"q", at::randn({2, 3})}, {"norm", at::zeros({3}, at::kLong)}, {"bias", at::randn({1})}});
   Model model;
   EXPECT_ERROR(import_weights(HfFolder(scratch.path), model.imports), scratch.path.string(),
-               "4 problems", "q: shape (2, 3) in the folder, (3, 2) in the model",
-               "missing in the folder: k", "norm: dtype int64", "not in the model: bias");
+      "4 problems", "q: shape (2, 3) in the folder, (3, 2) in the model",
+      "missing in the folder: k", "norm: dtype int64", "not in the model: bias");
   EXPECT_TRUE(at::equal(model.targets[0], at::full({8}, -1.0f)));
 }
 
@@ -136,18 +133,18 @@ TEST(HfFolder, DamagedFoldersNameFileAndTensor) {
   fresh();
   std::filesystem::resize_file(folder / two, std::filesystem::file_size(folder / two) - 1);
   std::filesystem::remove(folder / one);
-  EXPECT_ERROR(HfFolder{folder}, "2 problems", one, "No such file", two,
-               "tensor layers.2.w ends at byte");
+  EXPECT_ERROR(
+      HfFolder{folder}, "2 problems", one, "No such file", two, "tensor layers.2.w ends at byte");
   fresh();
   write_safetensors(folder / two,
-                    weights(3));  // two of them are in both files, the index says the first
-  EXPECT_ERROR(HfFolder{folder}, "tensor layers.0.w is in two files", "tensor layers.1.w", one,
-               two);
+      weights(3));  // two of them are in both files, the index says the first
+  EXPECT_ERROR(
+      HfFolder{folder}, "tensor layers.0.w is in two files", "tensor layers.1.w", one, two);
   fresh();
   write_safetensors(folder / two, {{"ghost.1", at::randn({1})}, {"ghost.2", at::randn({1})}});
   EXPECT_ERROR(HfFolder{folder},
-               two + " holds a tensor that the index does not list: ghost.{1-2} (2)",
-               "the index lists a tensor that " + two + " does not hold: layers.2.w");
+      two + " holds a tensor that the index does not list: ghost.{1-2} (2)",
+      "the index lists a tensor that " + two + " does not hold: layers.2.w");
   fresh();
   write_safetensors(folder / "model.safetensors", weights(1));
   EXPECT_ERROR(HfFolder{folder}, "both there and disagree");

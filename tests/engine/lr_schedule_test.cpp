@@ -7,8 +7,8 @@
 namespace pith {
 namespace {
 
-RunConfig::Training training(const std::string& schedule, int64_t steps, int64_t warmup,
-                             int64_t decay = 0) {
+RunConfig::Training training(
+    const std::string& schedule, int64_t steps, int64_t warmup, int64_t decay = 0) {
   RunConfig::Training t;
   t.schedule = schedule;
   t.steps = steps;
@@ -31,38 +31,30 @@ void expect_table(const RunConfig::Training& t, const std::vector<Row>& rows) {
 }
 
 TEST(LearningRate, Constant) {
-  expect_table(training("constant", 100, 8), {{1, "3.75000000e-05"},
-                                              {7, "2.62500000e-04"},
-                                              {8, "3.00000000e-04"},
-                                              {9, "3.00000000e-04"},
-                                              {100, "3.00000000e-04"},
-                                              {1000, "3.00000000e-04"}});
+  expect_table(training("constant", 100, 8),
+      {{1, "3.75000000e-05"}, {7, "2.62500000e-04"}, {8, "3.00000000e-04"}, {9, "3.00000000e-04"},
+          {100, "3.00000000e-04"}, {1000, "3.00000000e-04"}});
 }
 
 TEST(LearningRate, Cosine) {
   expect_table(training("cosine", 110, 10),
-               {{1, "3.00000000e-05"},   // warm-up
-                {10, "3.00000000e-04"},  // its end: the switch is continuous
-                {11, "2.99933386e-04"},  // 3e-5 + 2.7e-4 (1 + cos(pi / 100)) / 2
-                {35, "2.60459415e-04"},  // progress 1/4
-                {60, "1.65000000e-04"},  // half way
-                {109, "3.00666144e-05"},
-                {110, "3.00000000e-05"},  // the floor at the last step
-                {5000, "3.00000000e-05"}});
+      {{1, "3.00000000e-05"},      // warm-up
+          {10, "3.00000000e-04"},  // its end: the switch is continuous
+          {11, "2.99933386e-04"},  // 3e-5 + 2.7e-4 (1 + cos(pi / 100)) / 2
+          {35, "2.60459415e-04"},  // progress 1/4
+          {60, "1.65000000e-04"},  // half way
+          {109, "3.00666144e-05"}, {110, "3.00000000e-05"},  // the floor at the last step
+          {5000, "3.00000000e-05"}});
 }
 
 TEST(LearningRate, WarmupStableDecay) {
-  expect_table(training("wsd", 100, 10, 20), {{5, "1.50000000e-04"},
-                                              {10, "3.00000000e-04"},
-                                              {80, "3.00000000e-04"},
-                                              {81, "2.86500000e-04"},
-                                              {90, "1.65000000e-04"},
-                                              {99, "4.35000000e-05"},
-                                              {100, "3.00000000e-05"},
-                                              {101, "3.00000000e-05"}});
+  expect_table(training("wsd", 100, 10, 20),
+      {{5, "1.50000000e-04"}, {10, "3.00000000e-04"}, {80, "3.00000000e-04"},
+          {81, "2.86500000e-04"}, {90, "1.65000000e-04"}, {99, "4.35000000e-05"},
+          {100, "3.00000000e-05"}, {101, "3.00000000e-05"}});
   // The decay takes all that warm-up leaves.
   expect_table(training("wsd", 30, 10, 20),
-               {{10, "3.00000000e-04"}, {20, "1.65000000e-04"}, {30, "3.00000000e-05"}});
+      {{10, "3.00000000e-04"}, {20, "1.65000000e-04"}, {30, "3.00000000e-05"}});
 }
 
 TEST(LearningRate, Edges) {

@@ -196,21 +196,20 @@ TEST(ProgressLine, IsAlignedAndHuman) {
   StepMetrics m = step(20);
   m.mfu = 0.31;
   EXPECT_EQ(progress_line(m, 3723),
-            "step   20/1000  loss  4.1234  grad  1.234  lr 3.00e-01  2.05k tok/s  mfu 31.0 %  "
-            "mem  94.1 GiB  left 1h02m");
+      "step   20/1000  loss  4.1234  grad  1.234  lr 3.00e-01  2.05k tok/s  mfu 31.0 %  "
+      "mem  94.1 GiB  left 1h02m");
   m.step = 999;
   m.mfu = 0;
   m.seconds = 0.0001;
   m.loss = std::nan("");
   m.grad_norm = 123456;
-  EXPECT_EQ(
-      progress_line(m, -1),
+  EXPECT_EQ(progress_line(m, -1),
       "step  999/1000  loss     nan  grad 1.235e+05  lr 3.00e-01  10.2M tok/s  mem  94.1 GiB");
   m.seconds = 0;
   m.grad_norm = 0.01234567;
   EXPECT_EQ(progress_line(m, 0),
-            "step  999/1000  loss     nan  grad 0.01235  lr 3.00e-01      0 tok/s  mem  94.1 GiB  "
-            "left 0s");
+      "step  999/1000  loss     nan  grad 0.01235  lr 3.00e-01      0 tok/s  mem  94.1 GiB  "
+      "left 0s");
   for (const auto& [seconds, text] : std::vector<std::pair<double, std::string>>{
            {59.4, "59s"}, {59.6, "1m00s"}, {3599, "59m59s"}, {86399, "23h59m"}, {90000, "1d01h"}}) {
     EXPECT_TRUE(progress_line(m, seconds).ends_with("left " + text)) << text;
@@ -238,8 +237,7 @@ TEST(TensorBoard, Crc32cOfKnownVectors) {
   EXPECT_EQ(crc32c("123456789"), 0xE3069283u);
   EXPECT_EQ(crc32c(std::string(32, '\0')), 0x8A9136AAu);    // RFC 3720 B.4
   EXPECT_EQ(crc32c(std::string(32, '\xff')), 0x62A8AB43u);  // RFC 3720 B.4
-  EXPECT_EQ(
-      masked_crc32c(std::string(8, '\0')),
+  EXPECT_EQ(masked_crc32c(std::string(8, '\0')),
       ((crc32c(std::string(8, '\0')) >> 15 | crc32c(std::string(8, '\0')) << 17) + 0xa282ead8u));
 }
 
@@ -276,12 +274,12 @@ TEST_F(Metrics, TensorBoardEventsReadBack) {
   EXPECT_EQ(after_time(0), std::string("\x10\x00\x1A\x0D", 4) + "brain.Event:2");
   EXPECT_EQ(after_time(1), std::string("\x10\x08\x3A\x02\x08\x01"));  // step 8, START
   EXPECT_EQ(after_time(2),
-            std::string("\x10\xAC\x02\x2A\x17"  // step 300, summary
-                        "\x0A\x08\x0A\x01"
-                        "a\x15\x00\x00\xC0\x3F"  // a = 1.5
-                        "\x0A\x0B\x0A\x04"
-                        "b/ü\x15\x00\x00\x00\xC0",  // b/ü = -2
-                        28));
+      std::string("\x10\xAC\x02\x2A\x17"  // step 300, summary
+                  "\x0A\x08\x0A\x01"
+                  "a\x15\x00\x00\xC0\x3F"  // a = 1.5
+                  "\x0A\x0B\x0A\x04"
+                  "b/ü\x15\x00\x00\x00\xC0",  // b/ü = -2
+          28));
 }
 
 }  // namespace

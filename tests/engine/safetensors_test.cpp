@@ -27,7 +27,7 @@ TEST(Safetensors, RoundTripOfEveryDtypeAndShape) {
   const Scratch scratch;
   std::vector<NamedTensor> tensors;
   for (const auto dtype : {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble, at::kLong, at::kInt,
-                           at::kShort, at::kChar, at::kByte})
+           at::kShort, at::kChar, at::kByte})
     tensors.emplace_back(dtype_name(dtype), at::arange(15).reshape({3, 5}).to(dtype));
   tensors.emplace_back("bool", at::ones({3}, at::kBool));
   tensors.emplace_back("scalar \"quoted\" ü", at::ones({}, at::kFloat));
@@ -58,8 +58,7 @@ TEST(Safetensors, RoundTripOfEveryDtypeAndShape) {
 
 TEST(Safetensors, UnalignedDataAreCopiedNotMisread) {
   const Scratch scratch;
-  put_bytes(
-      scratch / "odd.safetensors",
+  put_bytes(scratch / "odd.safetensors",
       file_of(R"({"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}} )", {"\0\0\x80\x3f", 4}));
   EXPECT_EQ(SafetensorsFile(scratch / "odd.safetensors").tensor("w").item<float>(), 1.0f);
 }
@@ -85,37 +84,37 @@ TEST(Safetensors, EveryViolationNamesFileAndTensor) {
       {file_of(one(R"("dtype":"F31","shape":[2],"data_offsets":[0,8])"), eight), "dtype \"F31\""},
       {file_of(one(R"("dtype":"","shape":[2],"data_offsets":[0,8])"), eight), "dtype"},
       {file_of(one(R"("dtype":"F32","shape":[-2],"data_offsets":[0,8])"), eight),
-       "shape must hold"},
+          "shape must hold"},
       {file_of(one(R"("dtype":"F32","shape":[2.0],"data_offsets":[0,8])"), eight),
-       "shape must hold"},
+          "shape must hold"},
       {file_of(one(R"("dtype":"F32","shape":[[2]],"data_offsets":[0,8])"), eight),
-       "shape must hold"},
+          "shape must hold"},
       {file_of(one(R"("dtype":"F32","shape":[3],"data_offsets":[0,8])"), eight),
-       "do not hold float32"},
+          "do not hold float32"},
       {file_of(one(R"("dtype":"F64","shape":[2],"data_offsets":[0,8])"), eight),
-       "do not hold float64"},
+          "do not hold float64"},
       {file_of(one(R"("dtype":"F32","shape":[2],"data_offsets":[8,0])"), eight), "do not hold"},
       {file_of(one(R"("dtype":"F32","shape":[2],"data_offsets":[0,8,9])"), eight), "not a pair"},
       {file_of(one(R"("dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,8])"), eight),
-       "larger than any file"},
+          "larger than any file"},
       {file_of(one(R"("dtype":"F32","shape":[0,4611686018427387904,4],"data_offsets":[0,0])"), ""),
-       "larger than any file"},
+          "larger than any file"},
       {file_of(one(R"("dtype":"F32","shape":[2],"data_offsets":[0,8])"), eight.substr(1)),
-       "tensor w ends at byte 8 of the data, the file holds 7"},
+          "tensor w ends at byte 8 of the data, the file holds 7"},
       {file_of(one(R"("dtype":"F32","shape":[2],"data_offsets":[0,8])"), eight + "x"),
-       "1 bytes of no tensor follow w"},
+          "1 bytes of no tensor follow w"},
       {file_of(one(R"("dtype":"F32","shape":[1],"data_offsets":[4,8])"), eight),
-       "4 bytes of no tensor"},
+          "4 bytes of no tensor"},
       {file_of(R"({"w":{"dtype":"U8","shape":[5],"data_offsets":[0,5]},)"
                R"("v":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}})",
-               eight),
-       "tensor v overlaps w"},
+           eight),
+          "tensor v overlaps w"},
       {file_of(R"({"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},)"
                R"("w":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}})",
-               eight),
-       "\"w\" stands twice"},
+           eight),
+          "\"w\" stands twice"},
       {file_of(one(R"("dtype":"U8","dtype":"U8","shape":[8],"data_offsets":[0,8])"), eight),
-       "\"dtype\" stands twice"},
+          "\"dtype\" stands twice"},
       {file_of(R"({"__metadata__":{"format":3}})", ""), "format is not a string"},
   };
   for (const auto& [bytes, part] : cases) EXPECT_ERROR(parse(bytes), "x.safetensors", part);
@@ -126,8 +125,8 @@ TEST(Safetensors, EveryViolationNamesFileAndTensor) {
 
 TEST(Safetensors, TruncationAtEveryLengthIsAnError) {
   const Scratch scratch;
-  write_safetensors(scratch / "a",
-                    {{"x", at::ones({5}, at::kFloat)}, {"y", at::ones({3}, at::kByte)}});
+  write_safetensors(
+      scratch / "a", {{"x", at::ones({5}, at::kFloat)}, {"y", at::ones({3}, at::kByte)}});
   const std::string bytes = read_file(scratch / "a");
   for (size_t size = 0; size < bytes.size(); ++size)
     EXPECT_ERROR(parse(bytes.substr(0, size)), "x.safetensors");
@@ -138,8 +137,8 @@ TEST(Safetensors, WritingRefusesWhatCannotBeRead) {
   const Tensor one = at::ones({1});
   EXPECT_ERROR(write_safetensors(scratch / "a", {{"x", one}, {"x", one}}), "two tensors named x");
   EXPECT_ERROR(write_safetensors(scratch / "a", {{"x", Tensor()}}), "x", "undefined");
-  EXPECT_ERROR(write_safetensors(scratch / "a", {{"x", at::ones({1}, at::kComplexFloat)}}),
-               "no dtype");
+  EXPECT_ERROR(
+      write_safetensors(scratch / "a", {{"x", at::ones({1}, at::kComplexFloat)}}), "no dtype");
   EXPECT_ERROR(write_safetensors(scratch / "none" / "a", {{"x", one}}), "none", "No such file");
   EXPECT_ERROR(write_safetensors("/dev/full", {{"x", one}}), "/dev/full", "No space left");
 }

@@ -15,8 +15,8 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // How often each id was drawn.
-std::map<int64_t, int> counts(const std::vector<float>& logits, const SamplingOptions& options,
-                              int draws) {
+std::map<int64_t, int> counts(
+    const std::vector<float>& logits, const SamplingOptions& options, int draws) {
   std::map<int64_t, int> result;
   for (int i = 0; i < draws; ++i) ++result[sample(logits, options, static_cast<uint64_t>(i))];
   return result;
@@ -25,7 +25,7 @@ std::map<int64_t, int> counts(const std::vector<float>& logits, const SamplingOp
 // The draws follow `expected` (0 = never drawn): chi-square below its 99.9 % point for up to 9
 // degrees of freedom, with a fixed seed.
 void expect_distribution(const std::vector<float>& logits, const SamplingOptions& options,
-                         std::vector<double> expected) {
+    std::vector<double> expected) {
   constexpr int kDraws = 10000;
   double total = 0, chi_square = 0;
   for (const double p : expected) total += p;
@@ -130,16 +130,16 @@ TEST(Sampling, RefusesWhatCannotBeDrawnFrom) {
   const std::vector<float> good = {1, 2};
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const std::vector<float>& bad :
-       std::vector<std::vector<float>>{{nan, 1}, {1, nan}, {1, kInf}, {-kInf, -kInf}, {}}) {
+      std::vector<std::vector<float>>{{nan, 1}, {1, nan}, {1, kInf}, {-kInf, -kInf}, {}}) {
     EXPECT_THROW(sample(bad, {}, 0), Error);
     EXPECT_THROW(sample(bad, {.temperature = 0}, 0), Error);
   }
   const double not_a_number = std::nan("");
   for (const SamplingOptions& bad :
-       {SamplingOptions{.temperature = -1}, SamplingOptions{.temperature = not_a_number},
-        SamplingOptions{.temperature = double{kInf}}, SamplingOptions{.top_p = 1.1},
-        SamplingOptions{.top_p = not_a_number}, SamplingOptions{.min_p = -0.1},
-        SamplingOptions{.top_k = -1}}) {
+      {SamplingOptions{.temperature = -1}, SamplingOptions{.temperature = not_a_number},
+          SamplingOptions{.temperature = double{kInf}}, SamplingOptions{.top_p = 1.1},
+          SamplingOptions{.top_p = not_a_number}, SamplingOptions{.min_p = -0.1},
+          SamplingOptions{.top_k = -1}}) {
     EXPECT_THROW(sample(good, bad, 0), Error);
   }
 }

@@ -50,7 +50,7 @@ TEST(Signals, FirstOneAsksToStop) {
     EXPECT_TRUE(WIFEXITED(outcome.status));
     EXPECT_EQ(WEXITSTATUS(outcome.status), 0);
     EXPECT_EQ(outcome.text,
-              "\nstopping: this step is finished and saved first; once more to exit at once\n");
+        "\nstopping: this step is finished and saved first; once more to exit at once\n");
   }
 }
 

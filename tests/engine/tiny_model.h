@@ -12,24 +12,12 @@
 namespace pith {
 
 inline nlohmann::json tiny_config() {
-  return {{"model_type", "qwen3_moe"},
-          {"vocab_size", 61},
-          {"hidden_size", 32},
-          {"num_hidden_layers", 3},
-          {"num_attention_heads", 4},
-          {"num_key_value_heads", 2},
-          {"head_dim", 8},
-          {"num_experts", 6},
-          {"num_experts_per_tok", 2},
-          {"moe_intermediate_size", 24},
-          {"intermediate_size", 40},
-          {"mlp_only_layers", {1}},
-          {"norm_topk_prob", true},
-          {"tie_word_embeddings", false},
-          {"rms_norm_eps", 1e-6},
-          {"rope_theta", 10000.0},
-          {"max_position_embeddings", 512},
-          {"eos_token_id", 60}};
+  return {{"model_type", "qwen3_moe"}, {"vocab_size", 61}, {"hidden_size", 32},
+      {"num_hidden_layers", 3}, {"num_attention_heads", 4}, {"num_key_value_heads", 2},
+      {"head_dim", 8}, {"num_experts", 6}, {"num_experts_per_tok", 2},
+      {"moe_intermediate_size", 24}, {"intermediate_size", 40}, {"mlp_only_layers", {1}},
+      {"norm_topk_prob", true}, {"tie_word_embeddings", false}, {"rms_norm_eps", 1e-6},
+      {"rope_theta", 10000.0}, {"max_position_embeddings", 512}, {"eos_token_id", 60}};
 }
 
 inline Mesh mesh_of_one(at::Device device) {
@@ -44,7 +32,7 @@ struct TinyModel {
   std::vector<ShardGroup> groups;
 
   explicit TinyModel(const nlohmann::json& json = tiny_config(), at::ScalarType dtype = at::kFloat,
-                     at::Device device = at::kCPU, double init_std = 0.1)
+      at::Device device = at::kCPU, double init_std = 0.1)
       : TinyModel(Qwen3MoeConfig::parse(json, "test"), dtype, device, init_std) {}
 
   TinyModel(const Qwen3MoeConfig& config, at::ScalarType dtype, at::Device device, double init_std)
@@ -85,14 +73,14 @@ inline std::vector<Row> ragged_rows(int64_t count, int64_t length, int64_t vocab
   return rows;
 }
 
-inline std::vector<MicroBatch> cut(const std::vector<Row>& rows, int64_t micro_batch,
-                                   at::Device device = at::kCPU) {
+inline std::vector<MicroBatch> cut(
+    const std::vector<Row>& rows, int64_t micro_batch, at::Device device = at::kCPU) {
   int64_t trained = 0;
   for (const Row& row : rows) trained += row.trained_tokens();
   std::vector<MicroBatch> batches;
   for (size_t i = 0; i < rows.size(); i += static_cast<size_t>(micro_batch)) {
     const std::vector<Row> part(rows.begin() + static_cast<int64_t>(i),
-                                rows.begin() + static_cast<int64_t>(i) + micro_batch);
+        rows.begin() + static_cast<int64_t>(i) + micro_batch);
     batches.push_back(
         make_microbatch(part, true, trained, static_cast<int64_t>(rows.size()), device));
   }

@@ -168,7 +168,7 @@ TEST(Restore, AForeignFolderListsEveryProblemAtOnce) {
     FAIL() << "accepted";
   } catch (const Error& error) {
     for (const char* part :
-         {"model.norm.weight", "lm_head.weight", "q_norm.weight", "model.layers.9.extra"})
+        {"model.norm.weight", "lm_head.weight", "q_norm.weight", "model.layers.9.extra"})
       EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part << "\n"
                                                                          << error.what();
   }
@@ -201,17 +201,17 @@ TEST(TrainingState, RoundTripsAndNamesWhatDiffers) {
   const std::string head =
       "checkpoint cannot be resumed: its position in the data would mean other rows:\n  ";
   EXPECT_EQ(refusal([](auto& s) { s.sequence_length = 128; }),
-            head + "data.sequence_length: 64 in the checkpoint, 128 now");
+      head + "data.sequence_length: 64 in the checkpoint, 128 now");
   EXPECT_EQ(refusal([](auto& s) { s.packing = "concat"; }),
-            head + "data.packing: best_fit in the checkpoint, concat now");
+      head + "data.packing: best_fit in the checkpoint, concat now");
   EXPECT_EQ(refusal([](auto& s) { s.sources[1].weight = 4; }),
-            head + "corpus data/b: weight, as an integer ratio: 3 in the checkpoint, 4 now");
+      head + "corpus data/b: weight, as an integer ratio: 3 in the checkpoint, 4 now");
   EXPECT_EQ(refusal([](auto& s) { s.sources[0].tokenizer_hash = "t2"; }),
-            head + "corpus data/a: tokenizer: t1 in the checkpoint, t2 now");
+      head + "corpus data/a: tokenizer: t1 in the checkpoint, t2 now");
   EXPECT_EQ(refusal([](auto& s) { s.sources[0] = {"data/c", "f3", "t1", 7}; }),
-            head + "corpus data/c (was data/a): fingerprint: f1 in the checkpoint, f3 now");
+      head + "corpus data/c (was data/a): fingerprint: f1 in the checkpoint, f3 now");
   EXPECT_EQ(refusal([](auto& s) { s.sources.pop_back(); }),
-            head + "number of corpora in data.train: 2 in the checkpoint, 1 now");
+      head + "number of corpora in data.train: 2 in the checkpoint, 1 now");
   EXPECT_EQ(refusal([](auto& s) { s.sources[0].path = "moved/a"; }), "");
 
   EXPECT_THROW(TrainingState::from_json("{\"step\": 1", "broken"), Error);
@@ -231,17 +231,17 @@ TEST(TrainingState, NamesEveryChangeOfTheSchedule) {
     return TrainingState::from_json(saved.to_json(), "test").schedule_differences(now);
   };
   EXPECT_EQ(differences([](auto& t) { t.steps = 2000, t.lr = 1e-4; }),
-            "\n  training.lr: 0.0003 in the checkpoint, 0.0001 now"
-            "\n  training.steps: 1000 in the checkpoint, 2000 now");
+      "\n  training.lr: 0.0003 in the checkpoint, 0.0001 now"
+      "\n  training.steps: 1000 in the checkpoint, 2000 now");
   EXPECT_EQ(differences([](auto& t) { t.warmup_steps = 5, t.min_lr_ratio = 0; }),
-            "\n  training.min_lr_ratio: 0.1 in the checkpoint, 0 now"
-            "\n  training.warmup_steps: 0 in the checkpoint, 5 now");
+      "\n  training.min_lr_ratio: 0.1 in the checkpoint, 0 now"
+      "\n  training.warmup_steps: 0 in the checkpoint, 5 now");
   EXPECT_EQ(differences([](auto& t) { t.schedule = "wsd", t.decay_steps = 9; }),
-            "\n  training.decay_steps: not in use in the checkpoint, 9 now"
-            "\n  training.schedule: cosine in the checkpoint, wsd now");
+      "\n  training.decay_steps: not in use in the checkpoint, 9 now"
+      "\n  training.schedule: cosine in the checkpoint, wsd now");
   EXPECT_EQ(differences([](auto& t) { t.steps = 2000; }, "constant"), "");
   EXPECT_EQ(differences([](auto& t) { t.lr = 1; }, "constant"),
-            "\n  training.lr: 0.0003 in the checkpoint, 1 now");
+      "\n  training.lr: 0.0003 in the checkpoint, 1 now");
 }
 
 TEST(NonFinite, IsNamed) {

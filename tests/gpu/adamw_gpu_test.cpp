@@ -25,8 +25,8 @@ void compare(int64_t n, int64_t offset, at::ScalarType value_dtype) {
   for (int64_t step = 1; step <= 3; ++step) {
     const AdamWStep settings{1e-2, 0.9, 0.95, 1e-8, 0.1, step};
     const Tensor grad = make(("grad" + std::to_string(step)).c_str(), 1e-3);
-    adamw_update(w64, m64, v64, cut(grad).to(at::kDouble), value64, scale.to(at::kDouble),
-                 settings);
+    adamw_update(
+        w64, m64, v64, cut(grad).to(at::kDouble), value64, scale.to(at::kDouble), settings);
     Tensor w_part = cut(w), m_part = cut(m), v_part = cut(v), value_part = cut(value);
     adamw_update(w_part, m_part, v_part, cut(grad.to(kGpu)), value_part, scale.to(kGpu), settings);
   }

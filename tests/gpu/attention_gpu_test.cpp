@@ -43,8 +43,8 @@ Operator attention_of(const Case& c) {
 
 std::vector<Tensor> inputs(const Case& c, at::ScalarType dtype) {
   return {random_tensor("q", {c.cu_q.back(), c.heads, c.dim}, dtype),
-          random_tensor("k", {c.cu_k.back(), c.kv_heads, c.dim}, dtype),
-          random_tensor("v", {c.cu_k.back(), c.kv_heads, c.dim}, dtype)};
+      random_tensor("k", {c.cu_k.back(), c.kv_heads, c.dim}, dtype),
+      random_tensor("v", {c.cu_k.back(), c.kv_heads, c.dim}, dtype)};
 }
 
 // deterministicAlgorithms for a scope, without LibTorch's filling of new memory.
@@ -59,7 +59,7 @@ TEST(AttentionGpu, MatchesTheReference) {
       for (bool deterministic : {false, true}) {
         if (deterministic && dtype == at::kFloat) continue;
         SCOPED_TRACE(fmt::format("{} heads over {}, {} queries, head size {}, {}", c.heads,
-                                 c.kv_heads, c.cu_q.back(), c.dim, dtype_name(dtype)));
+            c.kv_heads, c.cu_q.back(), c.dim, dtype_name(dtype)));
         const auto x = inputs(c, dtype);
         const Tensor cotangent = random_tensor("cotangent", x[0].sizes().vec(), dtype);
         const auto exact = run_operator(attention_of(c), x, {}, at::kDouble, at::kCPU, cotangent);
@@ -112,7 +112,7 @@ TEST(AttentionGpu, PartsMatchTheReference) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       for (const bool deterministic : {false, true}) {
         SCOPED_TRACE(fmt::format("{} queries over {} keys, head size {}, causal {}, {}",
-                                 c.cu_q.back(), c.cu_k.back(), c.dim, c.causal, dtype_name(dtype)));
+            c.cu_q.back(), c.cu_k.back(), c.dim, c.causal, dtype_name(dtype)));
         const Deterministic scope(deterministic);
         const std::vector<int64_t> q_shape{c.cu_q.back(), c.heads, c.dim};
         const std::vector<int64_t> k_shape{c.cu_k.back(), c.kv_heads, c.dim};
@@ -126,8 +126,7 @@ TEST(AttentionGpu, PartsMatchTheReference) {
           if (!whole.out.defined()) return std::vector<Tensor>{part.out, part.lse};
           const auto lse_type = type == at::kDouble ? at::kDouble : at::kFloat;
           const auto grad = attention_part_backward(to(dout), to(q), to(k), to(v),
-                                                    {to(whole.out), whole.lse.to(device, lse_type)},
-                                                    span, c.causal, 0.2);
+              {to(whole.out), whole.lse.to(device, lse_type)}, span, c.causal, 0.2);
           return std::vector<Tensor>{part.out, part.lse, grad[0], grad[1], grad[2]};
         };
         const Tensor lse = run(at::kCPU, at::kDouble, {})[1] + 0.5;
@@ -186,8 +185,8 @@ TEST(AttentionGpu, CudnnTakesSlicesOfAFusedProjection) {
   const AttentionSpan span = make_span(rows(2, 128), kGpu);
   auto slice = [&](int64_t first, int64_t count) { return fused.narrow(1, first, count); };
   const Tensor strided = attention(slice(0, 8), slice(8, 4), slice(12, 4), span, 0.125);
-  const Tensor dense = attention(slice(0, 8).contiguous(), slice(8, 4).contiguous(),
-                                 slice(12, 4).contiguous(), span, 0.125);
+  const Tensor dense = attention(
+      slice(0, 8).contiguous(), slice(8, 4).contiguous(), slice(12, 4).contiguous(), span, 0.125);
   expect_close(strided, dense.cpu(), 0.01, "strided");
 }
 
@@ -207,8 +206,8 @@ TEST(AttentionGpu, DecodingContinuesTheFullResult) {
   auto with_gap = [](const Tensor& t) {
     return at::cat({t.narrow(0, 0, 50), t.narrow(0, 40, 57)});
   };
-  expect_close(attention(last, with_gap(k), with_gap(v), ended, 0.2), wanted, 0.01,
-               "ended document");
+  expect_close(
+      attention(last, with_gap(k), with_gap(v), ended, 0.2), wanted, 0.01, "ended document");
 }
 
 }  // namespace

@@ -25,8 +25,8 @@ inline void poison() {
 // result of FP32 arithmetic, rounded once. NaN fails. Where the exact values vanish (queries that
 // see one key have no gradient) what is left is the rounding of terms of size 1, which is then the
 // scale.
-inline void expect_close(const Tensor& got, const Tensor& exact, double noise,
-                         const std::string& name) {
+inline void expect_close(
+    const Tensor& got, const Tensor& exact, double noise, const std::string& name) {
   ASSERT_EQ(got.sizes(), exact.sizes()) << name;
   if (got.numel() == 0) return;
   const Tensor wanted = exact.detach().to(at::kDouble), size = wanted.abs();
@@ -49,8 +49,8 @@ struct Outcome {
 };
 
 inline Outcome run_operator(const Operator& f, const std::vector<Tensor>& inputs,
-                            const std::vector<Tensor>& values, at::ScalarType dtype,
-                            at::Device device, const Tensor& cotangent) {
+    const std::vector<Tensor>& values, at::ScalarType dtype, at::Device device,
+    const Tensor& cotangent) {
   std::vector<Tensor> arguments;
   for (const Tensor& input : inputs) {
     const bool floating = at::isFloatingType(input.scalar_type());
@@ -62,7 +62,7 @@ inline Outcome run_operator(const Operator& f, const std::vector<Tensor>& inputs
   std::vector<Parameter> parameters;
   for (size_t i = 0; i < values.size(); ++i) {
     parameters.emplace_back("parameter " + std::to_string(i), values[i].sizes().vec(),
-                            ParameterGroup::matrix, Init::normal);
+        ParameterGroup::matrix, Init::normal);
     parameters.back().allocate(dtype, device);
     parameters.back().value.detach().copy_(values[i]);
     parameters.back().grad.fill_(0.5);
@@ -83,7 +83,7 @@ inline Outcome run_operator(const Operator& f, const std::vector<Tensor>& inputs
 }
 
 inline void check_on_gpu(const Operator& f, const std::vector<Tensor>& inputs,
-                         const std::vector<Tensor>& values, double noise = 1e-5) {
+    const std::vector<Tensor>& values, double noise = 1e-5) {
   for (at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     SCOPED_TRACE(dtype_name(dtype));
     const auto rounded = [&](const std::vector<Tensor>& tensors) {

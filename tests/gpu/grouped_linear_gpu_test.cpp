@@ -13,12 +13,8 @@ struct Case {
   int64_t in, out;
 };
 // Sizes that _grouped_mm takes and sizes that it does not (rows of 16-byte multiples).
-const Case kCases[] = {{{0, 1, 127, 128, 129, 0}, 64, 48},
-                       {{300, 0, 0}, 128, 264},
-                       {{1}, 8, 8},
-                       {{3, 0, 2}, 17, 33},
-                       {{0, 0}, 16, 16},
-                       {{5, 70}, 24, 31}};
+const Case kCases[] = {{{0, 1, 127, 128, 129, 0}, 64, 48}, {{300, 0, 0}, 128, 264}, {{1}, 8, 8},
+    {{3, 0, 2}, 17, 33}, {{0, 0}, 16, 16}, {{5, 70}, 24, 31}};
 
 TEST(GroupedLinearGpu, MatchesTheReference) {
   for (const Case& c : kCases) {

@@ -17,7 +17,7 @@ struct Result {
 // The same rounded inputs for every dtype and device. hidden and weights are such that logits
 // spread by about 3.
 Result run(at::ScalarType dtype, at::Device device, at::ScalarType rounded, int64_t tokens,
-           int64_t hidden_size, int64_t vocabulary, int64_t chunk) {
+    int64_t hidden_size, int64_t vocabulary, int64_t chunk) {
   Parameter weight("head", {vocabulary, hidden_size}, ParameterGroup::embedding, Init::normal);
   weight.allocate(dtype, device);
   const Tensor value =
@@ -43,12 +43,12 @@ TEST(LinearCrossEntropyGpu, MatchesTheReference) {
     int64_t tokens, hidden_size, vocabulary, chunk;
   };
   // Odd and even vocabularies, below and above one tile of the kernel (4096), whole and cut.
-  const Case cases[] = {{1, 8, 2, 0},      {5, 24, 257, 2},    {130, 64, 1000, 0},
-                        {33, 16, 4096, 8}, {64, 48, 5003, 24}, {40, 32, 20004, 0}};
+  const Case cases[] = {{1, 8, 2, 0}, {5, 24, 257, 2}, {130, 64, 1000, 0}, {33, 16, 4096, 8},
+      {64, 48, 5003, 24}, {40, 32, 20004, 0}};
   for (const Case& c : cases) {
     for (at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       SCOPED_TRACE(fmt::format("{} tokens, hidden {}, vocabulary {}, {}", c.tokens, c.hidden_size,
-                               c.vocabulary, dtype_name(dtype)));
+          c.vocabulary, dtype_name(dtype)));
       const Result exact =
           run(at::kDouble, at::kCPU, dtype, c.tokens, c.hidden_size, c.vocabulary, 0);
       poison();
@@ -78,8 +78,8 @@ TEST(LinearCrossEntropyGpu, WithoutGradModeNoBufferIsTouched) {
   const at::NoGradGuard no_grad;
   const auto logprobs = list<float>(linear_cross_entropy(hidden, weight, labels, 1.0).logprobs);
   EXPECT_EQ(logprobs[2], 0.0f);
-  EXPECT_TRUE(std::isnan(logprobs[5]) &&
-              std::isnan(logprobs[6]));  // neither -100 nor in the vocabulary
+  EXPECT_TRUE(
+      std::isnan(logprobs[5]) && std::isnan(logprobs[6]));  // neither -100 nor in the vocabulary
   EXPECT_TRUE(at::equal(weight.grad, at::full_like(weight.grad, 0.25)));
   const Tensor logits =
       at::matmul(hidden.cpu().to(at::kDouble), weight.value.cpu().to(at::kDouble).t());

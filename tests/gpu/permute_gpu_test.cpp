@@ -24,8 +24,8 @@ Tensor some_routes(int64_t rows, int64_t k, int64_t num_experts) {
 struct Case {
   int64_t rows, k, num_experts, hidden;
 };
-const Case kCases[] = {{1, 1, 1, 8},     {3, 2, 5, 7},     {64, 8, 128, 264},  {1000, 6, 64, 33},
-                       {777, 3, 9, 129}, {70000, 2, 4, 8}, {300, 5, 1024, 16}, {0, 2, 3, 8}};
+const Case kCases[] = {{1, 1, 1, 8}, {3, 2, 5, 7}, {64, 8, 128, 264}, {1000, 6, 64, 33},
+    {777, 3, 9, 129}, {70000, 2, 4, 8}, {300, 5, 1024, 16}, {0, 2, 3, 8}};
 
 void expect_equal_plans(const ExpertPlan& got, const ExpertPlan& wanted) {
   EXPECT_EQ(got.num_slots, wanted.num_slots);
@@ -40,8 +40,8 @@ TEST(PermuteGpu, PlanEqualsTheReference) {
     const Tensor idx = some_routes(c.rows, c.k, c.num_experts);
     for (int repeat = 0; repeat < 2; ++repeat) {
       poison();
-      expect_equal_plans(make_expert_plan(idx.to(kGpu), c.num_experts),
-                         make_expert_plan(idx, c.num_experts));
+      expect_equal_plans(
+          make_expert_plan(idx.to(kGpu), c.num_experts), make_expert_plan(idx, c.num_experts));
     }
   }
   const Tensor one = at::full({513, 4}, 2, at::kLong);  // one expert has everything
@@ -64,7 +64,7 @@ TEST(PermuteGpu, MatchesTheReference) {
     };
     check_on_gpu([&](const std::vector<Tensor>& x,
                      std::vector<Parameter>&) { return permute(x[0], plan(x[0])); },
-                 {random_tensor("rows", {c.rows, c.hidden})}, {});
+        {random_tensor("rows", {c.rows, c.hidden})}, {});
     check_on_gpu(
         [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
           return unpermute(x[0], x[1].to(wide_dtype(x[1].scalar_type())), plan(x[0]));

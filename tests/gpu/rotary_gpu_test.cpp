@@ -21,7 +21,7 @@ TEST(RotaryGpu, AgreesWithCpu) {
         SCOPED_TRACE(fmt::format("{} {} {}", tokens, heads, dim));
         const Tensor positions = ((at::arange(tokens) * 37) % 5000).to(at::kInt);
         check_on_gpu([](const auto& in, auto&) { return rotate(in[0], in[1]); },
-                     {random_tensor("x", {tokens, heads, dim}), positions}, {}, 1e-6);
+            {random_tensor("x", {tokens, heads, dim}), positions}, {}, 1e-6);
       }
     }
   }
@@ -32,13 +32,13 @@ TEST(RotaryGpu, StridedHeads) {
     const auto k_heads = [dim](const auto& in, auto&) {
       return rotate(in[0].view({33, 7, dim}).narrow(1, 2, 3), in[1]);
     };
-    check_on_gpu(k_heads, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {},
-                 1e-6);
+    check_on_gpu(
+        k_heads, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {}, 1e-6);
     const auto columns = [dim](const auto& in, auto&) {
       return rotate(in[0].narrow(1, 1, 3 * dim).view({33, 3, dim}), in[1]);
     };
-    check_on_gpu(columns, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {},
-                 1e-6);
+    check_on_gpu(
+        columns, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {}, 1e-6);
   }
 }
 

@@ -15,8 +15,8 @@ namespace {
 struct Case {
   int64_t rows, num_experts, k;
 };
-const Case kCases[] = {{1, 1, 1},    {3, 5, 2},     {37, 32, 4},   {64, 33, 8},
-                       {129, 60, 6}, {257, 128, 8}, {5, 1000, 40}, {2, 1024, 1}};
+const Case kCases[] = {{1, 1, 1}, {3, 5, 2}, {37, 32, 4}, {64, 33, 8}, {129, 60, 6}, {257, 128, 8},
+    {5, 1000, 40}, {2, 1024, 1}};
 
 // Scores are FP32 whatever the dtype of the run.
 Tensor wide(const Tensor& x) { return x.to(wide_dtype(x.scalar_type())); }
@@ -39,8 +39,8 @@ TEST(RouterGpu, DegenerateRowsKeepDistinctIds) {
   const Tensor nan = at::full({1, 6}, NAN);
   EXPECT_EQ(list<int64_t>(topk_lowest_id(nan.to(kGpu), 3)), (std::vector<int64_t>{0, 1, 2}));
   const Tensor mixed = values({NAN, -INFINITY, 1, NAN, INFINITY, 1}, {1, 6});
-  EXPECT_EQ(list<int64_t>(topk_lowest_id(mixed.to(kGpu), 6)),
-            (std::vector<int64_t>{4, 2, 5, 1, 0, 3}));
+  EXPECT_EQ(
+      list<int64_t>(topk_lowest_id(mixed.to(kGpu), 6)), (std::vector<int64_t>{4, 2, 5, 1, 0, 3}));
   EXPECT_EQ(list<int64_t>(route(nan.to(kGpu), 3, true).topk_idx), (std::vector<int64_t>{0, 1, 2}));
 }
 
@@ -50,8 +50,8 @@ TEST(RouterGpu, RouteMatchesTheReference) {
     const Tensor balanced = balanced_routes(c.rows, c.k, c.num_experts, at::kCPU);
     for (bool normalize : {false, true}) {
       for (bool forced : {false, true}) {
-        SCOPED_TRACE(fmt::format("{} rows, top {} of {}, {} {}", c.rows, c.k, c.num_experts,
-                                 normalize, forced));
+        SCOPED_TRACE(fmt::format(
+            "{} rows, top {} of {}, {} {}", c.rows, c.k, c.num_experts, normalize, forced));
         check_on_gpu(
             [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
               const Routing r =
@@ -83,8 +83,8 @@ TEST(RouterGpu, BalanceLossMatchesTheReference) {
         at::cat({at::zeros({first}, int32), at::full({c.rows - first}, 2, int32)});
     check_on_gpu(
         [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
-          return sequence_balance_loss(wide(x[0]), idx.to(x[0].device()), row_id.to(x[0].device()),
-                                       4);
+          return sequence_balance_loss(
+              wide(x[0]), idx.to(x[0].device()), row_id.to(x[0].device()), 4);
         },
         {probabilities}, {});
   }

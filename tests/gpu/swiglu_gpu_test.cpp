@@ -13,7 +13,7 @@ TEST(SwiGluGpu, AgreesWithCpu) {
     for (int64_t rows : {0, 1, 2, 3, 131}) {
       SCOPED_TRACE(fmt::format("{} rows of {}", rows, width));
       check_on_gpu([](const auto& in, auto&) { return swiglu(in[0]); },
-                   {random_tensor("x", {rows, 2 * width}, at::kDouble, 3.0)}, {});
+          {random_tensor("x", {rows, 2 * width}, at::kDouble, 3.0)}, {});
     }
   }
 }
@@ -24,8 +24,8 @@ TEST(SwiGluGpu, ExtremeGates) {
   const Tensor y = swiglu(x);
   y.sum().backward();
   EXPECT_LE(max_difference(y, at::tensor({0.0, 600.0, 0.0}).view({1, 3})), 1e-30);
-  EXPECT_LE(max_difference(x.grad(), at::tensor({0.0, 3.0, 0.0, 0.0, 200.0, 0.0}).view({1, 6})),
-            1e-30);
+  EXPECT_LE(
+      max_difference(x.grad(), at::tensor({0.0, 3.0, 0.0, 0.0, 200.0, 0.0}).view({1, 6})), 1e-30);
 }
 
 // Elements past 2^31: sampled rows against the CPU.

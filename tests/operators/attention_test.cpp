@@ -13,8 +13,8 @@ namespace pith::test {
 namespace {
 
 // Straight from the definition, one query at a time, in FP64.
-Tensor naive_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span,
-                       double scale) {
+Tensor naive_attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span, double scale) {
   const Tensor query = q.to(at::kDouble).contiguous(), key = k.to(at::kDouble).contiguous();
   const Tensor value = v.to(at::kDouble).contiguous(), out = at::zeros_like(query);
   const int64_t heads = q.size(1), kv_heads = k.size(1), dim = q.size(2);
@@ -65,8 +65,8 @@ struct Inputs {
 
 Inputs inputs(const Case& c, at::ScalarType dtype) {
   return {random_tensor("q", {c.cu_q.back(), c.heads, c.dim}, dtype),
-          random_tensor("k", {c.cu_k.back(), c.kv_heads, c.dim}, dtype),
-          random_tensor("v", {c.cu_k.back(), c.kv_heads, c.dim}, dtype)};
+      random_tensor("k", {c.cu_k.back(), c.kv_heads, c.dim}, dtype),
+      random_tensor("v", {c.cu_k.back(), c.kv_heads, c.dim}, dtype)};
 }
 
 TEST(Attention, MatchesTheDefinition) {
@@ -141,7 +141,7 @@ TEST(Attention, TakesSlicesOfAFusedProjection) {
   auto slice = [&](int64_t first, int64_t count) { return fused.narrow(1, first, count); };
   const Tensor strided = attention(slice(0, 4), slice(4, 2), slice(6, 2), span, 0.5);
   EXPECT_TRUE(at::equal(strided, attention(slice(0, 4).contiguous(), slice(4, 2).contiguous(),
-                                           slice(6, 2).contiguous(), span, 0.5)));
+                                     slice(6, 2).contiguous(), span, 0.5)));
 }
 
 TEST(Attention, DecodingContinuesTheFullResult) {

@@ -16,8 +16,8 @@ ExpertPlan plan_of(const std::vector<int64_t>& counts) {
   for (size_t e = 0; e < counts.size(); ++e) {
     expert.insert(expert.end(), static_cast<size_t>(counts[e]), static_cast<int64_t>(e));
   }
-  return make_expert_plan(ids(expert, {static_cast<int64_t>(expert.size()), 1}),
-                          static_cast<int64_t>(counts.size()));
+  return make_expert_plan(
+      ids(expert, {static_cast<int64_t>(expert.size()), 1}), static_cast<int64_t>(counts.size()));
 }
 
 const std::vector<int64_t> kCounts[] = {{3, 0, 2, 1}, {0, 0, 5}, {1}, {0, 0}, {4, 4}};

@@ -23,14 +23,14 @@ Tensor some_labels(int64_t tokens, int64_t vocabulary) {
 TEST(LinearCrossEntropy, GradientsMatchFiniteDifferences) {
   const OneThread scope;
   for (auto [tokens, hidden_size, vocabulary] :
-       {std::array<int64_t, 3>{7, 5, 11}, {1, 3, 2}, {4, 4, 4}}) {
+      {std::array<int64_t, 3>{7, 5, 11}, {1, 3, 2}, {4, 4, 4}}) {
     Parameter weight = make_parameter("head", {vocabulary, hidden_size});
     const Tensor hidden = random_tensor("hidden", {tokens, hidden_size});
     const Tensor labels = some_labels(tokens, vocabulary);
     check_gradients([&] { return linear_cross_entropy(hidden, weight, labels, 0.25).loss; },
-                    {hidden}, {&weight});
+        {hidden}, {&weight});
     check_gradients([&] { return linear_cross_entropy(hidden, weight, labels, 3.0, 2).loss; },
-                    {hidden}, {&weight});
+        {hidden}, {&weight});
   }
 }
 
@@ -39,8 +39,8 @@ struct Result {
   Tensor dhidden, dweight;
 };
 
-Result run(at::ScalarType dtype, int64_t tokens, int64_t vocabulary, int64_t chunk,
-           double scale = 0.125) {
+Result run(
+    at::ScalarType dtype, int64_t tokens, int64_t vocabulary, int64_t chunk, double scale = 0.125) {
   Parameter weight = make_parameter("head", {vocabulary, 24}, dtype, 0.3);
   Tensor hidden = random_tensor("hidden", {tokens, 24}, dtype).set_requires_grad(true);
   Result result;
@@ -74,7 +74,7 @@ TEST(LinearCrossEntropy, MatchesLogSoftmax) {
     const Tensor expected =
         logprobs.gather(1, labels.clamp_min(0).unsqueeze(1)).squeeze(1) * trained;
     EXPECT_LE(max_difference(result.entropy.logprobs, expected),
-              1e-5);  // FP32 logits of BF16 products
+        1e-5);  // FP32 logits of BF16 products
     EXPECT_NEAR(result.entropy.loss_sum.item<double>(), -expected.sum().item<double>(), 1e-3);
     EXPECT_NEAR(result.entropy.loss.item<double>(), -expected.sum().item<double>() / 8, 1e-4);
     Tensor dlogits = logprobs.exp();
@@ -84,10 +84,10 @@ TEST(LinearCrossEntropy, MatchesLogSoftmax) {
     EXPECT_EQ(result.dhidden.scalar_type(), dtype);
     EXPECT_LE(relative_difference(result.dhidden, at::matmul(dlogits, value)), rounding);
     EXPECT_LE(relative_difference(result.dweight, at::matmul(dlogits.t(), hidden)), rounding);
-    EXPECT_FALSE(result.entropy.loss_sum.requires_grad() ||
-                 result.entropy.logprobs.requires_grad());
-    EXPECT_LE(max_difference(head_logits(hidden.to(dtype), weight), at::matmul(hidden, value.t())),
-              1e-4);
+    EXPECT_FALSE(
+        result.entropy.loss_sum.requires_grad() || result.entropy.logprobs.requires_grad());
+    EXPECT_LE(
+        max_difference(head_logits(hidden.to(dtype), weight), at::matmul(hidden, value.t())), 1e-4);
   }
 }
 
@@ -102,8 +102,8 @@ TEST(LinearCrossEntropy, ScaleIsTheGlobalCount) {
   auto logit_for = [](double entropy) { return static_cast<float>(std::log(std::expm1(entropy))); };
   const float four = logit_for(4.0), one = logit_for(1.0);
   const auto first = linear_cross_entropy(values({four}, {1, 1}), weight, ids({0}, {1}), 0.25);
-  const auto second = linear_cross_entropy(values({one, one, 9, one}, {4, 1}), weight,
-                                           ids({0, 0, -100, 0}, {4}), 0.25);
+  const auto second = linear_cross_entropy(
+      values({one, one, 9, one}, {4, 1}), weight, ids({0, 0, -100, 0}, {4}), 0.25);
   EXPECT_NEAR(first.loss.item<double>() + second.loss.item<double>(), 1.75, 1e-6);
 }
 

@@ -87,7 +87,7 @@ TEST(Linear, Refuses) {
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what())
                   .find("input of model.layers.3.mlp.gate.weight: float64 (3, 5) on cpu"),
-              std::string::npos)
+        std::string::npos)
         << error.what();
   }
   EXPECT_THROW(linear(random_tensor("x", {3, 4}, at::kFloat), w), Error);

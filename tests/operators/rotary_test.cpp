@@ -40,8 +40,8 @@ TEST(Rotary, HalfSplitLayout) {
     const double angle = 7 * std::pow(10000.0, -static_cast<double>(i) / 4);
     EXPECT_NEAR(y[0][0][i].item<double>(), std::cos(angle), 1e-7);
     EXPECT_NEAR(y[0][0][i + 4].item<double>(), std::sin(angle), 1e-7);
-    EXPECT_NEAR(y.abs().sum().item<double>(), std::abs(std::cos(angle)) + std::abs(std::sin(angle)),
-                1e-6);
+    EXPECT_NEAR(
+        y.abs().sum().item<double>(), std::abs(std::cos(angle)) + std::abs(std::sin(angle)), 1e-6);
   }
 }
 

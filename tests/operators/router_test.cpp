@@ -16,11 +16,11 @@ namespace {
 
 TEST(TopK, SortsAndGivesTiesToTheLowerId) {
   const Tensor scores = values({1, 3, 3, 2, 3, 0, 5, 5, 5, 5, 5, 5}, {2, 6});
-  EXPECT_EQ(list<int64_t>(topk_lowest_id(scores, 4)),
-            (std::vector<int64_t>{1, 2, 4, 3, 0, 1, 2, 3}));
+  EXPECT_EQ(
+      list<int64_t>(topk_lowest_id(scores, 4)), (std::vector<int64_t>{1, 2, 4, 3, 0, 1, 2, 3}));
   EXPECT_EQ(list<int64_t>(topk_lowest_id(scores, 1)), (std::vector<int64_t>{1, 0}));
   EXPECT_EQ(list<int64_t>(topk_lowest_id(scores.slice(0, 0, 1), 6)),
-            (std::vector<int64_t>{1, 2, 4, 3, 0, 5}));
+      (std::vector<int64_t>{1, 2, 4, 3, 0, 5}));
   EXPECT_EQ(topk_lowest_id(at::zeros({0, 6}), 2).size(0), 0);
 }
 
@@ -59,10 +59,10 @@ TEST(Route, GradientsMatchFiniteDifferences) {
   for (bool normalize : {false, true}) {
     for (const Tensor& replay : {Tensor(), forced}) {
       const Tensor logits = random_tensor("logits", {3, 5});
-      check_gradients([&] { return route(logits, 3, normalize, replay).topk_weight; }, {logits},
-                      {});
-      check_gradients([&] { return route(logits, 3, normalize, replay).probabilities; }, {logits},
-                      {});
+      check_gradients(
+          [&] { return route(logits, 3, normalize, replay).topk_weight; }, {logits}, {});
+      check_gradients(
+          [&] { return route(logits, 3, normalize, replay).probabilities; }, {logits}, {});
       check_gradients(
           [&] {
             const Routing r = route(logits, 3, normalize, replay);
@@ -97,8 +97,8 @@ TEST(Route, NamesWhatDoesNotFit) {
   EXPECT_TRUE(contains(error_text([&] { route(logits, 5, true); }), "k = 5 of 4"));
   EXPECT_TRUE(
       contains(error_text([&] { route(logits, 2, true, ids({0, 1}, {1, 2})); }), "route: forced"));
-  EXPECT_TRUE(contains(error_text([&] { route(logits, 1, true, ids({0, 4, 1}, {3, 1})); }),
-                       "forced(1, 0) = 4"));
+  EXPECT_TRUE(contains(
+      error_text([&] { route(logits, 1, true, ids({0, 4, 1}, {3, 1})); }), "forced(1, 0) = 4"));
 }
 
 // Known fault 27: uniform routing gives 1 (not top_k), collapse on one of two experts gives 2.
@@ -128,11 +128,10 @@ TEST(BalanceLoss, IsTheSumOverRows) {
   const Tensor row = at::cat({at::zeros({7}), at::full({13}, 1)}).to(at::kInt);
   const auto part = [&](int64_t first, int64_t count) {
     return sequence_balance_loss(r.probabilities.narrow(0, first, count),
-                                 r.topk_idx.narrow(0, first, count),
-                                 at::zeros({count}, at::TensorOptions(at::kInt)), 1);
+        r.topk_idx.narrow(0, first, count), at::zeros({count}, at::TensorOptions(at::kInt)), 1);
   };
   EXPECT_NEAR(sequence_balance_loss(r.probabilities, r.topk_idx, row, 2).item<float>(),
-              part(0, 7).item<float>() + part(7, 13).item<float>(), 1e-6);
+      part(0, 7).item<float>() + part(7, 13).item<float>(), 1e-6);
 }
 
 // Known fault 24: counts are integers; 40840 and 40960 are the same number in BF16.
@@ -140,8 +139,8 @@ TEST(BalanceLoss, CountsAreExact) {
   const Tensor routes = at::cat({at::zeros({40960, 1}), at::full({40840, 1}, 1)}).to(at::kLong);
   Tensor p = at::full({81800, 2}, 0.5f).set_requires_grad(true);
   sequence_balance_loss(p, routes, at::zeros({81800}, at::TensorOptions(at::kInt)), 1).backward();
-  EXPECT_NEAR(p.grad()[0][0].item<double>() / p.grad()[0][1].item<double>(), 40960.0 / 40840.0,
-              1e-6);
+  EXPECT_NEAR(
+      p.grad()[0][0].item<double>() / p.grad()[0][1].item<double>(), 40960.0 / 40840.0, 1e-6);
 }
 
 TEST(BalanceLoss, NamesWhatDoesNotFit) {

@@ -45,8 +45,8 @@ TEST(SwiGlu, ExtremeGates) {
   const Tensor y = swiglu(x);
   y.sum().backward();
   EXPECT_LE(max_difference(y, at::tensor({0.0, 600.0, 0.0}).view({1, 3})), 1e-30);
-  EXPECT_LE(max_difference(x.grad(), at::tensor({0.0, 3.0, 0.0, 0.0, 200.0, 0.0}).view({1, 6})),
-            1e-30);
+  EXPECT_LE(
+      max_difference(x.grad(), at::tensor({0.0, 3.0, 0.0, 0.0, 200.0, 0.0}).view({1, 6})), 1e-30);
 }
 
 TEST(SwiGlu, Refuses) {

@@ -18,7 +18,7 @@ std::vector<Comm> groups() {
     for (int64_t rank = world().rank() % 2; rank < world().size(); rank += 2)
       same_parity.push_back(rank);
     return std::vector<Comm>{world().all(), world().group(same_parity, "parity"),
-                             world().group({world().rank()}, "alone")};
+        world().group({world().rank()}, "alone")};
   }();
   return made;
 }
@@ -29,8 +29,8 @@ Tensor rows_of(int64_t rank, int64_t rows, at::ScalarType dtype) {
   return (base + 16 * rank).to(dtype);
 }
 
-const std::vector<at::ScalarType> kTypes{at::kFloat, at::kDouble, at::kBFloat16, at::kLong,
-                                         at::kInt};
+const std::vector<at::ScalarType> kTypes{
+    at::kFloat, at::kDouble, at::kBFloat16, at::kLong, at::kInt};
 
 TEST(Comm, KnowsItsMembers) {
   const Comm all = groups()[0], parity = groups()[1];
@@ -181,12 +181,9 @@ TEST(Comm, Exchange) {
     const int64_t n = comm.size(), next = (comm.rank() + 1) % n, last = (comm.rank() + n - 1) % n;
     Tensor from_last = zeros({4, 3}, at::kBFloat16), from_next = zeros({2, 3}, at::kFloat);
     Tensor empty_in = zeros({0, 3}, at::kFloat), empty_out = empty_in.clone();
-    comm.exchange({{next, rows_of(comm.rank(), 4, at::kBFloat16), true},
-                   {next, empty_out, true},
-                   {last, rows_of(comm.rank(), 2, at::kFloat), true},
-                   {last, from_last, false},
-                   {last, empty_in, false},
-                   {next, from_next, false}});
+    comm.exchange({{next, rows_of(comm.rank(), 4, at::kBFloat16), true}, {next, empty_out, true},
+        {last, rows_of(comm.rank(), 2, at::kFloat), true}, {last, from_last, false},
+        {last, empty_in, false}, {next, from_next, false}});
     EXPECT_TRUE(at::equal(from_last, rows_of(last, 4, at::kBFloat16)));
     EXPECT_TRUE(at::equal(from_next, rows_of(next, 2, at::kFloat)));
   }
@@ -226,7 +223,7 @@ TEST(Comm, OperationsOverlap) {
   EXPECT_TRUE(at::equal(part, full({10}, static_cast<double>(n), at::kFloat)));
   for (int64_t i = 0; i < n; ++i)
     EXPECT_TRUE(at::equal(gathered.narrow(0, i * 50'000, 50'000),
-                          full({50'000}, static_cast<double>(i), at::kFloat)));
+        full({50'000}, static_cast<double>(i), at::kFloat)));
 }
 
 // What the caller gave may be dropped while the operation is under way.
@@ -271,12 +268,12 @@ TEST(Comm, WrongSizesAreNamed) {
   Tensor out = zeros({all.size() + 1}, at::kFloat);
   const Tensor in = zeros({1}, at::kFloat);
   EXPECT_PRED2(contains, error_text([&] { all.all_gather(out, in); }),
-               "the parts do not cut out: out: float32");
+      "the parts do not cut out: out: float32");
   const std::vector<int64_t> splits(static_cast<size_t>(all.size()), 2);
   EXPECT_PRED2(contains, error_text([&] { (void)all.all_to_all(in, splits, splits); }),
-               "the parts do not cut in: ");
+      "the parts do not cut in: ");
   EXPECT_PRED2(contains, error_text([&] { (void)world().group({world().rank(), -1}, "wrong"); }),
-               "must be ascending ranks");
+      "must be ascending ranks");
 }
 
 TEST(Comm, DifferencesBetweenRanksAreNamed) {
@@ -289,9 +286,9 @@ TEST(Comm, DifferencesBetweenRanksAreNamed) {
         all, {{"build", "a"}, {"configuration", odd ? "x = 1\ny = 3\n" : "x = 1\ny = 2\n"}});
   });
   EXPECT_PRED2(contains, text,
-               fmt::format("configuration of rank 0 and of ranks [{}] differ; line 2: 'y = 2' and "
-                           "'y = 3'",
-                           all.size() - 1));
+      fmt::format("configuration of rank 0 and of ranks [{}] differ; line 2: 'y = 2' and "
+                  "'y = 3'",
+          all.size() - 1));
 }
 
 }  // namespace

@@ -46,17 +46,17 @@ TEST(Context, LabelsAndPositionsAreThoseOfTheUnsplitRow) {
   const MicroBatch whole = whole_batch(16, {{0, 6}, {0}});
   const MicroBatch low = split_context(whole, 0, 2, at::kCPU);
   EXPECT_THAT(list<int64_t>(low.tokens),
-              testing::ElementsAre(0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 18, 19, 28, 29, 30, 31));
+      testing::ElementsAre(0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 18, 19, 28, 29, 30, 31));
   EXPECT_THAT(list<int64_t>(low.labels),
-              testing::ElementsAre(1, 2, 3, 4, 13, 14, 15, 16, 17, 18, 19, 20, 29, 30, 31, 32));
+      testing::ElementsAre(1, 2, 3, 4, 13, 14, 15, 16, 17, 18, 19, 20, 29, 30, 31, 32));
   EXPECT_THAT(list<int32_t>(low.positions),
-              testing::ElementsAre(0, 1, 2, 3, 6, 7, 8, 9, 0, 1, 2, 3, 12, 13, 14, 15));
+      testing::ElementsAre(0, 1, 2, 3, 6, 7, 8, 9, 0, 1, 2, 3, 12, 13, 14, 15));
   EXPECT_EQ(low.trained_tokens, 16);
   EXPECT_EQ(low.global_trained_tokens, 32);
   EXPECT_EQ(low.max_seqlen, 16);
   EXPECT_TRUE(at::equal(low.cu_seqlens, whole.cu_seqlens));
   EXPECT_THAT(list<int64_t>(split_context(whole, 1, 2, at::kCPU).tokens.narrow(0, 0, 8)),
-              testing::ElementsAre(4, 5, 6, 7, 8, 9, 10, 11));
+      testing::ElementsAre(4, 5, 6, 7, 8, 9, 10, 11));
 }
 
 TEST(Context, EveryTokenIsOnOneRank) {
@@ -76,14 +76,14 @@ TEST(Context, EveryTokenIsOnOneRank) {
 TEST(Context, RowsThatCannotBeCutAreRefused) {
   const MicroBatch whole = whole_batch(10, {{0, 4}, {0}});
   EXPECT_THAT(error_text([&] { split_context(whole, 0, 2, at::kCPU); }),
-              testing::AllOf(testing::HasSubstr("row 0 has 10 tokens"),
-                             testing::HasSubstr("multiple of 4")));
+      testing::AllOf(
+          testing::HasSubstr("row 0 has 10 tokens"), testing::HasSubstr("multiple of 4")));
   const MicroBatch part = split_context(whole_batch(8, {{0}}), 0, 2, at::kCPU);
-  EXPECT_THAT(error_text([&] { split_context(part, 0, 2, at::kCPU); }),
-              testing::HasSubstr("unsplit"));
+  EXPECT_THAT(
+      error_text([&] { split_context(part, 0, 2, at::kCPU); }), testing::HasSubstr("unsplit"));
   const Tensor q = at::zeros({4, 2, 4});
   EXPECT_THAT(error_text([&] { ring_attention(q, q, q, part.ring, 1, Comm()); }),
-              testing::HasSubstr("split for 4 tokens on 2 ranks"));
+      testing::HasSubstr("split for 4 tokens on 2 ranks"));
 }
 
 TEST(Context, WorkIsEqualForALongDocumentAndCountedForRaggedOnes) {
@@ -93,7 +93,7 @@ TEST(Context, WorkIsEqualForALongDocumentAndCountedForRaggedOnes) {
   const auto pairs = context_work(whole_batch(48, {{0, 1, 7, 30}, {0, 24, 25}}), 4);
   const auto of = [](int64_t n) { return n * (n + 1) / 2; };
   EXPECT_EQ(std::reduce(pairs.begin(), pairs.end()),
-            of(1) + of(6) + of(23) + of(18) + of(24) + of(1) + of(23));
+      of(1) + of(6) + of(23) + of(18) + of(24) + of(1) + of(23));
 }
 
 struct Case {
@@ -133,8 +133,8 @@ TEST(Context, RingAttentionEqualsAttention) {
       const Tensor mine = part.tokens.cpu();
       const int64_t tokens = whole.num_tokens();
       std::vector<Tensor> x{random_tensor("q", {tokens, c.heads, c.dim}),
-                            random_tensor("k", {tokens, c.kv_heads, c.dim}),
-                            random_tensor("v", {tokens, c.kv_heads, c.dim})};
+          random_tensor("k", {tokens, c.kv_heads, c.dim}),
+          random_tensor("v", {tokens, c.kv_heads, c.dim})};
       const Tensor cotangent = random_tensor("cotangent", x[0].sizes().vec());
       for (Tensor& t : x) t.set_requires_grad(true);
       const Tensor expected = attention(x[0], x[1], x[2], span_of(whole), 0.3);
@@ -188,8 +188,8 @@ TEST(Context, BalanceLossIsThatOfWholeRows) {
     const Tensor expected = sequence_balance_loss(p, idx, whole.row_id, 3);
     expected.backward();
     Tensor local = p.detach().index_select(0, mine).to(device()).set_requires_grad(true);
-    const Tensor loss = sequence_balance_loss(local, idx.index_select(0, mine).to(device()),
-                                              part.row_id, 3, mesh.context);
+    const Tensor loss = sequence_balance_loss(
+        local, idx.index_select(0, mine).to(device()), part.row_id, 3, mesh.context);
     loss.backward();
     Tensor sum = loss.detach().clone();
     mesh.context.all_reduce(sum);
@@ -237,7 +237,7 @@ TEST(Context, ModelEqualsOneProcess) {
         const Tensor mine = split(numbered, mesh).tokens.cpu();
         for (const size_t layer : {0, 2})
           EXPECT_TRUE(at::equal(local_routes[b].topk_idx[layer].cpu(),
-                                routes[b].topk_idx[layer].index_select(0, mine)))
+              routes[b].topk_idx[layer].index_select(0, mine)))
               << "routes of layer " << layer;
       }
       const auto whole = all_parameters(alone.groups), local = all_parameters(tiny.groups);
@@ -256,7 +256,7 @@ TEST(Context, GeneratingWithACacheIsRefused) {
     const LayerContext context{part, mesh, rotary, router, 0, &cache, nullptr};
     const Tensor q = zeros({part.num_tokens(), 2, 4}, at::kFloat);
     EXPECT_THAT(error_text([&] { attend_documents(context, q, q, q, 1); }),
-                testing::HasSubstr("context parallelism"));
+        testing::HasSubstr("context parallelism"));
   }
 }
 

@@ -40,7 +40,7 @@ struct Layout {
 
 // Runs `steps` steps of a part of the batch and reduces as training does.
 Outcome run(const Mesh& mesh, ShardMode mode, const std::vector<MicroBatch>& batches, Rule rule,
-            int64_t steps) {
+    int64_t steps) {
   const auto config = Qwen3MoeConfig::parse(layout_config(), "test");
   const auto chunks = default_chunks(config, mesh.shape, kLength);
   const ModelPart part = model_part(chunks, mesh.shape, mesh.place, config.num_experts);
@@ -87,8 +87,8 @@ Outcome run(const Mesh& mesh, ShardMode mode, const std::vector<MicroBatch>& bat
 }
 
 // |part - the same range of the whole| over |whole|, the largest of all parts, with its name.
-std::pair<double, std::string> largest_error(const std::map<std::string, Tensor>& parts,
-                                             const std::map<std::string, Tensor>& whole) {
+std::pair<double, std::string> largest_error(
+    const std::map<std::string, Tensor>& parts, const std::map<std::string, Tensor>& whole) {
   std::pair<double, std::string> worst{0, "none"};
   EXPECT_FALSE(parts.empty());
   for (const auto& [name, part] : parts) {
@@ -103,12 +103,12 @@ std::pair<double, std::string> largest_error(const std::map<std::string, Tensor>
 }
 
 // Micro-batch m of data-parallel rank d holds rows (m * dp + d) * micro_batch and the next.
-std::vector<MicroBatch> batches_of(const std::vector<Row>& rows, int64_t micro_batch,
-                                   const Mesh& mesh) {
+std::vector<MicroBatch> batches_of(
+    const std::vector<Row>& rows, int64_t micro_batch, const Mesh& mesh) {
   const std::vector<MicroBatch> all = cut(rows, micro_batch);
   std::vector<MicroBatch> mine;
   for (auto i = static_cast<size_t>(mesh.place.dp); i < all.size();
-       i += static_cast<size_t>(mesh.dp))
+      i += static_cast<size_t>(mesh.dp))
     mine.push_back(all[i]);
   return mine;
 }
@@ -149,10 +149,9 @@ TEST(Layout, EveryLayoutComputesTheSame) {
   const Outcome adamw = run(alone, ShardMode::keep, whole_batch, Rule::adamw, 3);
   for (const Layout& layout : layouts(world().size(), all)) {
     const Mesh mesh = make_mesh(layout.shape, world(), test::device());
-    const std::string name =
-        fmt::format("pp {} dp {} cp {} ep {} hsdp {} {} micro-batch {}", layout.shape.pp, mesh.dp,
-                    layout.shape.cp, layout.shape.ep, layout.shape.hsdp_size,
-                    layout.mode == ShardMode::keep ? "keep" : "reshard", layout.micro_batch);
+    const std::string name = fmt::format("pp {} dp {} cp {} ep {} hsdp {} {} micro-batch {}",
+        layout.shape.pp, mesh.dp, layout.shape.cp, layout.shape.ep, layout.shape.hsdp_size,
+        layout.mode == ShardMode::keep ? "keep" : "reshard", layout.micro_batch);
     SCOPED_TRACE(name);
     auto batches = batches_of(rows, layout.micro_batch, mesh);
     std::vector<Tensor> mine;  // which of the whole micro-batch's tokens are here

@@ -12,8 +12,8 @@ namespace {
 using Ranks = std::vector<int64_t>;
 
 // Every kind of group cuts the world into parts that its members agree on.
-void expect_partition(const MeshShape& shape, int64_t world_size, Ranks MeshGroups::* kind,
-                      size_t members) {
+void expect_partition(
+    const MeshShape& shape, int64_t world_size, Ranks MeshGroups::* kind, size_t members) {
   std::set<int64_t> covered;
   for (int64_t rank = 0; rank < world_size; ++rank) {
     const Ranks group = mesh_groups(shape, world_size, rank).*kind;
@@ -59,8 +59,8 @@ TEST(Mesh, EveryLayoutOfUpToEightRanks) {
               // Shards and replicas together are all that hold the same; they share one rank.
               for (const int64_t other : groups.expert_data)
                 EXPECT_EQ(mesh_place(shape, world_size, other).ep, place.ep);
-              EXPECT_EQ(groups.expert_shard.size() * groups.replicate.size(),
-                        groups.expert_data.size());
+              EXPECT_EQ(
+                  groups.expert_shard.size() * groups.replicate.size(), groups.expert_data.size());
               EXPECT_EQ(groups.expert[static_cast<size_t>(place.ep)], rank);
               EXPECT_EQ(groups.pipeline[static_cast<size_t>(place.pp)], rank);
               EXPECT_EQ(groups.data[static_cast<size_t>(place.dp)], rank);
@@ -100,10 +100,10 @@ TEST(Mesh, ImpossibleLayoutsNameTheNearest) {
   EXPECT_PRED2(contains, text, "8 processes cannot be laid out as pp 3 cp 1 ep 1");
   EXPECT_PRED2(contains, text, "nearest possible layouts: pp 4 dp 2 cp 1 ep 1");
   EXPECT_PRED2(contains, error_text([] { data_parallel({.pp = 4, .ep = 4}, 8); }),
-               "ep 4 does not divide the plane of DP x CP = 2 ranks");
+      "ep 4 does not divide the plane of DP x CP = 2 ranks");
   EXPECT_PRED2(contains,
-               error_text([] { data_parallel({.ep = 4, .hsdp = true, .hsdp_size = 2}, 8); }),
-               "ep 4 hsdp_size 4");
+      error_text([] { data_parallel({.ep = 4, .hsdp = true, .hsdp_size = 2}, 8); }),
+      "ep 4 hsdp_size 4");
 }
 
 TEST(Mesh, TableShowsEveryRank) {
@@ -116,10 +116,9 @@ TEST(Mesh, TableShowsEveryRank) {
 TEST(Mesh, GroupsOfThisRunSumTheirMembers) {
   for (const MeshShape& shape : {MeshShape{.ep = 2}, MeshShape{.cp = 2}, MeshShape{.pp = 2}}) {
     const Mesh mesh = make_mesh(shape, world(), device());
-    const Comm* comms[] = {&mesh.world,        &mesh.pipeline,        &mesh.plane,
-                           &mesh.data,         &mesh.context,         &mesh.expert,
-                           &mesh.expert_data,  &mesh.dense_shard,     &mesh.dense_replicate,
-                           &mesh.expert_shard, &mesh.expert_replicate};
+    const Comm* comms[] = {&mesh.world, &mesh.pipeline, &mesh.plane, &mesh.data, &mesh.context,
+        &mesh.expert, &mesh.expert_data, &mesh.dense_shard, &mesh.dense_replicate,
+        &mesh.expert_shard, &mesh.expert_replicate};
     for (const Comm* comm : comms) {
       Tensor sum = full({1}, static_cast<double>(world().rank()), at::kLong);
       comm->all_reduce(sum);

@@ -43,21 +43,15 @@ struct Units {
       units.emplace_back();
       const std::string at = fmt::format("layers.{}.", layer);
       add({at + "norm", {7}, ParameterGroup::norm, Init::ones});
-      add({at + "qkv",
-           {13, 9},
-           {{at + "q", {8, 9}, 0}, {at + "k", {5, 9}, 72}},
-           ParameterGroup::matrix,
-           Init::normal});
+      add({at + "qkv", {13, 9}, {{at + "q", {8, 9}, 0}, {at + "k", {5, 9}, 72}},
+          ParameterGroup::matrix, Init::normal});
       add({at + "router", {5, 9}, ParameterGroup::router, Init::normal});
       std::vector<HfTensor> experts;
       for (int64_t e = part.expert_begin; e < part.expert_end; ++e)
         experts.push_back(
             {fmt::format("{}experts.{}.up", at, e), {3, 11}, std::ssize(experts) * 33});
-      add({at + "experts",
-           {std::ssize(experts) * 3, 11},
-           experts,
-           ParameterGroup::expert,
-           Init::output_normal});
+      add({at + "experts", {std::ssize(experts) * 3, 11}, experts, ParameterGroup::expert,
+          Init::output_normal});
     }
     if (part.head) {
       units.emplace_back();
@@ -97,11 +91,11 @@ struct Trained {
   }
 
   // The gradient of one Hugging Face tensor from one source.
-  static Tensor gradient(const HfTensor& tensor, int64_t step, int64_t micro_batch,
-                         int64_t source) {
+  static Tensor gradient(
+      const HfTensor& tensor, int64_t step, int64_t micro_batch, int64_t source) {
     Tensor gradient = at::empty(tensor.shape, on_device(at::kFloat));
-    fill_normal(gradient, static_cast<uint64_t>(100 * step + 10 * micro_batch + source),
-                tensor.name, 4);
+    fill_normal(
+        gradient, static_cast<uint64_t>(100 * step + 10 * micro_batch + source), tensor.name, 4);
     return gradient.round_();
   }
 
@@ -176,7 +170,7 @@ void expect_state(Trained& trained, const State& expected, const std::string& wh
       size_t i = 0;
       for (const Tensor& buffer : {group.value_part, group.master, group.exp_avg, group.exp_avg_sq})
         different += at::equal(buffer.narrow(0, begin, count),
-                               expected.at(tensor->name)[i++].narrow(0, first, count))
+                         expected.at(tensor->name)[i++].narrow(0, first, count))
                          ? 0
                          : 1;
       owned += count;
@@ -185,7 +179,7 @@ void expect_state(Trained& trained, const State& expected, const std::string& wh
     for (const Parameter* parameter : group.parameters())
       for (const HfTensor& tensor : parameter->tensors)
         different += at::equal(Parameter::view_of(parameter->value, tensor).view(-1),
-                               expected.at(tensor.name)[0])
+                         expected.at(tensor.name)[0])
                          ? 0
                          : 1;
     group.after_forward();
@@ -222,10 +216,9 @@ std::vector<Layout> layouts() {
           if (n % pp != 0 || n / pp % ep != 0 || n / pp > kSources) continue;
           if (block > 0 && (block % ep != 0 || n / pp % block != 0)) continue;
           const int64_t cp = n / pp % 2 == 0 ? 1 + std::ssize(found) % 2 : 1;
-          found.push_back({{pp, cp, ep, block > 0, block},
-                           mode,
-                           fmt::format("pp {} ep {} block {} {}", pp, ep, block,
-                                       mode == ShardMode::keep ? "keep" : "reshard")});
+          found.push_back({{pp, cp, ep, block > 0, block}, mode,
+              fmt::format("pp {} ep {} block {} {}", pp, ep, block,
+                  mode == ShardMode::keep ? "keep" : "reshard")});
         }
       }
     }
@@ -355,7 +348,7 @@ TEST(Sharding, AnyLayoutLoadsWhatAnyLayoutSaved) {
     for (ShardGroup& group : loaded.groups) {
       for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
         EXPECT_TRUE(at::equal(group.value_part.narrow(0, begin, count),
-                              expected.at(tensor->name)[0].narrow(0, first, count)))
+            expected.at(tensor->name)[0].narrow(0, first, count)))
             << what << ": " << tensor->name;
     }
     Trained single(alone(), ShardMode::keep, at::kBFloat16);

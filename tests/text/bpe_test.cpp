@@ -98,9 +98,8 @@ TEST(BpeTrainer, BreaksTiesByIds) {
   const std::vector<std::string> six_tied = {"AB", "BAB", "CD", "BABCD"};
   const auto first = learned({"DCBBABCDCBABCD"}, 261, 1);
   EXPECT_EQ(first, six_tied);
-  const std::vector<std::string> words = {
-      "low",    "low",    "low",    "low",    "low",    "lower",  "lower",  "newest",
-      "newest", "newest", "newest", "newest", "newest", "widest", "widest", "widest"};
+  const std::vector<std::string> words = {"low", "low", "low", "low", "low", "lower", "lower",
+      "newest", "newest", "newest", "newest", "newest", "newest", "widest", "widest", "widest"};
   const auto merged = learned(words, 263, 1);
   EXPECT_EQ(merged, (std::vector<std::string>{"es", "est", "lo", "low", "ew", "new"}));
 }
@@ -130,7 +129,7 @@ TEST(Regex, TranslatesOrRefuses) {
   EXPECT_EQ(translate("^a$"), "(?m:^)a(?m:$)");
   EXPECT_EQ(Regex::translate("\\p{N}{1,3}+", Regex::Dialect::kRust), "\\p{N}{1,3}+");
   for (const char* pattern :
-       {"\\p{Han}", "[a&&b]", "[[:alpha:]]", "(?<n>a)", "a(?i)b", "\\R", "\\1", "a{2}?", "\\pL"})
+      {"\\p{Han}", "[a&&b]", "[[:alpha:]]", "(?<n>a)", "a(?i)b", "\\R", "\\1", "a{2}?", "\\pL"})
     EXPECT_THROW(Regex{pattern}, Error) << pattern;
 }
 

@@ -31,7 +31,7 @@ class CorpusReader : public testing::Test {
     return path.string();
   }
   static std::vector<Document> read(const std::vector<std::string>& paths,
-                                    const ReadOptions& options = {}, InputPosition start = {}) {
+      const ReadOptions& options = {}, InputPosition start = {}) {
     InputReader reader(list_inputs(paths, {}), options, start);
     std::vector<Document> all;
     for (Chunk chunk; reader.next(chunk);)
@@ -80,8 +80,8 @@ TEST_F(CorpusReader, EveryCompressionGivesTheSameLines) {
   const std::string lines = many_lines(texts);
   const size_t half = lines.size() / 2;
   const std::string gz = (folder_ / "tmp").string();
-  const std::vector<std::string> paths = {
-      put("a.jsonl", lines), put("b.jsonl.zst", zstd(lines)), put("c.jsonl.gz", gzip(lines, gz)),
+  const std::vector<std::string> paths = {put("a.jsonl", lines), put("b.jsonl.zst", zstd(lines)),
+      put("c.jsonl.gz", gzip(lines, gz)),
       // Frames one after the other, cut in the middle of a line.
       put("d.jsonl.zst", zstd(lines.substr(0, half)) + zstd(lines.substr(half))),
       put("e.jsonl.gz", gzip(lines.substr(0, half), gz) + gzip(lines.substr(half), gz)),
@@ -100,7 +100,7 @@ TEST_F(CorpusReader, GoesOnFromTheEndOfAnyChunk) {
   std::vector<std::string> texts;
   const std::string lines = many_lines(texts);
   const std::vector<std::string> paths = {put("0.txt", "whole"), put("1.jsonl.zst", zstd(lines)),
-                                          put("2.jsonl", lines), put("3.txt", "last")};
+      put("2.jsonl", lines), put("3.txt", "last")};
   const ReadOptions options{.text_field = "n.text"};
   const auto all = read(paths, options);
   ASSERT_EQ(all.size(), 2 * texts.size() + 2);
@@ -127,20 +127,11 @@ TEST_F(CorpusReader, BadLinesSayWhyAndWhere) {
       std::string(100'000, 'x') + "\"}\n{\"text\": \"\"}\n{\"text\": \"a\\u0000b\", \"id\": \"z\"}";
   const ReadOptions options{.id_field = "id", .max_line = 50'000};
   const auto documents = read({put("x.jsonl", lines)}, options);
-  const std::vector<std::pair<int, std::string>> expected = {
-      {1, ""},
-      {4, "\"text\" is a number, not text"},
-      {5, "\"text\" is null"},
-      {6, "no field \"text\""},
-      {7, "no field \"text\""},
-      {8, "not JSON"},
-      {9, "not JSON: The input is not valid UTF-8"},
-      {10, "not JSON: Problem while parsing a string"},
-      {11, "too deep"},
-      {12, "too deep"},
-      {13, "longer than 50000 bytes"},
-      {14, ""},
-      {15, ""}};
+  const std::vector<std::pair<int, std::string>> expected = {{1, ""},
+      {4, "\"text\" is a number, not text"}, {5, "\"text\" is null"}, {6, "no field \"text\""},
+      {7, "no field \"text\""}, {8, "not JSON"}, {9, "not JSON: The input is not valid UTF-8"},
+      {10, "not JSON: Problem while parsing a string"}, {11, "too deep"}, {12, "too deep"},
+      {13, "longer than 50000 bytes"}, {14, ""}, {15, ""}};
   ASSERT_EQ(documents.size(), expected.size());
   for (size_t i = 0; i < expected.size(); ++i) {
     EXPECT_EQ(documents[i].line, expected[i].first);
@@ -196,14 +187,14 @@ TEST_F(CorpusReader, DamagedFilesAreNamed) {
   EXPECT_NE(error_of({(folder_ / "nowhere").string()}).find("does not exist"), std::string::npos);
   if (::geteuid() != 0) {
     fs::permissions(put("closed.jsonl", lines), fs::perms::none);
-    EXPECT_NE(error_of({(folder_ / "closed.jsonl").string()}).find("cannot read"),
-              std::string::npos);
+    EXPECT_NE(
+        error_of({(folder_ / "closed.jsonl").string()}).find("cannot read"), std::string::npos);
   }
 }
 
 TEST_F(CorpusReader, ListsFoldersAndGlobsInOrder) {
   for (const char* name :
-       {"b/2.jsonl.zst", "b/1.jsonl", "a/3.txt", "a/.hidden.txt", "a/Makefile", ".git/4.txt"})
+      {"b/2.jsonl.zst", "b/1.jsonl", "a/3.txt", "a/.hidden.txt", "a/Makefile", ".git/4.txt"})
     put(name, "x");
   fs::create_symlink("..", folder_ / "a" / "loop");
   const auto names = [&](const std::string& path, const std::vector<std::string>& endings) {
