@@ -1,103 +1,168 @@
-// pithtrain corpus: makes corpora from text, joins and cuts them, and looks into them.
-#include "engine/corpus.h"
+// pithtrain corpus: makes corpora from text, and looks into them.
+#include <simdjson.h>
+#include <xxhash.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
-#include <thread>
+#include <optional>
+#include <set>
 
 #include "apps/commands.h"
-#include "apps/corpus_build.h"
 #include "apps/inspect.h"
+#include "engine/corpus.h"
 #include "engine/file_io.h"
-#include "engine/numpy.h"
+#include "text/tokenizer.h"
 
 namespace pith {
 namespace {
 
 namespace fs = std::filesystem;
 
-struct CopyOptions {
-  std::vector<std::string> inputs;
-  std::string out, tokenizer;
-  int64_t shard_tokens = 0;
+struct BuildOptions {
+  std::vector<std::string> paths, extensions;
+  std::string out, validation_out, tokenizer;
+  uint64_t max_bytes = 0;
+  double validation_share = 0;
 };
+
+// --- reading: from paths to texts ---
+
+// Files below `folder` in the order of their relative paths' bytes. Left out: names that begin with
+// a dot, linked folders (loops), and what is not a file. Links to files count as files.
+std::vector<fs::path> files_below(
+    const fs::path& folder, const std::vector<std::string>& extensions) {
+  std::vector<fs::path> found;
+  for (auto entry = fs::recursive_directory_iterator(folder);
+      entry != fs::recursive_directory_iterator(); ++entry) {
+    if (entry->path().filename().string().starts_with('.')) {
+      entry.disable_recursion_pending();
+      continue;
+    }
+    const std::string extension = entry->path().extension().string();
+    const bool wanted =
+        extensions.empty() || std::find(extensions.begin(), extensions.end(),
+                                  extension.empty() ? "none" : extension) != extensions.end();
+    if (wanted && entry->is_regular_file()) found.push_back(entry->path());
+  }
+  std::sort(found.begin(), found.end(),
+      [](const fs::path& a, const fs::path& b) { return a.native() < b.native(); });
+  return found;
+}
+
+std::vector<fs::path> list_files(const BuildOptions& options) {
+  std::vector<fs::path> files;
+  for (const std::string& path : options.paths) {
+    PITH_CHECK(fs::exists(path), "{} does not exist", path);
+    if (!fs::is_directory(path)) {
+      files.emplace_back(path);  // named singly: whatever its extension
+      continue;
+    }
+    for (fs::path& file : files_below(path, options.extensions)) files.push_back(std::move(file));
+  }
+  return files;
+}
+
+// Which texts become documents, and why the others do not.
+class TextFilter {
+ public:
+  bool accepts(std::string_view text) {
+    if (text.empty()) return ++empty, false;
+    if (text.find('\0') != text.npos || !simdjson::validate_utf8(text.data(), text.size()))
+      return ++not_text, false;
+    const XXH128_hash_t sum = XXH3_128bits(text.data(), text.size());
+    if (!seen_.insert({sum.high64, sum.low64}).second) return ++duplicates, false;
+    return true;
+  }
+  int64_t empty = 0, not_text = 0, duplicates = 0;
+
+ private:
+  std::set<std::pair<uint64_t, uint64_t>> seen_;
+};
+
+// --- encoding and writing ---
+
+class SplitWriter {
+ public:
+  SplitWriter(const std::string& prefix, const Tokenizer& tokenizer)
+      : prefix_(prefix),
+        tokenizer_(tokenizer),
+        writer_(prefix, tokenizer.vocab_size(), hex(tokenizer.hash())) {
+    PITH_CHECK(tokenizer.eos_id(), "this tokenizer has no end token to end documents with");
+  }
+  void add(std::string_view text) {
+    EncodeOptions options;
+    options.add_special_tokens = false;
+    options.parse_special = false;  // a text that spells <|endoftext|> does not end there
+    options.strict = true;
+    std::vector<int32_t> ids = tokenizer_.encode(text, options).ids;
+    ids.push_back(*tokenizer_.eos_id());
+    writer_.add_document(ids);
+    ++documents_;
+    bytes_ += text.size();
+    tokens_ += static_cast<int64_t>(ids.size());
+  }
+  void finish(const char* name, const char* advice) {
+    if (documents_ == 0) PITH_FAIL_HINT(advice, "no document for {}", prefix_);
+    writer_.finish();
+    tokenizer_.save(prefix_ + ".tokenizer");
+    fmt::print("{:<11} {} documents, {} of text, {} tokens -> {}.bin, .idx, .json\n", name,
+        grouped(documents_), human_bytes(bytes_), grouped(tokens_), prefix_);
+  }
+
+ private:
+  std::string prefix_;
+  Tokenizer tokenizer_;
+  CorpusWriter writer_;
+  int64_t documents_ = 0, tokens_ = 0;
+  uint64_t bytes_ = 0;
+};
+
+// The share of documents that go to validation depends on a document's content alone: a document
+// stays on its side when files are added, moved or renamed.
+bool for_validation(std::string_view text, double share) {
+  return static_cast<double>(xxh3(text) >> 11) * 0x1p-53 < share;
+}
+
+void build(const BuildOptions& options) {
+  const Tokenizer tokenizer =
+      options.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(options.tokenizer);
+  SplitWriter train(options.out, tokenizer);
+  std::optional<SplitWriter> validation;
+  if (!options.validation_out.empty()) {
+    PITH_CHECK(fs::absolute(options.validation_out).lexically_normal() !=
+                   fs::absolute(options.out).lexically_normal(),
+        "--out and --validation-out are the same: {}", options.out);
+    validation.emplace(options.validation_out, tokenizer);
+  }
+  const std::vector<fs::path> files = list_files(options);
+  TextFilter filter;
+  uint64_t bytes = 0;
+  size_t read = 0;
+  bool full = false;
+  for (; read < files.size() && !full; ++read) {
+    const MappedFile file = map_file(files[read]);
+    const std::string_view text = file.bytes();
+    full = options.max_bytes > 0 && bytes + text.size() > options.max_bytes;
+    if (full || !filter.accepts(text)) continue;
+    bytes += text.size();
+    (validation && for_validation(text, options.validation_share) ? *validation : train).add(text);
+  }
+  train.finish("train", "look at PATH and --extensions");
+  if (validation) validation->finish("validation", "raise --validation-share");
+  fmt::print("{:<11} {} files: {} duplicates, {} empty, {} not UTF-8 text\n", "skipped",
+      grouped(filter.duplicates + filter.empty + filter.not_text), grouped(filter.duplicates),
+      grouped(filter.empty), grouped(filter.not_text));
+  if (full)
+    fmt::print("{:<11} {} of {} files read; the next would pass --max-bytes\n", "stopped",
+        grouped(static_cast<int64_t>(read) - 1), grouped(static_cast<int64_t>(files.size())));
+}
 
 // The tokenizer beside a corpus, if there is one.
 std::optional<Tokenizer> find_tokenizer(const std::string& named, const std::string& prefix) {
   if (!named.empty()) return Tokenizer::load(named);
   if (!fs::is_directory(prefix + ".tokenizer")) return std::nullopt;
   return Tokenizer::load(prefix + ".tokenizer");
-}
-
-void finish(
-    CorpusWriter& writer, const CopyOptions& options, const std::optional<Tokenizer>& tokenizer) {
-  if (tokenizer) tokenizer->save(options.out + ".tokenizer");
-  writer.finish();
-  const Corpus made(options.out);
-  fmt::print("{}: {} documents, {} tokens\n", options.out, grouped(made.num_documents()),
-      grouped(made.num_tokens()));
-}
-
-// merge and split: the documents of all inputs, in order, as one new corpus.
-void copy_corpora(const CopyOptions& options) {
-  std::vector<Corpus> corpora;
-  for (const std::string& prefix : options.inputs) {
-    PITH_CHECK(
-        fs::absolute(prefix).lexically_normal() != fs::absolute(options.out).lexically_normal(),
-        "--out is the input {}", prefix);
-    const Corpus& corpus = corpora.emplace_back(prefix);
-    const Corpus& first = corpora.front();
-    PITH_CHECK(corpus.tokenizer_hash() == first.tokenizer_hash() &&
-                   corpus.vocab_size() == first.vocab_size(),
-        "{} and {} have different tokenizers: {} ({} ids), {} ({} ids)", first.prefix(), prefix,
-        first.tokenizer_hash(), first.vocab_size(), corpus.tokenizer_hash(), corpus.vocab_size());
-  }
-  const Corpus& first = corpora.front();
-  const auto tokenizer = find_tokenizer(options.tokenizer, first.prefix());
-  const std::string hash = tokenizer ? hex(tokenizer->hash()) : first.tokenizer_hash();
-  const int64_t vocab_size = tokenizer ? tokenizer->vocab_size() : first.vocab_size();
-  if (vocab_size == 0)
-    PITH_FAIL_HINT(
-        "name its tokenizer with --tokenizer", "{} does not state its vocabulary", first.prefix());
-  PITH_CHECK(first.vocab_size() == 0 || hash == first.tokenizer_hash(),
-      "the tokenizer {} is not that of {}: {}", hash, first.prefix(), first.tokenizer_hash());
-  CorpusWriter writer(options.out, vocab_size, hash, options.shard_tokens);
-  for (const Corpus& corpus : corpora)
-    for (int64_t d = 0; d < corpus.num_documents(); ++d)
-      writer.add_document(document_ids(corpus, d));
-  finish(writer, options, tokenizer);
-}
-
-// Corpora of the Python program: token ids, then the ends of the documents, as two arrays.
-void import_numpy(const CopyOptions& options) {
-  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
-  CorpusWriter writer(
-      options.out, tokenizer.vocab_size(), hex(tokenizer.hash()), options.shard_tokens);
-  std::vector<int32_t> ids;
-  for (const InputFile& input : list_inputs(options.inputs, {".bin"})) {
-    const MappedFile file = map_file(input.path);
-    std::string_view bytes = file.bytes();
-    const NumpyArray values = read_numpy(bytes, input.path), ends = read_numpy(bytes, input.path);
-    PITH_CHECK(bytes.empty(), "{}: {} bytes after its two arrays", input.path, bytes.size());
-    int64_t begin = 0;
-    for (int64_t d = 0; d < ends.size; ++d) {
-      const int64_t end = ends[d];
-      PITH_CHECK(end >= begin && end <= values.size, "{}: document {} ends at {}, not in {}..{}",
-          input.path, d, end, begin, values.size);
-      ids.clear();
-      for (; begin < end; ++begin) {
-        PITH_CHECK(values[begin] >= 0 && values[begin] < tokenizer.vocab_size(),
-            "{}: document {}: id {} is outside the vocabulary of {}", input.path, d, values[begin],
-            tokenizer.vocab_size());
-        ids.push_back(static_cast<int32_t>(values[begin]));
-      }
-      writer.add_document(ids);
-    }
-    PITH_CHECK(begin == values.size, "{}: {} tokens after the last document", input.path,
-        values.size - begin);
-  }
-  finish(writer, options, tokenizer);
 }
 
 struct ShowOptions {
@@ -127,37 +192,22 @@ void show(const std::string& prefix, const ShowOptions& options) {
 }
 
 void add_build(CLI::App& corpus) {
-  auto options = std::make_shared<CorpusBuildOptions>();
-  CLI::App* command = corpus.add_subcommand("build", "Make a corpus of files of text");
-  const auto size = [&](const char* name, uint64_t& value, const char* help) {
-    command->add_option(name, value, help)->transform(CLI::AsSizeValue(true));
-  };
-  EncodeSettings& encode = options->encode;
-  encode.workers = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  command->add_option("paths", options->paths, "files, globs, and folders")->required();
+  auto options = std::make_shared<BuildOptions>();
+  CLI::App* command =
+      corpus.add_subcommand("build", "Make a corpus of files of text, one document a file");
+  command->add_option("paths", options->paths, "files, and folders whose files are taken")
+      ->required();
   command->add_option("--out", options->out, "corpus to write, without extension")->required();
   command->add_option("--tokenizer", options->tokenizer,
       "tokenizer.json or its folder; without it bytes are tokens");
   // One word: a list option would take the paths after it as well.
   command->add_option_function<std::string>(
       "--extensions",
-      [options](const std::string& list) { options->endings = CLI::detail::split(list, ','); },
-      "take only these from folders, e.g. .h,.jsonl.zst ('none': files without one)");
-  command->add_option("--text-field", encode.read.text_field,
-      "field of a JSON line or table: a.b is b inside a [text]");
-  command->add_option("--id-field", encode.read.id_field, "field that names a document in reports");
-  command->add_option("--end-token", options->end_token,
-      "put behind each document ['' = none; the tokenizer's end of text]");
-  command->add_option("--shard-size", options->shard_tokens, "tokens a shard, e.g. 1000000000")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--seed", options->seed, "shuffle the documents");
-  command->add_flag(
-      "--keep-duplicates", options->keep_duplicates, "keep documents whose text came before");
-  size("--min-length", encode.min_length, "skip shorter texts, bytes");
-  size("--max-length", encode.max_length, "skip longer texts, bytes");
-  size("--max-line", encode.read.max_line, "longer lines and files are bad [16MB]");
-  size("--max-bytes", options->max_bytes, "stop before the text is longer, e.g. 20MB");
-  command->add_option("--max-bad", options->max_bad, "stop after more bad lines [100]");
+      [options](const std::string& list) { options->extensions = CLI::detail::split(list, ','); },
+      "take only these from folders, e.g. .h,.hpp ('none': files without one)");
+  command
+      ->add_option("--max-bytes", options->max_bytes, "stop before the text is longer, e.g. 20MB")
+      ->transform(CLI::AsSizeValue(true));
   auto* share = command->add_option("--validation-share", options->validation_share,
       "share of the documents held out, chosen by their content");
   share->check(CLI::Range(0.0, 1.0));
@@ -165,54 +215,25 @@ void add_build(CLI::App& corpus) {
       "--validation-out", options->validation_out, "corpus of the held-out documents");
   share->needs(out);
   out->needs(share);
-  command->add_option("--workers", encode.workers, "threads that encode [all cores]")
-      ->check(CLI::Range(1, 1024));
-  size("--memory", options->memory, "bound, whatever the input [1GB]");
-  command->add_flag("--restart", options->restart, "forget an unfinished build");
   command->footer(
-      ".jsonl, .ndjson: a document a line. .parquet: a document a row. Other files: one document "
-      "each. All may be\n"
-      "compressed (.gz, .zst). Folders are read in the order of their paths; names that begin with "
-      "a dot and linked\n"
-      "folders are left out. Empty texts, files that are not UTF-8 text and exact duplicates are "
-      "skipped and counted.\n"
-      "An interrupted build goes on when the same command is given again; the result is the same.\n"
-      "Example: pithtrain corpus build --out data/train --tokenizer qwen3/ --shard-size 1000000000 "
-      "\\\n"
-      "           --validation-share 0.001 --validation-out data/validation 'raw/*.jsonl.zst'");
-  command->callback([options] { build_corpus(*options); });
+      "Folders are read in the order of their paths; names that begin with a dot and linked "
+      "folders are left\n"
+      "out. Empty files, files that are not UTF-8 text and exact duplicates are skipped and "
+      "counted.\n"
+      "Example: pithtrain corpus build --out data/train --extensions .h,.hpp --max-bytes 20MB \\\n"
+      "           --validation-share 0.02 --validation-out data/validation /usr/include");
+  command->callback([options] { build(*options); });
 }
 
 }  // namespace
 
 void add_corpus_command(CLI::App& app) {
-  CLI::App* corpus =
-      app.add_subcommand("corpus", "Make corpora from text, join and cut them, look into them");
+  CLI::App* corpus = app.add_subcommand("corpus", "Make corpora from text, and look into them");
   corpus->require_subcommand(1);
   corpus->footer(
-      "A corpus is PREFIX.bin, .idx, .json and its tokenizer in PREFIX.tokenizer/; or shards "
-      "PREFIX-00000-of-0000N.*\n"
-      "that PREFIX names together.\n"
+      "A corpus is PREFIX.bin, .idx, .json and its tokenizer in PREFIX.tokenizer/.\n"
       "Example: pithtrain corpus build --out data/train src/; see pithtrain corpus build --help");
   add_build(*corpus);
-
-  auto copy = std::make_shared<CopyOptions>();
-  const auto add_copy = [&](const char* name, const char* what, auto run) {
-    CLI::App* command = corpus->add_subcommand(name, what);
-    command->add_option("inputs", copy->inputs)->required();
-    command->add_option("--out", copy->out, "corpus to write, without extension")->required();
-    CLI::Option* tokenizer = command->add_option(
-        "--tokenizer", copy->tokenizer, "the inputs' tokenizer, where they do not state it");
-    CLI::Option* shard = command->add_option("--shard-size", copy->shard_tokens, "tokens a shard")
-                             ->check(CLI::PositiveNumber);
-    command->callback([copy, run] { run(*copy); });
-    return std::pair(tokenizer, shard);
-  };
-  add_copy("merge", "Join corpora of one tokenizer", copy_corpora);
-  add_copy("split", "Cut corpora into shards", copy_corpora).second->required();
-  add_copy("import", "Read .bin files of the Python PithTrain: two numpy arrays, ids and ends",
-      import_numpy)
-      .first->required();
 
   auto prefix = std::make_shared<std::string>();
   const auto add = [&](const char* name, const char* what) {

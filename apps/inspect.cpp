@@ -208,10 +208,6 @@ Problems inspect(fs::path path, const InspectOptions& options) {
   for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
     if (fs::exists(prefix.string() + ".idx") || fs::exists(prefix.string() + ".bin"))
       return describe_corpus(prefix.string(), options.quick);
-  if (const fs::path folder = fs::absolute(path).parent_path(); fs::is_directory(folder))
-    for (const auto& entry : fs::directory_iterator(folder))
-      if (entry.path().filename().string().starts_with(path.filename().string() + "-00000-of-"))
-        return describe_corpus(path.string(), options.quick);
   PITH_FAIL_HINT(
       kKnown, "{} {}", path.string(), fs::exists(path) ? "is of no known kind" : "does not exist");
 }
@@ -249,12 +245,9 @@ Problems describe_corpus(const std::string& prefix, bool quick) {
   }
   const Corpus& corpus = *opened;
   const int64_t documents = corpus.num_documents(), tokens = corpus.num_tokens();
-  uint64_t bytes = 0;
-  for (const std::string& shard : corpus.shards())
-    bytes += fs::file_size(shard + ".bin") + fs::file_size(shard + ".idx");
   fmt::print("{}: corpus of {} documents, {} tokens, {}\n", prefix, grouped(documents),
-      grouped(tokens), human_bytes(bytes));
-  if (corpus.shards().size() > 1) line("shards", std::to_string(corpus.shards().size()));
+      grouped(tokens),
+      human_bytes(fs::file_size(prefix + ".bin") + fs::file_size(prefix + ".idx")));
   line("ids", fmt::format("{}, vocabulary {}", corpus.dtype(),
                   corpus.vocab_size() > 0 ? grouped(corpus.vocab_size()) : "not stated"));
   if (documents > 0) {
@@ -277,9 +270,9 @@ Problems describe_corpus(const std::string& prefix, bool quick) {
   line("fingerprint", corpus.fingerprint());
   if (!quick) append(problems, verify_corpus(prefix));
   if (problems.empty())
-    line("checksums", quick                     ? "not verified (--quick)"
-                      : corpus.vocab_size() > 0 ? "all files are as they were written"
-                                                : "none: " + prefix + ".json is not there");
+    line("checksums", quick                          ? "not verified (--quick)"
+                      : fs::exists(prefix + ".json") ? "all files are as they were written"
+                                                     : "none: " + prefix + ".json is not there");
   return problems;
 }
 

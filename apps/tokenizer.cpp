@@ -14,7 +14,6 @@
 #include "core/error.h"
 #include "engine/file_io.h"
 #include "text/bpe_trainer.h"
-#include "text/corpus_reader.h"
 
 namespace pith {
 namespace {
@@ -38,8 +37,23 @@ std::string read_text(const std::string& path) {
   return text;
 }
 
-// Calls sink(texts) with batches of about 64 MB: the documents of JSON lines and tables, of other
-// files their lines with the line ends, or the whole.
+std::vector<std::string> list_files(const std::vector<std::string>& inputs) {
+  std::vector<std::string> files;
+  for (const std::string& input : inputs) {
+    if (!fs::is_directory(input)) {
+      files.push_back(input);
+      continue;
+    }
+    const size_t before = files.size();
+    for (const auto& entry : fs::recursive_directory_iterator(input))
+      if (entry.is_regular_file()) files.push_back(entry.path().string());
+    std::sort(files.begin() + static_cast<std::ptrdiff_t>(before), files.end());
+  }
+  return files;
+}
+
+// Calls sink(texts) with batches of about 64 MB: a field of each line of a .jsonl, else the lines
+// of a file with their ends, or the file.
 template <class Sink>
 void for_each_batch(const Options& options, Sink sink) {
   std::vector<std::string> batch;
@@ -52,22 +66,29 @@ void for_each_batch(const Options& options, Sink sink) {
     batch.clear();
     bytes = 0;
   };
-  const ReadOptions read{.text_field = options.field, .id_field = "", .max_line = UINT64_MAX};
-  InputReader reader(list_inputs(options.inputs, {}), read);
-  for (Chunk chunk; reader.next(chunk);) {
-    if (chunk.layout != Layout::kWhole) {
-      for (Document& document : read_documents(chunk, read)) {
-        PITH_CHECK(
-            document.problem.empty(), "{}:{}: {}", chunk.path, document.line, document.problem);
-        add(std::move(document.text));
+  for (const std::string& path : list_files(options.inputs)) {
+    std::string text = read_text(path);
+    const bool json = fs::path(path).extension() == ".jsonl";
+    if (options.whole_files && !json) {
+      add(std::move(text));
+      continue;
+    }
+    simdjson::dom::parser parser;
+    int64_t number = 0;
+    for (size_t begin = 0, end; begin < text.size(); begin = end) {
+      end = std::min(text.find('\n', begin), text.size() - 1) + 1;
+      std::string line = text.substr(begin, end - begin);
+      ++number;
+      if (!json) {
+        add(std::move(line));
+        continue;
       }
-    } else if (options.whole_files) {
-      add(std::move(chunk.bytes));
-    } else {
-      for (size_t begin = 0, end; begin < chunk.bytes.size(); begin = end) {
-        end = std::min(chunk.bytes.find('\n', begin), chunk.bytes.size() - 1) + 1;
-        add(chunk.bytes.substr(begin, end - begin));
-      }
+      if (line.find_first_not_of(" \t\r\n") == std::string::npos) continue;
+      std::string_view value;
+      const auto error = parser.parse(line)[options.field].get(value);
+      PITH_CHECK(!error, "{}:{}: no text \"{}\": {}", path, number, options.field,
+          simdjson::error_message(error));
+      add(std::string(value));
     }
   }
   if (!batch.empty()) sink(batch);
@@ -184,9 +205,7 @@ void add_tokenizer_command(CLI::App& app) {
         ->required();
   };
   auto add_inputs = [&](CLI::App* sub) {
-    sub->add_option("inputs", options->inputs,
-           "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")
-        ->required();
+    sub->add_option("inputs", options->inputs, "Files and folders: text, or .jsonl")->required();
     sub->add_option("--field", options->field, "Field of a JSON line or table [text]");
     sub->add_flag("--whole-files", options->whole_files, "A file is one text, not one a line");
     sub->add_option("--threads", options->threads, "Threads [all cores]")

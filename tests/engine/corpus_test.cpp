@@ -119,17 +119,16 @@ TEST(Corpus, HostileIndexesAreRefused) {
   };
   const std::string good = index_of(4, 4, {2, 1}, {0, 1, 2});
   parse(good, 12);
-  EXPECT_ERROR(parse(good, 11), "x.idx", "document 1 ends at token 3, the .bin holds 2");
-  EXPECT_ERROR(parse(good, 13), "fill 12 bytes, the .bin has 13");
+  EXPECT_ERROR(parse(good, 11), "x.idx", "document 1 ends at token 3, the .bin file holds 2");
+  EXPECT_ERROR(parse(good, 13), "fill 12 bytes, the .bin file has 13");
   EXPECT_ERROR(
       parse(index_of(4, 4, {2, -1}, {0, 1, 2}), 12), "document 1: its tokens do not follow");
   EXPECT_ERROR(
       parse(index_of(8, 4, {2, 1}, {0, 1, 2}), 12), "document 1: its tokens do not follow");
-  EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {0, 2, 1, 2}), 12), "document 1 goes from 2 to 1 of 2");
+  EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {0, 2, 1, 2}), 12), "document 1 ends before it begins");
   EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {0, 1}), 12), "do not span all 2 sequences");
   EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {}), 12), "list of documents is empty");
-  EXPECT_ERROR(parse(index_of(4, 4, {1}, {0, int64_t{1} << 62, 1}), 4),
-      "document 0 goes from 0 to 4611686018427387904");
+  EXPECT_ERROR(parse(index_of(4, 4, {1}, {0, int64_t{1} << 62, 1}), 4), "document 1 ends before");
   for (size_t size = 0; size < good.size(); ++size)
     EXPECT_ERROR(parse(good.substr(0, size), 12), "x.idx");
   std::string huge = good;
