@@ -329,6 +329,7 @@ class Run {
       std::vector<std::string> skipped;
       newest = newest_checkpoint(folder_ / "checkpoints", &skipped);
       for (const std::string& reason : skipped) fmt::print(stderr, "warning: {}\n", reason);
+      if (newest) check_checkpoint(*newest);
     }
     const std::string found = mesh_.world.all_gather_strings(newest ? newest->string() : "")[0];
     if (!found.empty()) newest = found;

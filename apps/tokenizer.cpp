@@ -2,6 +2,7 @@
 #include "text/tokenizer.h"
 
 #include <fmt/ranges.h>
+#include <simdjson.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>

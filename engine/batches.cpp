@@ -301,7 +301,8 @@ void check_same_tokenizer(const std::vector<Corpus>& corpora) {
     if (known == nullptr) known = &corpus;
     PITH_CHECK(corpus.tokenizer_hash() == known->tokenizer_hash() &&
                    corpus.vocab_size() == known->vocab_size(),
-        "{} (vocabulary {}, tokenizer {}) and {} ({}, {}) are of different tokenizers",
+        "{} (vocabulary {}, tokenizer {}) and {} (vocabulary {}, tokenizer {}) cannot be used "
+        "together: build both with the same tokenizer",
         known->prefix(), known->vocab_size(), known->tokenizer_hash(), corpus.prefix(),
         corpus.vocab_size(), corpus.tokenizer_hash());
   }
@@ -368,7 +369,8 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
     const size_t size = row.tokens.size();
     PITH_CHECK(size > 0 && row.labels.size() == size && row.positions.size() == size &&
                    !row.document_begins.empty() && row.document_begins[0] == 0,
-        "row {}: {} tokens do not fit its labels, positions or documents", batch.num_rows, size);
+        "row {}: {} tokens, {} labels, {} positions, {} documents", batch.num_rows, size,
+        row.labels.size(), row.positions.size(), row.document_begins.size());
     for (const int64_t begin : row.document_begins)
       if (document_mask || begin == 0)
         cu_seqlens.push_back(narrow<int32_t>(static_cast<int64_t>(tokens.size()) + begin));

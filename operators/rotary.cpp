@@ -63,7 +63,8 @@ RotaryTable make_rotary_table(
 
 Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table) {
   check_shape(x, "rotary: x", {-1, -1, -1});
-  PITH_CHECK(x.size(2) % 2 == 0, "{}: the head size must be even", describe(x, "rotary: x"));
+  PITH_CHECK(x.is_floating_point() && x.size(2) % 2 == 0,
+      "{}: floating-point heads of even size are needed", describe(x, "rotary: x"));
   PITH_CHECK(x.stride(2) == 1 || x.size(2) <= 1, "{}: the last dimension must be contiguous",
       describe(x, "rotary: x"));
   check_shape(positions, "rotary: positions", {x.size(0)});

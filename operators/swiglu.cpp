@@ -48,7 +48,8 @@ struct SwiGlu : torch::autograd::Function<SwiGlu> {
 
 Tensor swiglu(const Tensor& gate_up) {
   check_shape(gate_up, "swiglu: gate_up", {-1, -1});
-  PITH_CHECK(gate_up.size(1) % 2 == 0, "{}: gate and up must be of one size",
+  PITH_CHECK(gate_up.is_floating_point() && gate_up.size(1) % 2 == 0,
+      "{}: gate and up must be floating-point numbers, as many of the one as of the other",
       describe(gate_up, "swiglu: gate_up"));
   return SwiGlu::apply(gate_up.contiguous());
 }
