@@ -382,7 +382,17 @@ class Run {
   // One update. The next batch is made while the device works; `batch` holds it afterwards.
   StepMetrics step(std::vector<MicroBatch>& batch) {
     zero_grads(groups_);
-    const BatchResult result = pipeline_.forward_backward(batch, NextTokenLoss());
+    BatchResult result;
+    try {
+      result = pipeline_.forward_backward(batch, NextTokenLoss());
+    } catch (const Error&) {  // an operator may meet the NaN first
+      StepMetrics failed;
+      failed.step = state_.step + 1;
+      failed.loss = failed.grad_norm = std::nan("");
+      if (config_.log.check_finite && mesh_.world.size() == 1 && !non_finite(batch).empty())
+        fail_non_finite(batch, failed);
+      throw;
+    }
     finish_step(groups_);
     const Tensor norm = grad_norm(groups_, mesh_);
     StepMetrics metrics;
@@ -420,11 +430,9 @@ class Run {
     return metrics;
   }
 
-  // Runs the forward pass again, looking at every stage, to name the first tensor that is not
-  // finite.
-  [[noreturn]] void fail_non_finite(
-      const std::vector<MicroBatch>& batch, const StepMetrics& metrics) {
-    // The first rank that has something to say.
+  // The first tensor that is not finite, on the first rank that has one: of weights and gradients,
+  // or of the stages of the forward pass, which runs again for that.
+  std::string non_finite(const std::vector<MicroBatch>& batch) {
     const auto first_of_ranks = [&](const std::string& mine) {
       const std::vector<std::string> all = mesh_.world.all_gather_strings(mine);
       for (size_t rank = 0; rank < all.size(); ++rank) {
@@ -433,16 +441,25 @@ class Run {
       }
       return std::string();
     };
-    std::string first = first_of_ranks(first_non_finite(groups_));
-    if (!first.starts_with("weight")) {
-      std::string stage;
-      pipeline_.observe([&](const std::string& name, const Tensor& tensor) {
-        if (stage.empty() && !tensor.isfinite().all().item<bool>()) stage = "output " + name;
-      });
+    const std::string first = first_of_ranks(first_non_finite(groups_));
+    if (first.starts_with("weight")) return first;
+    std::string stage;
+    pipeline_.observe([&](const std::string& name, const Tensor& tensor) {
+      if (stage.empty() && !tensor.isfinite().all().item<bool>()) stage = "output " + name;
+    });
+    try {
       pipeline_.forward_only(batch, NextTokenLoss());
-      stage = first_of_ranks(stage);
-      if (!stage.empty()) first = stage;
+    } catch (const Error&) {
+      if (mesh_.world.size() > 1) throw;
     }
+    pipeline_.observe({});
+    stage = first_of_ranks(stage);
+    return stage.empty() ? first : stage;
+  }
+
+  [[noreturn]] void fail_non_finite(
+      const std::vector<MicroBatch>& batch, const StepMetrics& metrics) {
+    const std::string first = non_finite(batch);
     PITH_FAIL_HINT(
         "the weights and the last checkpoint are untouched by this step; lower the learning rate "
         "or "
