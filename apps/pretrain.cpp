@@ -103,11 +103,10 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
   const Simulation plan = simulate(shape.pp, micro_batches, overlap,
       std::vector<StageCosts>(static_cast<size_t>(2 * shape.pp), StageCosts{}));
   for (int64_t stage = 0; stage < shape.pp; ++stage) {
-    Mesh of_stage = mesh;
-    of_stage.place = mesh_place(shape, world, stage * plane);
-    const Model part(model, model_part(chunks, shape, of_stage.place, model.num_experts));
+    const MeshPlace place = mesh_place(shape, world, stage * plane);
+    Model part(model, model_part(chunks, shape, place, model.num_experts));
     double dense = 0, expert = 0;
-    for (const auto& unit : const_cast<Model&>(part).parameter_units())
+    for (const auto& unit : part.parameter_units())
       for (const Parameter* p : unit)
         (p->group == ParameterGroup::expert ? expert : dense) += static_cast<double>(p->numel());
     const bool hsdp = config.parallel.sharding == "hsdp";
@@ -120,8 +119,8 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
         chunks[static_cast<size_t>(stage)] + chunks[static_cast<size_t>(2 * shape.pp - 1 - stage)]);
     const double kept = static_cast<double>(plan.peak_activations[static_cast<size_t>(stage)]) / 2;
     const double activations =
-        static_cast<double>(config.training.micro_batch * config.data.sequence_length / shape.cp) *
-        static_cast<double>(size.activations_per_token) * layers /
+        static_cast<double>(config.training.micro_batch * config.data.sequence_length) /
+        static_cast<double>(shape.cp) * static_cast<double>(size.activations_per_token) * layers /
         static_cast<double>(model.num_layers) * std::max(kept, 1.0);
     fmt::print(
         "# memory      stage {}: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and "
@@ -441,16 +440,18 @@ class Run {
       }
       return std::string();
     };
-    const std::string first = first_of_ranks(first_non_finite(groups_));
+    std::string first = first_of_ranks(first_non_finite(groups_));
     if (first.starts_with("weight")) return first;
-    std::string stage;
+    std::string stage, last = "the embedding";
     pipeline_.observe([&](const std::string& name, const Tensor& tensor) {
+      last = name;
       if (stage.empty() && !tensor.isfinite().all().item<bool>()) stage = "output " + name;
     });
     try {
       pipeline_.forward_only(batch, NextTokenLoss());
     } catch (const Error&) {
       if (mesh_.world.size() > 1) throw;
+      if (stage.empty()) stage = "output of the stage that follows " + last;
     }
     pipeline_.observe({});
     stage = first_of_ranks(stage);

@@ -148,7 +148,7 @@ awk -v a="$(numbers straight | grep loss | tail -n 1 | cut -d: -f2)" -v b="$(num
 
 # Dry run: everything resolved, nothing written.
 train dry --dry-run >dry.log
-grep -q '^# memory .*rank 0' dry.log && grep -q '^# schedule' dry.log && grep -q '^# parameters' dry.log || fail "dry run"
+grep -q '^# memory .*stage 0' dry.log && grep -q '^# schedule' dry.log && grep -q '^# parameters' dry.log || fail "dry run"
 [ ! -e dry ] || fail "the dry run wrote a folder"
 
 # Generation: greedy with and without cache; alone and in a batch; the same seed the same text; end of document.
