@@ -251,7 +251,7 @@ std::string draw_svg(const Simulation& simulation) {
     if ((end - begin) * scale > 14)
       svg += fmt::format(
           "<text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>", 57 + begin * scale, y + h / 2 + 3, label);
-    svg += "\n";
+    svg += '\n';
   };
   for (size_t r = 0; r < simulation.actions.size(); ++r) {
     const double y = 4 + kRow * static_cast<double>(r);

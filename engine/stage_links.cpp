@@ -7,7 +7,7 @@ namespace pith {
 namespace {
 
 size_t flow_of(StageLinks::Kind kind, int chunk) {
-  return static_cast<size_t>(2 * chunk + (kind == StageLinks::Kind::gradient ? 1 : 0));
+  return 2 * static_cast<size_t>(chunk) + (kind == StageLinks::Kind::gradient ? 1 : 0);
 }
 
 // Hidden states of chunk 0 and gradients of chunk 1 go from a stage to the next one.

@@ -70,7 +70,7 @@ Outcome run(const Mesh& mesh, ShardMode mode, const std::vector<MicroBatch>& bat
       for (const ShardGroup& group : groups)
         for (const auto& piece : group.pieces())
           out.grads[fmt::format("{}@{}", piece.tensor->name, piece.first)] =
-              group.grad_part.narrow(0, piece.begin, piece.count).clone();
+              group.grad_part.narrow(0, piece.begin, piece.count).clone().cpu();
     }
     if (rule == Rule::adamw) optimizer_step(groups, training, 1e-3, step, norm);
     for (ShardGroup& group : groups) {
@@ -82,7 +82,7 @@ Outcome run(const Mesh& mesh, ShardMode mode, const std::vector<MicroBatch>& bat
   for (const ShardGroup& group : groups)
     for (const auto& piece : group.pieces())
       out.weights[fmt::format("{}@{}", piece.tensor->name, piece.first)] =
-          group.master.narrow(0, piece.begin, piece.count).clone();
+          group.master.narrow(0, piece.begin, piece.count).clone().cpu();
   return out;
 }
 
