@@ -160,7 +160,7 @@ TEST(Layout, EveryLayoutComputesTheSame) {
       numbered.tokens = at::arange(batch.num_tokens(), at::kLong);
       const int64_t cp = layout.shape.cp;
       mine.push_back(split_context(numbered, mesh.place.cp, cp, at::kCPU).tokens);
-      if (cp > 1) batch = split_context(batch, mesh.place.cp, cp, mesh.device);
+      batch = split_context(batch, mesh.place.cp, cp, mesh.device);
     }
     const Outcome got = run(mesh, layout.mode, batches, Rule::sgd, 3);
     for (size_t m = 0; m < batches.size(); ++m) {
