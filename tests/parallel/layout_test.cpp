@@ -59,7 +59,7 @@ Outcome run(const Mesh& mesh, ShardMode mode, const std::vector<MicroBatch>& bat
     finish_step(groups);
     const Tensor norm = grad_norm(groups, mesh);
     if (step == 1) {
-      Tensor sums = at::zeros({2}, at::kDouble);
+      Tensor sums = at::zeros({2}, at::TensorOptions(mesh.device).dtype(at::kDouble));
       if (result.loss_sum.defined()) sums[0] += result.loss_sum.item<double>();
       if (result.balance_sum.defined()) sums[1] += result.balance_sum.item<double>();
       mesh.world.all_reduce(sums);
