@@ -53,8 +53,8 @@ if(sources)
     add_test(NAME ${name} COMMAND ${PITH_DEPS}/bin/mpirun -n ${processes} --oversubscribe
       --bind-to none --mca mpi_yield_when_idle 1 $<TARGET_FILE:test_parallel>
       WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-    set_tests_properties(${name} PROPERTIES TIMEOUT 300 ENVIRONMENT
-      "${PITH_TEST_ENVIRONMENT};PITH_COMM_TIMEOUT_S=60;\
+    set_tests_properties(${name} PROPERTIES TIMEOUT 900 PROCESSORS 2 ENVIRONMENT
+      "${PITH_TEST_ENVIRONMENT};PITH_COMM_TIMEOUT_S=300;\
 GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/results/${name}.xml")
   endforeach()
 endif()
