@@ -17,6 +17,7 @@
 #include "core/device.h"
 #include "engine/batches.h"
 #include "engine/context_parallel.h"
+#include "engine/file_io.h"
 #include "engine/lr_schedule.h"
 #include "engine/metrics.h"
 #include "engine/optimizer.h"
@@ -53,13 +54,9 @@ std::vector<int64_t> chunks_of(const RunConfig& config, const Config& model, con
   std::vector<int64_t> chunks;
   std::istringstream text(config.parallel.chunks);
   for (std::string word; std::getline(text, word, ',');) {
-    size_t used = 0;
     int64_t layers = -1;
-    try {
-      layers = std::stoll(word, &used);
-    } catch (const std::exception&) {
-    }
-    PITH_CHECK(layers >= 0 && word.find_first_not_of(' ', used) == word.npos,
+    std::istringstream number(word);
+    PITH_CHECK(number >> layers && (number >> std::ws).eof() && layers >= 0,
         "parallel.chunks: \"{}\" is not a number of layers", word);
     chunks.push_back(layers);
   }
@@ -141,12 +138,6 @@ void write_text(const fs::path& path, const std::string& text) {
   stream << text;
   stream.flush();
   PITH_CHECK(stream, "cannot write {}", path.string());
-}
-
-std::string read_text(const fs::path& path) {
-  std::ifstream stream(path, std::ios::binary);
-  PITH_CHECK(stream, "cannot read {}", path.string());
-  return {std::istreambuf_iterator<char>(stream), {}};
 }
 
 Packing packing_of(const RunConfig& config) {
@@ -277,6 +268,19 @@ class Run {
         text += fmt::format(", {:.3g} % padding", 100 * stream.padding_share());
       event("data", text);
     }
+    if (mesh_.shape.cp > 1) {
+      std::vector<int64_t> work(static_cast<size_t>(mesh_.shape.cp));
+      for (const MicroBatch& whole : whole_batch(0)) {
+        const std::vector<int64_t> more = context_work(whole, mesh_.shape.cp);
+        for (size_t rank = 0; rank < work.size(); ++rank) work[rank] += more[rank];
+      }
+      const auto mean = static_cast<double>(std::accumulate(work.begin(), work.end(), int64_t{0})) /
+                        static_cast<double>(work.size());
+      event(
+          "data", fmt::format("attention of the first step: the busiest context-parallel rank has "
+                              "{:.3f} times the mean",
+                      static_cast<double>(std::ranges::max(work)) / mean));
+    }
     last_step_ = config_.training.steps;
     if (config_.data.exhausted == "repeat") return;
     const int64_t rows = rows_.rows_before_repeat();
@@ -307,10 +311,13 @@ class Run {
   }
 
   // Rows of the step after the next `ahead` ones.
-  std::vector<MicroBatch> next_batch(int64_t ahead) const {
-    auto batch = make_batch(rows_, state_.rows_read + ahead * config_.training.global_batch,
+  std::vector<MicroBatch> whole_batch(int64_t ahead) const {
+    return make_batch(rows_, state_.rows_read + ahead * config_.training.global_batch,
         config_.training.global_batch, config_.training.micro_batch, mesh_.place.dp, mesh_.dp,
         config_.data.document_mask, whole_device());
+  }
+  std::vector<MicroBatch> next_batch(int64_t ahead) const {
+    std::vector<MicroBatch> batch = whole_batch(ahead);
     for (MicroBatch& micro : batch) micro = share_of(std::move(micro));
     return batch;
   }
@@ -338,7 +345,7 @@ class Run {
     }
     if (newest) {
       const fs::path file = *newest / "training_state.json";
-      const TrainingState saved = TrainingState::from_json(read_text(file), file.string());
+      const TrainingState saved = TrainingState::from_json(read_file(file), file.string());
       saved.check_same_data(state_, newest->string());
       const std::string schedule = saved.schedule_differences(state_);
       if (!schedule.empty() && !config_.checkpoint.allow_schedule_change) {
@@ -523,7 +530,7 @@ class Run {
     content.files.emplace_back("run.toml", to_toml(config_));
     for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
       const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
-      if (fs::exists(file)) content.files.emplace_back(name, read_text(file));
+      if (fs::exists(file)) content.files.emplace_back(name, read_file(file));
     }
     writer_.start(
         folder_ / "checkpoints", std::move(content), config_.checkpoint.keep_last, mesh_.world);
@@ -551,7 +558,8 @@ class Run {
 };
 
 template <class Model>
-int pretrain(const RunConfig& config, int64_t processes, Clock::time_point launched) {
+int pretrain(
+    const RunConfig& config, const World* world, int64_t processes, Clock::time_point launched) {
   if (config.run.threads > 0) at::set_num_threads(static_cast<int>(config.run.threads));
   const at::Device device = select_device(config.run.device);
   const MeshShape shape{config.parallel.pp, config.parallel.cp, config.parallel.ep,
@@ -568,7 +576,7 @@ int pretrain(const RunConfig& config, int64_t processes, Clock::time_point launc
   PITH_CHECK(config.data.sequence_length <= model_config.max_positions,
       "data.sequence_length {} is longer than the model's max_position_embeddings {}",
       config.data.sequence_length, model_config.max_positions);
-  if (processes > 0) {  // --dry-run: a mesh without processes
+  if (world == nullptr) {  // --dry-run: a mesh without processes
     Mesh mesh;
     mesh.shape = shape;
     mesh.dp = data_parallel(shape, processes);
@@ -577,8 +585,7 @@ int pretrain(const RunConfig& config, int64_t processes, Clock::time_point launc
     print_plan<Model>(config, model_config, mesh);
     return 0;
   }
-  const World world;
-  const Mesh mesh = make_mesh(shape, world, device);
+  const Mesh mesh = make_mesh(shape, *world, device);
   install_signal_handlers();
   return Run<Model>(config, std::move(model_config), mesh).train(launched);
 }
@@ -608,9 +615,11 @@ void add_pretrain_command(CLI::App& app) {
       describe_config_keys());
   command->callback([options] {
     const auto launched = Clock::now();
+    // First of all, so that what goes wrong in a job of many ranks is told once.
+    const auto world = options->dry_run ? nullptr : std::make_unique<World>();
     const RunConfig config = load_run_config(options->file, options->overrides);
     with_family(config.model.config, [&]<class Model>() {
-      return pretrain<Model>(config, options->dry_run ? options->processes : 0, launched);
+      return pretrain<Model>(config, world.get(), options->processes, launched);
     });
   });
 }

@@ -61,21 +61,17 @@ Tensor ExpertExchange::take() {
   return transfer.tensor;
 }
 
-void ExpertExchange::send(const Tensor& slots) {
-  std::vector<int64_t> shape(slots.sizes().begin(), slots.sizes().end());
-  shape[0] = sum_of(received_);
-  Tensor out = at::empty(shape, slots.options());
-  Work work = group_.all_to_all_async(out, slots.contiguous(), received_, sent_);
+void ExpertExchange::transfer(
+    const Tensor& tensor, const std::vector<int64_t>& recv, const std::vector<int64_t>& send) {
+  std::vector<int64_t> shape = tensor.sizes().vec();
+  shape[0] = sum_of(recv);
+  Tensor out = at::empty(shape, tensor.options());
+  Work work = group_.all_to_all_async(out, tensor.contiguous(), recv, send);
   transfers_.push_back({out, std::move(work)});
 }
 
-void ExpertExchange::fetch(const Tensor& rows) {
-  std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
-  shape[0] = sum_of(sent_);
-  Tensor out = at::empty(shape, rows.options());
-  Work work = group_.all_to_all_async(out, rows.contiguous(), sent_, received_);
-  transfers_.push_back({out, std::move(work)});
-}
+void ExpertExchange::send(const Tensor& slots) { transfer(slots, received_, sent_); }
+void ExpertExchange::fetch(const Tensor& rows) { transfer(rows, sent_, received_); }
 
 Tensor ExpertExchange::sum_copies(const Tensor& slots) const {
   const auto wide = slots.options().dtype(wide_dtype(slots.scalar_type()));

@@ -45,6 +45,8 @@ class ExpertExchange {
   std::pair<Tensor, Tensor> dispatched_grad();
 
  private:
+  void transfer(const Tensor& tensor, const std::vector<int64_t>& recv,
+      const std::vector<int64_t>& send);         // starts; rows from and to each member
   void send(const Tensor& slots);                // to the experts: (S, ...) -> (R, ...)
   void fetch(const Tensor& rows);                // back: (R, ...) -> (S, ...)
   Tensor take();                                 // the oldest transfer under way, complete

@@ -36,20 +36,29 @@ void accumulate(Tensor& total, const Tensor& part) {
 
 }  // namespace
 
-ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
-    const MeshPlace& place, int64_t num_experts) {
-  const int64_t ranks = shape.pp, rank = place.pp;
+std::array<std::vector<int64_t>, 2> layers_of_rank(
+    const std::vector<int64_t>& chunks, int64_t ranks, int64_t rank) {
   PITH_CHECK(chunks.size() == static_cast<size_t>(2 * ranks),
       "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks, chunks.size());
+  std::array<std::vector<int64_t>, 2> layers;
+  int64_t layer = 0;
+  for (int64_t chunk = 0; chunk < 2 * ranks; ++chunk) {
+    for (int64_t i = 0; i < chunks[static_cast<size_t>(chunk)]; ++i, ++layer) {
+      if (chunk == rank) layers[0].push_back(layer);
+      if (chunk == 2 * ranks - 1 - rank) layers[1].push_back(layer);
+    }
+  }
+  return layers;
+}
+
+ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
+    const MeshPlace& place, int64_t num_experts) {
   PITH_CHECK(num_experts % shape.ep == 0, "parallel.ep {} does not divide the model's {} experts",
       shape.ep, num_experts);
   const int64_t experts = num_experts / shape.ep;
-  ModelPart part{{}, rank == 0, rank == 0, experts * place.ep, experts * (place.ep + 1)};
-  int64_t layer = 0;
-  for (int64_t chunk = 0; chunk < 2 * ranks; ++chunk) {
-    for (int64_t i = 0; i < chunks[static_cast<size_t>(chunk)]; ++i, ++layer)
-      if (chunk == rank || chunk == 2 * ranks - 1 - rank) part.layers.push_back(layer);
-  }
+  ModelPart part{{}, place.pp == 0, place.pp == 0, experts * place.ep, experts * (place.ep + 1)};
+  for (const std::vector<int64_t>& layers : layers_of_rank(chunks, shape.pp, place.pp))
+    part.layers.insert(part.layers.end(), layers.begin(), layers.end());
   return part;
 }
 
@@ -64,19 +73,11 @@ Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, Rou
           model.parameter_units().front().front()->value.scalar_type()),
       shards_(shards) {
   if (chunks.empty()) chunks = {model.config().num_layers, 0};
-  const int64_t ranks = mesh.pipeline.size();
-  PITH_CHECK(chunks.size() == static_cast<size_t>(2 * ranks),
-      "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks, chunks.size());
-  int64_t layer = 0;
-  for (int64_t chunk = 0; chunk < 2 * ranks; ++chunk) {
-    for (int64_t i = 0; i < chunks[static_cast<size_t>(chunk)]; ++i, ++layer) {
-      if (chunk == mesh.place.pp) layers_[0].push_back(layer);
-      if (chunk == 2 * ranks - 1 - mesh.place.pp) layers_[1].push_back(layer);
-    }
-  }
+  layers_ = layers_of_rank(chunks, mesh.pipeline.size(), mesh.place.pp);
   if (shards != nullptr && !shards->layers.empty())
     defers_ = shards->layers.begin()->second.groups.front()->mode() == ShardMode::keep;
-  PITH_CHECK(layer == model.config().num_layers, "chunks of {} layers for a model of {}", layer,
+  const int64_t sum = std::accumulate(chunks.begin(), chunks.end(), int64_t{0});
+  PITH_CHECK(sum == model.config().num_layers, "chunks of {} layers for a model of {}", sum,
       model.config().num_layers);
 }
 

@@ -73,7 +73,9 @@ std::vector<int64_t> default_chunks(
   return balance_chunks(
       shape.pp, std::vector<double>(static_cast<size_t>(layers), 1.0), head / layer / kHeadSpeed);
 }
-// What the process at `place` holds of a model cut so.
+// Layers of a rank's two chunks, and what the process at `place` holds of a model cut so.
+std::array<std::vector<int64_t>, 2> layers_of_rank(
+    const std::vector<int64_t>& chunks, int64_t ranks, int64_t rank);
 ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
     const MeshPlace& place, int64_t num_experts);
 

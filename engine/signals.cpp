@@ -9,10 +9,13 @@
 #include <ctime>
 #include <string_view>
 
+#include "core/comm.h"
+
 namespace pith {
 namespace {
 
 std::atomic<int64_t> first_signal_ns{0};  // 0 = none yet
+bool in_job = false;  // of several processes: there SIGTERM comes after another rank's failure
 static_assert(std::atomic<int64_t>::is_always_lock_free, "used inside a signal handler");
 
 // Calls only what POSIX lists as async-signal-safe: clock_gettime, write, _exit.
@@ -26,7 +29,7 @@ void handle_stop(int signal) {
   if (first_signal_ns.compare_exchange_strong(first, now)) {
     constexpr std::string_view text =
         "\nstopping: this step is finished and saved first; once more to exit at once\n";
-    if (signal != SIGUSR1) {
+    if (signal != SIGUSR1 && !in_job) {
       [[maybe_unused]] const auto written = write(STDERR_FILENO, text.data(), text.size());
     }
   } else if (signal != SIGUSR1 && now - first > kSameEvent) {
@@ -39,6 +42,7 @@ void handle_stop(int signal) {
 
 void install_signal_handlers() {
   first_signal_ns = 0;
+  in_job = launch_info().size > 1;
   struct sigaction action{};
   action.sa_handler = handle_stop;
   action.sa_flags = SA_RESTART;  // a read or write in progress goes on

@@ -149,7 +149,9 @@ TEST(Layout, EveryLayoutComputesTheSame) {
   const auto whole_batch = cut(rows, 1);
   const Outcome expected = run(alone, ShardMode::keep, whole_batch, Rule::sgd, 3);
   const Outcome adamw = run(alone, ShardMode::keep, whole_batch, Rule::adamw, 3);
-  for (const Layout& layout : layouts(world().size(), all)) {
+  const std::vector<Layout> list = layouts(world().size(), all);
+  ASSERT_FALSE(list.empty());
+  for (const Layout& layout : list) {
     const Mesh mesh = make_mesh(layout.shape, world(), test::device());
     const std::string name = fmt::format("pp {} dp {} cp {} ep {} hsdp {} {} micro-batch {}",
         layout.shape.pp, mesh.dp, layout.shape.cp, layout.shape.ep, layout.shape.hsdp_size,
