@@ -35,7 +35,6 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
   const Tensor scale = training.clip_norm > 0
                            ? (training.clip_norm / (norm + 1e-6)).clamp_max(1.0).to(at::kFloat)
                            : at::ones({}, norm.options().dtype(at::kFloat));
-  std::vector<Work> shared;
   for (ShardGroup& group : groups) {
     const int64_t part_begin = group.part_begin();
     for (const ShardGroup::Segment& segment : group.segments()) {
@@ -49,9 +48,8 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
       adamw_update(master, exp_avg, exp_avg_sq, part(group.grad_part), value, scale,
           {lr, training.beta1, training.beta2, training.epsilon, decay, step});
     }
-    shared.push_back(group.share_values());
+    group.share_values();  // on its way until the next use
   }
-  for (Work& work : shared) work.wait();
 }
 
 }  // namespace pith

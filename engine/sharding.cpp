@@ -120,18 +120,19 @@ void ShardGroup::initialize(uint64_t seed, double init_std, int64_t num_layers) 
 
 void ShardGroup::publish() {
   if (master.defined()) value_part.copy_(master);
-  share_values().wait();
+  share_values();
+  if (mode_ == ShardMode::keep) gather_.wait();
 }
 
-Work ShardGroup::share_values() {
+void ShardGroup::share_values() {
   for (Parameter* parameter : parameters_) ++parameter->version;
-  if (shard_.size() == 1) return {};
-  if (mode_ == ShardMode::keep) return shard_.all_gather_async(values, value_part);
+  if (mode_ == ShardMode::keep) {
+    if (shard_.size() > 1) gather_ = shard_.all_gather_async(values, value_part);
+    return;
+  }
   PITH_CHECK(
       uses_ == 0, "the weights of {} change while they are in use", parameters_.front()->name);
-  gather_.wait();
   gathered_.reset();
-  return {};
 }
 
 void ShardGroup::prefetch() {
@@ -141,7 +142,7 @@ void ShardGroup::prefetch() {
 }
 
 void ShardGroup::before_forward() {
-  if (mode_ == ShardMode::keep) return;
+  if (mode_ == ShardMode::keep) return gather_.wait();
   prefetch();
   if (uses_++ > 0) return;
   gather_.wait();
@@ -194,6 +195,7 @@ void ShardGroup::start_reduction() {
 }
 
 Work ShardGroup::finish_reduction() {
+  gather_.wait();  // of a unit that this step did not use: value_part is about to be written
   reduction_.wait();
   for (; !reductions_->empty(); reductions_->pop_front()) reductions_->front().finish();
   return replicate_.all_reduce_async(grad_part);

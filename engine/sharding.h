@@ -56,12 +56,12 @@ class ShardGroup {
   // Rounds the masters into the weights (after import or initialisation; the optimizer does it
   // itself) and shares them.
   void publish();
-  // After value_part was written: the other ranks' parts arrive by wait() (keep); what was gathered
-  // is dropped (reshard). Not between before_* and after_*.
-  [[nodiscard]] Work share_values();
+  // After value_part was written: starts to bring the other ranks' parts (keep), or drops what was
+  // gathered (reshard). Not between before_* and after_*.
+  void share_values();
 
-  // The pipeline's verbs; all but the last do nothing in keep mode. Calls nest: forwards and
-  // backwards of several micro-batches may be open at once.
+  // The pipeline's verbs; in keep mode before_* waits for shared values, and all but the last do
+  // nothing else. Calls nest: forwards and backwards of several micro-batches may be open at once.
   // Starts to gather the weights, ahead of before_*; idempotent.
   void prefetch();
   // Parameter::value may be read on the current stream until after_forward().
@@ -109,7 +109,6 @@ class ShardGroup {
   friend std::vector<ShardGroup> make_shard_groups(
       const std::vector<std::vector<Parameter*>>& units, at::ScalarType dtype, const Mesh& mesh,
       Use use, ShardMode mode);
-  void release();
 
   std::vector<Parameter*> parameters_;
   std::vector<int64_t> offsets_;

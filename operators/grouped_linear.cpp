@@ -51,7 +51,7 @@ struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
 
     Tensor dx;
     if (ctx->needs_input_grad(0)) dx = multiply(dy, weight->value, offsets, offsets_host);
-    if (ctx->needs_input_grad(1)) add_or_defer({weight, dy, x, offsets_host});
+    if (ctx->needs_input_grad(1)) add_or_defer({weight, dy, x, offsets, offsets_host});
     return {dx, Tensor(), Tensor(), Tensor()};
   }
 };

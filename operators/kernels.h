@@ -39,6 +39,14 @@ void sum_of_squares(
 void add_rows_by_token(const int64_t* sorted, const int64_t* position, const void* dy, float* grad,
     int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream);
 
+// --- grouped_wgrad ---
+
+// gradient (experts, out, in) float32 += dy^T x over each expert's rows; dy (rows, out) and x (rows,
+// in) bfloat16, offsets (experts) the ends of their rows. False, and nothing is done, where this
+// kernel does not run: it needs a Hopper GPU, out and in multiples of 8, data at 16-byte addresses.
+bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
+    int64_t rows, int64_t experts, int64_t out, int64_t in, CUstream_st* stream);
+
 // --- linear ---
 
 // dy (rows, columns) float32 -> parts (rows, 3 columns) bfloat16: [high | middle | low], whose sum

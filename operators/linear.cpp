@@ -25,7 +25,7 @@ struct Linear : torch::autograd::Function<Linear> {
     Tensor dx, dy = grads[0];  // (T, out)
     if (dy.scalar_type() == value.scalar_type()) {
       if (ctx->needs_input_grad(0)) dx = mm_rounded(dy, value);
-      if (weight_gradient) add_or_defer({weight, dy, x, {}});
+      if (weight_gradient) add_or_defer({weight, dy, x, {}, {}});
       return {dx, Tensor(), Tensor(), Tensor()};
     }
     // From here on dy is FP32, x and W are BF16.

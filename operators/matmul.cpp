@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "operators/function.h"
+
 namespace pith {
 namespace {
 
@@ -58,9 +60,17 @@ void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor&
 
 void add_weight_gradient(const WeightGradient& job) {
   const at::NoGradGuard no_grad;
-  if (!job.offsets_host.defined()) return add_weight_gradient(job.weight->grad, job.dy, job.x);
+  const Tensor& gradient = job.weight->grad;
+  if (!job.offsets.defined()) return add_weight_gradient(gradient, job.dy, job.x);
+  PITH_IF_CUDA(job.x) {
+    if (is_bf16(job.x) && cuda::grouped_weight_gradient(job.dy.const_data_ptr(),
+                              job.x.const_data_ptr(), job.offsets.const_data_ptr<int32_t>(),
+                              gradient.mutable_data_ptr<float>(), job.x.size(0), gradient.size(0),
+                              gradient.size(1), gradient.size(2), current_stream()))
+      return;
+  }
   for_each_expert(job.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
-    add_weight_gradient(job.weight->grad.select(0, e), job.dy.narrow(0, begin, count),
+    add_weight_gradient(gradient.select(0, e), job.dy.narrow(0, begin, count),
         job.x.narrow(0, begin, count));
   });
 }

@@ -34,11 +34,11 @@ void for_each_expert(const Tensor& offsets_host, F&& f) {
 void add_weight_gradient(
     const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha = 1);
 
-// The same into a parameter's buffer; with offsets_host x and dy hold rows by expert and the
-// gradient is (E, out, in).
+// The same into a parameter's buffer; with offsets (E, on the device and on the host) x and dy hold
+// rows by expert and the gradient is (E, out, in).
 struct WeightGradient {
   Parameter* weight;
-  Tensor dy, x, offsets_host;
+  Tensor dy, x, offsets, offsets_host;
 };
 void add_weight_gradient(const WeightGradient& job);
 

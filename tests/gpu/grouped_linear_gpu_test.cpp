@@ -14,7 +14,9 @@ struct Case {
 };
 // Sizes that _grouped_mm takes and sizes that it does not (rows of 16-byte multiples).
 const Case kCases[] = {{{0, 1, 127, 128, 129, 0}, 64, 48}, {{300, 0, 0}, 128, 264}, {{1}, 8, 8},
-    {{3, 0, 2}, 17, 33}, {{0, 0}, 16, 16}, {{5, 70}, 24, 31}};
+    {{3, 0, 2}, 17, 33}, {{0, 0}, 16, 16}, {{5, 70}, 24, 31},
+    // The weight-gradient kernel: whole and cut tiles, steps of 64 rows and their ends, no rows.
+    {{64, 0, 200, 63, 65, 1}, 256, 128}, {{128, 1, 500}, 264, 136}, {{0, 320, 7}, 520, 392}};
 
 TEST(GroupedLinearGpu, MatchesTheReference) {
   for (const Case& c : kCases) {
