@@ -388,11 +388,9 @@ class Run {
   std::string non_finite(const std::vector<MicroBatch>& batch) {
     const auto first_of_ranks = [&](const std::string& mine) {
       const std::vector<std::string> all = mesh_.world.all_gather_strings(mine);
-      for (size_t rank = 0; rank < all.size(); ++rank) {
-        if (!all[rank].empty())
-          return all.size() == 1 ? all[rank] : fmt::format("{} on rank {}", all[rank], rank);
-      }
-      return std::string();
+      const auto first = std::ranges::find_if_not(all, &std::string::empty);
+      if (first == all.end() || all.size() == 1) return mine;
+      return fmt::format("{} on rank {}", *first, first - all.begin());
     };
     std::string first = first_of_ranks(first_non_finite(groups_));
     if (first.starts_with("weight")) return first;

@@ -91,16 +91,15 @@ void remove_leftovers(const fs::path& root) {
 std::string incomplete(const fs::path& checkpoint) {
   try {
     for (const auto& [name, file] : read_manifest(checkpoint).files) {
-      std::error_code error;
-      const auto bytes = fs::file_size(checkpoint / name, error);
-      if (error) return (checkpoint / name).string() + ": " + error.message();
-      if (bytes != file.bytes)
-        return fmt::format(
-            "{} has {} bytes instead of {}", (checkpoint / name).string(), bytes, file.bytes);
+      const uint64_t bytes = fs::file_size(checkpoint / name);
+      PITH_CHECK(bytes == file.bytes, "{} has {} bytes instead of {}", (checkpoint / name).string(),
+          bytes, file.bytes);
     }
     return "";
   } catch (const Error& error) {
     return error.message();
+  } catch (const fs::filesystem_error& error) {
+    return error.what();
   }
 }
 

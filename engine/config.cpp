@@ -199,12 +199,15 @@ std::vector<DataSource> sources_of(const toml::node& node) {
   std::vector<DataSource> sources;
   if (node.is_string()) {
     if (!node.as_string()->get().empty()) sources.push_back({checked_text(**node.as_string())});
-    return sources;
+  } else {
+    PITH_CHECK(node.is_array(), "must be a path or an array of {{path, weight}}, not {}",
+        describe_value(node));
+    for (const toml::node& element : *node.as_array())
+      sources.push_back(source_of(element, sources.size() + 1));
   }
-  PITH_CHECK(node.is_array(), "must be a path or an array of {{path, weight}}, not {}",
-      describe_value(node));
-  for (const toml::node& element : *node.as_array())
-    sources.push_back(source_of(element, sources.size() + 1));
+  for (const auto& [path, weight, name] : sources)
+    PITH_CHECK(!path.ends_with(".bin") && !path.ends_with(".idx") && !path.ends_with('/'),
+        "{} must name a corpus by its path without extension", quote(path));
   return sources;
 }
 
@@ -268,7 +271,10 @@ size_t edit_distance(std::string_view word, std::string_view other) {
 
 // The key that was probably meant, by its name or what other programs call it: one of this section,
 // or one that is called nearly so in another.
-std::string nearest_key(std::string_view section, std::string_view name) {
+std::string nearest_key(std::string_view full) {
+  const size_t dot = full.find('.');
+  const auto section = full.substr(0, dot == full.npos ? 0 : dot);
+  const auto name = full.substr(dot == full.npos ? 0 : dot + 1);
   std::string_view nearest;
   size_t smallest = std::numeric_limits<size_t>::max();
   for (const Key& key : kKeys) {
@@ -318,28 +324,26 @@ class Reader {
               fmt::format("unknown section; nearest is [{}]", nearest_word(name, sections)));
         else
           mistake(place_of(key), name,
-              "unknown key outside any section; nearest is " + nearest_key("", name));
+              "unknown key outside any section; nearest is " + nearest_key(name));
       } else if (!section) {
         mistake(place_of(key), name, fmt::format("is a section: write [{}]", name));
       } else {
-        for (const auto& [inner, value] : *section) set(name, inner.str(), value, place_of(inner));
+        for (const auto& [inner, value] : *section)
+          set(fmt::format("{}.{}", name, inner.str()), value, place_of(inner));
       }
     }
   }
 
   void read_override(const std::string& text) {
     const Place place{std::numeric_limits<int64_t>::max() / 2 + overrides_++, "--set"};
-    const size_t equals = text.find('='), dot = text.find('.');
-    if (equals == std::string::npos || dot > equals)
+    const size_t equals = text.find('=');
+    if (equals == std::string::npos || text.find('.') > equals)
       return mistake(place, text, "not of the form section.key=value");
-    const auto trimmed = [&](size_t begin, size_t end) {
-      while (begin < end && text[begin] == ' ') ++begin;
-      while (begin < end && text[end - 1] == ' ') --end;
-      return text.substr(begin, end - begin);
-    };
-    const std::string section = trimmed(0, dot), name = trimmed(dot + 1, equals);
-    const std::string value = trimmed(equals + 1, text.size());
-    const Key* key = find_key(section + "." + name);
+    std::string name = text.substr(0, equals), value = text.substr(equals + 1);
+    std::erase(name, ' ');
+    value.erase(0, value.find_first_not_of(' '));
+    value.erase(value.find_last_not_of(' ') + 1);
+    const Key* key = find_key(name);
     const Field field = key ? key->field(config_) : Field(static_cast<bool*>(nullptr));
     const bool sources = std::holds_alternative<std::vector<DataSource>*>(field);
     const bool wants_text = sources || std::holds_alternative<std::string*>(field);
@@ -349,11 +353,11 @@ class Reader {
         const toml::table table = toml::parse("value = " + toml);
         const toml::node* node = table.size() == 1 ? table.get("value") : nullptr;
         if (node && (!wants_text || node->is_string() || (sources && node->is_array())))
-          return set(section, name, *node, place);
+          return set(name, *node, place);
       } catch (const toml::parse_error&) {  // the second time, what is not even text
       }
     }
-    mistake(place, section + "." + name, "not valid UTF-8");
+    mistake(place, name, "not valid UTF-8");
   }
 
   void check_together();
@@ -385,11 +389,9 @@ class Reader {
     mistakes_.emplace(place.order, fmt::format("{}: {}: {}", place.text, key, problem));
   }
 
-  void set(
-      std::string_view section, std::string_view name, const toml::node& node, const Place& place) {
-    const std::string full = fmt::format("{}.{}", section, name);
+  void set(const std::string& full, const toml::node& node, const Place& place) {
     const Key* key = find_key(full);
-    if (!key) return mistake(place, full, "unknown key; nearest is " + nearest_key(section, name));
+    if (!key) return mistake(place, full, "unknown key; nearest is " + nearest_key(full));
     Given& given = given_[full] = {place};
     try {
       assign(*key, node, key->field(config_));
@@ -424,15 +426,6 @@ void Reader::check_together() {
   rule(!config_.model.config.empty() || !config_.model.init.empty(), {"model.config", "model.init"},
       "one of model.config and model.init must be given");
   rule(!config_.data.train.empty(), {"data.train"}, "must be given");
-  for (const auto& [name, sources] : {std::pair{"data.train", &config_.data.train},
-           std::pair{"data.validation", &config_.data.validation}}) {
-    for (const DataSource& source : *sources) {
-      const std::string& path = source.path;
-      const bool extension = path.ends_with(".bin") || path.ends_with(".idx");
-      rule(!extension && !path.ends_with('/'), {name},
-          fmt::format("{} must name a corpus by its path without extension", quote(path)));
-    }
-  }
   std::set<std::string> labels;
   for (const DataSource& source : config_.data.validation)
     rule(labels.insert(source.label()).second, {"data.validation"},
