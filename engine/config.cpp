@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <limits>
@@ -112,12 +112,13 @@ struct Overloaded : Cases... {
 };
 
 // The interval of a number: "[0, 1)", "(0, inf)".
-bool within(double value, const char* interval) {  // false for NaN
-  char from = 0, to = 0;
+bool within(double value, std::string_view interval) {  // false for NaN
   double low = 0, high = 0;
-  const bool read = std::sscanf(interval, "%c%lf, %lf%c", &from, &low, &high, &to) == 4;
-  return read && (from == '(' ? value > low : value >= low) &&
-         (to == ')' ? value < high : value <= high);
+  const size_t comma = interval.find(", ");
+  std::from_chars(interval.data() + 1, interval.data() + comma, low);
+  std::from_chars(interval.data() + comma + 2, interval.data() + interval.size() - 1, high);
+  return (interval.front() == '(' ? value > low : value >= low) &&
+         (interval.back() == ')' ? value < high : value <= high);
 }
 
 std::vector<std::string> split(std::string_view text, char separator) {
@@ -168,7 +169,8 @@ std::string describe_value(const toml::node& node) {
   return node.is_array() ? "an array" : node.is_table() ? "a table" : "a date or time";
 }
 
-const std::string& checked_text(const std::string& text) {
+std::string text_of(const toml::node& node) {
+  const std::string& text = **node.as_string();
   PITH_CHECK(text.find('\0') == std::string::npos, "holds a NUL character");
   return text;
 }
@@ -183,7 +185,7 @@ DataSource source_of(const toml::node& node, size_t number) {
     if (name == "weight" && value.is_number()) {
       source.weight = *value.value<double>();
     } else if ((name == "path" || name == "name") && value.is_string()) {
-      (name == "path" ? source.path : source.name) = checked_text(**value.as_string());
+      (name == "path" ? source.path : source.name) = text_of(value);
     } else {
       PITH_FAIL("source {}: {} = {} is not one of path (text), weight (a number), name (text)",
           number, name, describe_value(value));
@@ -198,7 +200,7 @@ DataSource source_of(const toml::node& node, size_t number) {
 std::vector<DataSource> sources_of(const toml::node& node) {
   std::vector<DataSource> sources;
   if (node.is_string()) {
-    if (!node.as_string()->get().empty()) sources.push_back({checked_text(**node.as_string())});
+    if (!node.as_string()->get().empty()) sources.push_back({text_of(node)});
   } else {
     PITH_CHECK(node.is_array(), "must be a path or an array of {{path, weight}}, not {}",
         describe_value(node));
@@ -229,7 +231,7 @@ void assign(const Key& key, const toml::node& node, const Field& field) {
                           PITH_CHECK(allowed.size() < 2 || std::ranges::count(allowed, value) > 0,
                               "{} is not one of {}; nearest is {}", quote(value), key.limits,
                               nearest_word(value, allowed));
-                          *target = checked_text(value);
+                          *target = text_of(node);
                         },
                  [&](bool* target) {
                    expect(node.is_boolean(), "true or false");
