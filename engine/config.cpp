@@ -11,7 +11,6 @@
 #include <fstream>
 #include <limits>
 #include <map>
-#include <ranges>
 #include <set>
 #include <utility>
 #include <variant>
@@ -123,8 +122,11 @@ bool within(double value, std::string_view interval) {  // false for NaN
 
 std::vector<std::string> split(std::string_view text, char separator) {
   std::vector<std::string> words;
-  for (const auto word : std::views::split(text, separator))
-    words.emplace_back(word.begin(), word.end());
+  while (!text.empty()) {
+    const size_t end = std::min(text.find(separator), text.size());
+    words.emplace_back(text.substr(0, end));
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
   return words;
 }
 
@@ -365,9 +367,9 @@ class Reader {
   void check_together();
 
   RunConfig result() {
-    if (!mistakes_.empty())
-      PITH_FAIL_HINT("pithtrain pretrain --help lists all keys", "{}",
-          fmt::join(std::views::values(mistakes_), "\n"));
+    std::string text;
+    for (const auto& [order, mistake] : mistakes_) text += (text.empty() ? "" : "\n") + mistake;
+    if (!text.empty()) PITH_FAIL_HINT("pithtrain pretrain --help lists all keys", "{}", text);
     if (config_.model.config.empty()) config_.model.config = config_.model.init;
     return config_;
   }

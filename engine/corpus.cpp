@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <ranges>
 #include <system_error>
 
 #include "core/error.h"
@@ -198,9 +197,12 @@ std::vector<std::string> verify_corpus(const std::string& prefix) {
     const SideFile side = read_side_file(prefix + ".json").value_or(SideFile{});
     const auto document_at = [&](uint64_t byte) {  // the last one that begins at or before it
       const auto token = static_cast<int64_t>(byte) / corpus.index_.width;
-      return *(std::ranges::partition_point(std::views::iota(int64_t{0}, corpus.num_documents()),
-                   [&](int64_t d) { return corpus.index_.begin(d) <= token; }) -
-               1);
+      int64_t low = 0, high = corpus.num_documents();
+      while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        (corpus.index_.begin(middle) <= token ? low : high) = middle;
+      }
+      return low;
     };
     for (size_t block = 0; block < side.block_xxh3.size() / 16; ++block) {
       const uint64_t begin = block * side.block_bytes;

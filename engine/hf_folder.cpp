@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <ranges>
 #include <set>
 
 namespace pith {
@@ -96,8 +95,9 @@ std::vector<std::string> summarize_names(const std::vector<std::string>& names) 
       lines.push_back(fmt::format("{} ({})", line, tuples.size()));
       continue;
     }
-    for (const auto& tuple : distinct | std::views::take(kListed))
-      lines.push_back(join(texts, [&](size_t i) { return tuple[i]; }));
+    size_t listed = 0;
+    for (auto tuple = distinct.begin(); tuple != distinct.end() && listed < kListed; ++tuple)
+      lines.push_back(join(texts, [&](size_t i) { return (*tuple)[i]; })), ++listed;
     if (kListed < distinct.size())
       lines.push_back(
           fmt::format("{} and {} more", fmt::join(texts, "#"), distinct.size() - kListed));
@@ -113,8 +113,8 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
         "{} holds neither {} nor {}", folder.string(), kSingle, kIndex);
   std::map<std::string, std::string> weight_map;
   if (indexed) weight_map = read_weight_map(folder / kIndex);
-  const auto values = std::views::values(weight_map);
-  std::set<std::string> shards(values.begin(), values.end());
+  std::set<std::string> shards;
+  for (const auto& [name, file] : weight_map) shards.insert(file);
   if (!indexed) shards.insert(kSingle);
   PITH_CHECK(!single || shards.contains(kSingle), "{}: {} and {} are both there and disagree",
       folder.string(), kSingle, kIndex);
@@ -151,8 +151,9 @@ const SafetensorsFile* HfFolder::file_of(const std::string& name) const {
 }
 
 std::vector<std::string> HfFolder::names() const {
-  const auto names = std::views::keys(file_of_);
-  return {names.begin(), names.end()};
+  std::vector<std::string> result;
+  for (const auto& [name, file] : file_of_) result.push_back(name);
+  return result;
 }
 
 Tensor HfFolder::tensor(const std::string& name) const {
