@@ -109,6 +109,8 @@ template <class... Cases>
 struct Overloaded : Cases... {
   using Cases::operator()...;
 };
+template <class... Cases>
+Overloaded(Cases...) -> Overloaded<Cases...>;
 
 // The interval of a number: "[0, 1)", "(0, inf)".
 bool within(double value, std::string_view interval) {  // false for NaN
