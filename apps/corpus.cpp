@@ -10,8 +10,8 @@
 
 #include "apps/commands.h"
 #include "apps/inspect.h"
+#include "core/error.h"
 #include "engine/corpus.h"
-#include "engine/file_io.h"
 #include "text/tokenizer.h"
 
 namespace pith {
@@ -26,61 +26,34 @@ struct BuildOptions {
   double validation_share = 0;
 };
 
-// --- reading: from paths to texts ---
-
-// Files below `folder` in the order of their relative paths' bytes. Left out: names that begin with
-// a dot, linked folders (loops), and what is not a file. Links to files count as files.
-std::vector<fs::path> files_below(
-    const fs::path& folder, const std::vector<std::string>& extensions) {
-  std::vector<fs::path> found;
-  for (auto entry = fs::recursive_directory_iterator(folder);
-      entry != fs::recursive_directory_iterator(); ++entry) {
-    if (entry->path().filename().string().starts_with('.')) {
-      entry.disable_recursion_pending();
-      continue;
-    }
-    const std::string extension = entry->path().extension().string();
-    const bool wanted =
-        extensions.empty() || std::find(extensions.begin(), extensions.end(),
-                                  extension.empty() ? "none" : extension) != extensions.end();
-    if (wanted && entry->is_regular_file()) found.push_back(entry->path());
-  }
-  std::sort(found.begin(), found.end(),
-      [](const fs::path& a, const fs::path& b) { return a.native() < b.native(); });
-  return found;
-}
-
+// The files named, and those below the folders named in the order of their relative paths' bytes.
+// Left out there: other extensions, names that begin with a dot, linked folders (loops), and what
+// is not a file. Links to files count as files.
 std::vector<fs::path> list_files(const BuildOptions& options) {
   std::vector<fs::path> files;
   for (const std::string& path : options.paths) {
     PITH_CHECK(fs::exists(path), "{} does not exist", path);
     if (!fs::is_directory(path)) {
-      files.emplace_back(path);  // named singly: whatever its extension
+      files.emplace_back(path);
       continue;
     }
-    for (fs::path& file : files_below(path, options.extensions)) files.push_back(std::move(file));
+    std::vector<fs::path> found;
+    for (auto entry = fs::recursive_directory_iterator(path); entry != end(entry); ++entry) {
+      const std::string extension = entry->path().extension().string();
+      const bool wanted =
+          options.extensions.empty() ||
+          std::ranges::count(options.extensions, extension.empty() ? "none" : extension) > 0;
+      if (entry->path().filename().string().starts_with('.')) {
+        entry.disable_recursion_pending();
+      } else if (wanted && entry->is_regular_file()) {
+        found.push_back(entry->path());
+      }
+    }
+    std::ranges::sort(found, {}, &fs::path::native);
+    files.insert(files.end(), found.begin(), found.end());
   }
   return files;
 }
-
-// Which texts become documents, and why the others do not.
-class TextFilter {
- public:
-  bool accepts(std::string_view text) {
-    if (text.empty()) return ++empty, false;
-    if (text.find('\0') != text.npos || !simdjson::validate_utf8(text.data(), text.size()))
-      return ++not_text, false;
-    const XXH128_hash_t sum = XXH3_128bits(text.data(), text.size());
-    if (!seen_.insert({sum.high64, sum.low64}).second) return ++duplicates, false;
-    return true;
-  }
-  int64_t empty = 0, not_text = 0, duplicates = 0;
-
- private:
-  std::set<std::pair<uint64_t, uint64_t>> seen_;
-};
-
-// --- encoding and writing ---
 
 class SplitWriter {
  public:
@@ -91,11 +64,11 @@ class SplitWriter {
     PITH_CHECK(tokenizer.eos_id(), "this tokenizer has no end token to end documents with");
   }
   void add(std::string_view text) {
-    EncodeOptions options;
-    options.add_special_tokens = false;
-    options.parse_special = false;  // a text that spells <|endoftext|> does not end there
-    options.strict = true;
-    std::vector<int32_t> ids = tokenizer_.encode(text, options).ids;
+    // A text that spells <|endoftext|> does not end there.
+    std::vector<int32_t> ids =
+        tokenizer_
+            .encode(text, {.add_special_tokens = false, .parse_special = false, .strict = true})
+            .ids;
     ids.push_back(*tokenizer_.eos_id());
     writer_.add_document(ids);
     ++documents_;
@@ -118,12 +91,6 @@ class SplitWriter {
   uint64_t bytes_ = 0;
 };
 
-// The share of documents that go to validation depends on a document's content alone: a document
-// stays on its side when files are added, moved or renamed.
-bool for_validation(std::string_view text, double share) {
-  return static_cast<double>(xxh3(text) >> 11) * 0x1p-53 < share;
-}
-
 void build(const BuildOptions& options) {
   const Tokenizer tokenizer =
       options.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(options.tokenizer);
@@ -136,7 +103,15 @@ void build(const BuildOptions& options) {
     validation.emplace(options.validation_out, tokenizer);
   }
   const std::vector<fs::path> files = list_files(options);
-  TextFilter filter;
+  int64_t empty = 0, not_text = 0, duplicates = 0;
+  std::set<std::pair<uint64_t, uint64_t>> seen;
+  const auto accepts = [&](std::string_view text) {
+    if (text.empty()) return ++empty, false;
+    if (text.find('\0') != text.npos || !simdjson::validate_utf8(text.data(), text.size()))
+      return ++not_text, false;
+    const XXH128_hash_t sum = XXH3_128bits(text.data(), text.size());
+    return seen.insert({sum.high64, sum.low64}).second || (++duplicates, false);
+  };
   uint64_t bytes = 0;
   size_t read = 0;
   bool full = false;
@@ -144,25 +119,20 @@ void build(const BuildOptions& options) {
     const MappedFile file = map_file(files[read]);
     const std::string_view text = file.bytes();
     full = options.max_bytes > 0 && bytes + text.size() > options.max_bytes;
-    if (full || !filter.accepts(text)) continue;
+    if (full || !accepts(text)) continue;
     bytes += text.size();
-    (validation && for_validation(text, options.validation_share) ? *validation : train).add(text);
+    // By its content alone: a document stays on its side when files are added, moved or renamed.
+    const double place = static_cast<double>(xxh3(text) >> 11) * 0x1p-53;
+    (validation && place < options.validation_share ? *validation : train).add(text);
   }
   train.finish("train", "look at PATH and --extensions");
   if (validation) validation->finish("validation", "raise --validation-share");
   fmt::print("{:<11} {} files: {} duplicates, {} empty, {} not UTF-8 text\n", "skipped",
-      grouped(filter.duplicates + filter.empty + filter.not_text), grouped(filter.duplicates),
-      grouped(filter.empty), grouped(filter.not_text));
+      grouped(duplicates + empty + not_text), grouped(duplicates), grouped(empty),
+      grouped(not_text));
   if (full)
     fmt::print("{:<11} {} of {} files read; the next would pass --max-bytes\n", "stopped",
         grouped(static_cast<int64_t>(read) - 1), grouped(static_cast<int64_t>(files.size())));
-}
-
-// The tokenizer beside a corpus, if there is one.
-std::optional<Tokenizer> find_tokenizer(const std::string& named, const std::string& prefix) {
-  if (!named.empty()) return Tokenizer::load(named);
-  if (!fs::is_directory(prefix + ".tokenizer")) return std::nullopt;
-  return Tokenizer::load(prefix + ".tokenizer");
 }
 
 struct ShowOptions {
@@ -174,8 +144,13 @@ struct ShowOptions {
 // A document's text; or one line a token: place, id, text; or its ids.
 void show(const std::string& prefix, const ShowOptions& options) {
   const Corpus corpus(prefix);
-  const std::vector<int32_t> ids = document_ids(corpus, options.document);
-  const auto tokenizer = find_tokenizer(options.tokenizer, prefix);
+  std::vector<int64_t> wide(static_cast<size_t>(corpus.length(options.document)));
+  corpus.read(options.document, 0, wide);
+  const std::vector<int32_t> ids(wide.begin(), wide.end());
+  const std::string beside = prefix + ".tokenizer";
+  std::optional<Tokenizer> tokenizer;
+  if (!options.tokenizer.empty() || fs::is_directory(beside))
+    tokenizer = Tokenizer::load(options.tokenizer.empty() ? beside : options.tokenizer);
   PITH_CHECK(
       tokenizer || !options.tokens, "{} has no tokenizer beside it: give --tokenizer", prefix);
   if (options.ids || !tokenizer) {
@@ -242,10 +217,10 @@ void add_corpus_command(CLI::App& app) {
     return command;
   };
   add("inspect", "Say what a corpus is, without reading all of it")->callback([prefix] {
-    report_damage(describe_corpus(*prefix, true));
+    inspect_corpus(*prefix, true);
   });
   add("verify", "Compare every byte with the checksums, every id with the vocabulary")
-      ->callback([prefix] { report_damage(describe_corpus(*prefix, false)); });
+      ->callback([prefix] { inspect_corpus(*prefix, false); });
   CLI::App* show_command = add("show", "Print one document");
   auto options = std::make_shared<ShowOptions>();
   show_command->add_option("document", options->document, "its number, from 0")->required();

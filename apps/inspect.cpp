@@ -10,6 +10,8 @@
 
 #include "apps/commands.h"
 #include "engine/checkpoint.h"
+#include "engine/corpus.h"
+#include "engine/metrics.h"
 #include "text/tokenizer.h"
 
 namespace pith {
@@ -19,272 +21,226 @@ using nlohmann::json;
 namespace fs = std::filesystem;
 using Problems = std::vector<std::string>;
 
-struct InspectOptions {
-  std::string path;
-  bool tensors = false;  // every tensor on a line of its own
-  bool quick = false;    // no sums of data
-};
+constexpr const char* kKnown =
+    "known are checkpoints, run folders, model folders, safetensors files and corpora";
 
+void title(const fs::path& path, const std::string& what) {
+  fmt::print("{}: {}\n", path.string(), what);
+}
 void line(const std::string& label, const std::string& text) {
   fmt::print("  {:<12} {}\n", label, text);
 }
 
-void append(Problems& problems, const Problems& more) {
-  problems.insert(problems.end(), more.begin(), more.end());
-}
+struct Inspection {
+  bool tensors = false;  // every tensor on a line of its own
+  bool quick = false;    // no sums of data
+  Problems problems = {};
 
-template <class Look>
-void attempt(Problems& problems, Look look) {
-  try {
-    look();
-  } catch (const Error& error) {
-    problems.push_back(error.message());
-  }
-}
-
-uint64_t bytes_of(const std::vector<const SafetensorsFile*>& files) {
-  uint64_t bytes = 0;
-  for (const SafetensorsFile* file : files)
-    for (const auto& [name, entry] : file->header().tensors) bytes += entry.end - entry.begin;
-  return bytes;
-}
-
-// Counts, then tensors by pattern; one a line where a line stands for one anyway, or when all are
-// wanted.
-void print_tensors(const std::vector<const SafetensorsFile*>& files, bool all) {
-  std::map<std::pair<std::string, std::vector<int64_t>>, std::vector<std::string>> kinds;
-  std::map<std::string, int64_t> elements;  // by dtype
-  size_t count = 0;
-  for (const SafetensorsFile* file : files) {
-    for (const auto& [name, entry] : file->header().tensors) {
-      kinds[{dtype_name(entry.dtype), entry.shape}].push_back(name);
-      elements[dtype_name(entry.dtype)] +=
-          static_cast<int64_t>((entry.end - entry.begin) / c10::elementSize(entry.dtype));
-      ++count;
+  // False where it threw, which is a problem.
+  template <class Part>
+  bool attempt(Part part) {
+    try {
+      part();
+      return true;
+    } catch (const Error& error) {
+      problems.push_back(error.message());
+      return false;
     }
   }
-  std::string sum;
-  for (const auto& [dtype, number] : elements)
-    sum += fmt::format("{}{} elements of {}", sum.empty() ? "" : ", ", grouped(number), dtype);
-  line("tensors",
-      fmt::format("{} in {} file{}: {}; {}", grouped(static_cast<int64_t>(count)), files.size(),
-          files.size() == 1 ? "" : "s", sum, human_bytes(bytes_of(files))));
-  std::vector<std::pair<std::string, std::string>> rows;
-  for (const auto& [kind, names] : kinds) {
-    const std::string type = fmt::format("{} ({})", kind.first, fmt::join(kind.second, ", "));
-    for (const std::string& name : all ? names : summarize_names(names))
-      rows.emplace_back(name, type);
-  }
-  std::sort(rows.begin(), rows.end());
-  size_t width = 0;
-  for (const auto& [name, type] : rows) width = std::max(width, name.size());
-  for (const auto& [name, type] : rows)
-    fmt::print("    {:<{}}  {}\n", name, std::min<size_t>(width, 72), type);
-}
+  void add(const Problems& more) { problems.insert(problems.end(), more.begin(), more.end()); }
 
-Problems inspect_safetensors(const fs::path& path, const InspectOptions& options) {
-  try {
-    const SafetensorsFile file(path);
-    fmt::print("{}: safetensors file, {}\n", path.string(), human_bytes(fs::file_size(path)));
-    for (const auto& [key, value] : file.header().metadata) line("metadata", key + " = " + value);
-    print_tensors({&file}, options.tensors);
-    return {};
-  } catch (const Error& error) {
-    fmt::print("{}: safetensors file, not readable\n", path.string());
-    return {error.message()};
+  // Counts, then tensors by pattern; one a line where a line stands for one anyway, or when all are
+  // wanted. Returns their bytes.
+  uint64_t print_tensors(const std::vector<SafetensorsFile>& files) const {
+    std::map<std::string, std::vector<std::string>> kinds;  // dtype and shape: names
+    std::map<std::string, uint64_t> elements;               // by dtype
+    size_t count = 0;
+    uint64_t bytes = 0;
+    for (const SafetensorsFile& file : files)
+      for (const auto& [name, entry] : file.header().tensors) {
+        const std::string dtype = dtype_name(entry.dtype);
+        kinds[fmt::format("{} ({})", dtype, fmt::join(entry.shape, ", "))].push_back(name);
+        elements[dtype] += (entry.end - entry.begin) / c10::elementSize(entry.dtype);
+        bytes += entry.end - entry.begin;
+        ++count;
+      }
+    std::string sum;
+    for (const auto& [dtype, number] : elements)
+      sum += fmt::format("; {} elements of {}", grouped(static_cast<int64_t>(number)), dtype);
+    line("tensors", fmt::format("{} in {} file{}, {}{}", count, files.size(),
+                        files.size() == 1 ? "" : "s", human_bytes(bytes), sum));
+    std::vector<std::pair<std::string, std::string>> rows;
+    for (const auto& [kind, names] : kinds)
+      for (const std::string& name : tensors ? names : summarize_names(names))
+        rows.emplace_back(name, kind);
+    std::ranges::sort(rows);
+    for (const auto& [name, kind] : rows) fmt::print("    {:<24}  {}\n", kind, name);
+    return bytes;
   }
-}
 
-// config.json and the weights of a model folder.
-Problems inspect_model(const fs::path& folder, const InspectOptions& options) {
-  Problems problems;
-  attempt(problems, [&] {
-    const json config = read_json(folder / "config.json");
-    const json missing = "not stated";
-    const json type = config.is_object() ? config.value("model_type", missing) : json();
-    PITH_CHECK(type.is_string(), "{} is not an object with a model_type",
-        (folder / "config.json").string());
-    line("model", fmt::format("{} ({})", type.get<std::string>(),
-                      config.value("/architectures/0"_json_pointer, missing).dump()));
-  });
-  attempt(problems, [&] {
-    const HfFolder weights(folder);
-    std::vector<const SafetensorsFile*> files;
-    for (const SafetensorsFile& file : weights.files()) files.push_back(&file);
-    print_tensors(files, options.tensors);
-    const fs::path index = folder / "model.safetensors.index.json";
-    if (!fs::exists(index)) return;
-    const json stated = read_json(index).value("/metadata/total_size"_json_pointer, json());
-    if (stated != bytes_of(files))
-      line("note", fmt::format("the index states {} bytes of weights, the files hold {}",
-                       stated.dump(), bytes_of(files)));
-  });
-  return problems;
-}
-
-Problems inspect_checkpoint(const fs::path& folder, const InspectOptions& options) {
-  Problems problems;
-  Manifest manifest;
-  try {
-    manifest = read_manifest(folder);
-  } catch (const Error& error) {
-    fmt::print("{}: checkpoint, not complete\n", folder.string());
-    return {error.message()};
+  void safetensors(const fs::path& path) {
+    std::vector<SafetensorsFile> files;
+    if (!attempt([&] { files.emplace_back(path); }))
+      return title(path, "safetensors file, not readable");
+    title(path, "safetensors file, " + human_bytes(fs::file_size(path)));
+    for (const auto& [key, value] : files[0].header().metadata)
+      line("metadata", key + " = " + value);
+    print_tensors(files);
   }
-  uint64_t bytes = 0, optimizer_bytes = 0;
-  for (const auto& [name, file] : manifest.files) {
-    bytes += file.bytes;
-    if (name.starts_with("optimizer/")) optimizer_bytes += file.bytes;
-  }
-  fmt::print("{}: checkpoint of step {}, {} files, {}\n", folder.string(), grouped(manifest.step),
-      manifest.files.size() + 1, human_bytes(bytes));
-  try {
-    const json state = read_json(folder / "training_state.json");
-    for (const auto& [key, value] : state.items())
-      line("state", fmt::format("{} = {}", key, value.dump()));
-  } catch (const Error&) {  // told below, by the sums
-  }
-  if (optimizer_bytes > 0) line("optimizer", human_bytes(optimizer_bytes));
-  append(problems, inspect_model(folder, options));
-  if (options.quick) {
-    line("checksums", "not verified (--quick)");
-    return problems;
-  }
-  append(problems, verify_checkpoint(folder));
-  attempt(problems, [&] {
-    if (optimizer_bytes > 0) OptimizerReader reader(folder);
-  });
-  if (problems.empty()) line("checksums", "all files are as they were written");
-  return problems;
-}
 
-// A folder with step-* checkpoints in it: a run's checkpoints.
-Problems inspect_checkpoints(
-    const fs::path& root, const std::vector<fs::path>& steps, const InspectOptions& options) {
-  fmt::print("{}: {} checkpoint{}\n", root.string(), steps.size(), steps.size() == 1 ? "" : "s");
-  Problems problems;
-  for (const fs::path& step : steps) {
-    const Problems found = options.quick ? Problems{} : verify_checkpoint(step);
-    line(step.filename().string(), !found.empty()  ? "damaged"
-                                   : options.quick ? "not verified"
-                                                   : "sound");
-    append(problems, found);
+  // config.json and the weights of a model folder.
+  void model(const fs::path& folder) {
+    attempt([&] {
+      const fs::path file = folder / "config.json";
+      const json config = read_json(file), missing = "not stated";
+      const json type = config.is_object() ? config.value("model_type", missing) : json();
+      PITH_CHECK(type.is_string(), "{} is not an object with a model_type", file.string());
+      line("model", fmt::format("{} ({})", type.get<std::string>(),
+                        config.value("/architectures/0"_json_pointer, missing).dump()));
+    });
+    attempt([&] {
+      const uint64_t bytes = print_tensors(HfFolder(folder).files());
+      const fs::path index = folder / "model.safetensors.index.json";
+      if (!fs::exists(index)) return;
+      const json stated = read_json(index).value("/metadata/total_size"_json_pointer, json());
+      if (stated != bytes)
+        line("note", fmt::format("the index states {} bytes of weights, the files hold {}",
+                         stated.dump(), bytes));
+    });
   }
-  const auto newest = newest_checkpoint(root);
-  line("newest", newest ? newest->string() : "none is complete");
-  return problems;
-}
 
-std::vector<fs::path> step_folders(const fs::path& folder) {
-  std::vector<fs::path> steps;
-  if (fs::is_directory(folder))
-    for (const auto& entry : fs::directory_iterator(folder))
-      if (entry.path().filename().string().starts_with("step-")) steps.push_back(entry.path());
-  std::sort(steps.begin(), steps.end());
-  return steps;
-}
-
-constexpr const char* kKnown =
-    "known are checkpoints, run folders, model folders, safetensors files and corpora";
-
-Problems inspect(fs::path path, const InspectOptions& options) {
-  if (!path.has_filename()) path = path.parent_path();  // written with a slash at its end
-  if (path.filename() == "manifest.json") path = fs::absolute(path).parent_path();
-  if (fs::is_directory(path)) {
-    if (fs::exists(path / "manifest.json") || path.filename().string().starts_with("step-"))
-      return inspect_checkpoint(path, options);
-    for (const fs::path& root : {path, path / "checkpoints"})
-      if (const auto steps = step_folders(root); !steps.empty())
-        return inspect_checkpoints(root, steps, options);
-    for (const char* name : {"config.json", "model.safetensors", "model.safetensors.index.json"}) {
-      if (!fs::exists(path / name)) continue;
-      fmt::print("{}: Hugging Face model folder\n", path.string());
-      return inspect_model(path, options);
+  void checkpoint(const fs::path& folder) {
+    Manifest manifest;
+    if (!attempt([&] { manifest = read_manifest(folder); }))
+      return title(folder, "checkpoint, not complete");
+    uint64_t bytes = 0, optimizer_bytes = 0;
+    for (const auto& [name, file] : manifest.files) {
+      bytes += file.bytes;
+      if (name.starts_with("optimizer/")) optimizer_bytes += file.bytes;
     }
-    PITH_FAIL_HINT(
-        kKnown, "{} is a folder with nothing in it that this program knows", path.string());
+    title(folder, fmt::format("checkpoint of step {}, {} files, {}", grouped(manifest.step),
+                      manifest.files.size() + 1, human_bytes(bytes)));
+    try {
+      const json state = read_json(folder / "training_state.json");
+      for (const auto& [key, value] : state.items())
+        line("state", fmt::format("{} = {}", key, value.dump()));
+    } catch (const Error&) {  // told below, by the sums
+    }
+    if (optimizer_bytes > 0) line("optimizer", human_bytes(optimizer_bytes));
+    model(folder);
+    if (quick) return line("checksums", "not verified (--quick)");
+    add(verify_checkpoint(folder));
+    if (optimizer_bytes > 0) attempt([&] { OptimizerReader reader(folder); });
+    if (problems.empty()) line("checksums", "all files are as they were written");
   }
-  if (path.extension() == ".safetensors") return inspect_safetensors(path, options);
-  for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
-    if (fs::exists(prefix.string() + ".idx") || fs::exists(prefix.string() + ".bin"))
-      return describe_corpus(prefix.string(), options.quick);
-  PITH_FAIL_HINT(
-      kKnown, "{} {}", path.string(), fs::exists(path) ? "is of no known kind" : "does not exist");
-}
+
+  // The checkpoints step-* of a run; false where there are none.
+  bool checkpoints(const fs::path& root) {
+    std::vector<fs::path> steps;
+    if (fs::is_directory(root))
+      for (const auto& entry : fs::directory_iterator(root))
+        if (entry.path().filename().string().starts_with("step-")) steps.push_back(entry.path());
+    if (steps.empty()) return false;
+    std::ranges::sort(steps);
+    title(root, fmt::format("{} checkpoint{}", steps.size(), steps.size() == 1 ? "" : "s"));
+    for (const fs::path& step : steps) {
+      const Problems found = quick ? Problems{} : verify_checkpoint(step);
+      line(step.filename().string(), quick ? "not verified" : found.empty() ? "sound" : "damaged");
+      add(found);
+    }
+    const auto newest = newest_checkpoint(root);
+    line("newest", newest ? newest->string() : "none is complete");
+    return true;
+  }
+
+  void corpus(const std::string& prefix) {
+    std::optional<Corpus> opened;
+    if (!attempt([&] { opened.emplace(prefix); })) return title(prefix, "corpus, not readable");
+    const Corpus& corpus = *opened;
+    const int64_t documents = corpus.num_documents(), tokens = corpus.num_tokens();
+    title(prefix,
+        fmt::format("corpus of {} documents, {} tokens, {}", grouped(documents), grouped(tokens),
+            human_bytes(fs::file_size(prefix + ".bin") + fs::file_size(prefix + ".idx"))));
+    line("ids", fmt::format("{}, vocabulary {}", corpus.dtype(),
+                    corpus.vocab_size() > 0 ? grouped(corpus.vocab_size()) : "not stated"));
+    std::vector<int64_t> lengths;
+    for (int64_t d = 0; d < documents; ++d) lengths.push_back(corpus.length(d));
+    std::ranges::sort(lengths);
+    if (documents > 0)
+      line("lengths", fmt::format("{} shortest, {} median, {} mean, {} longest",
+                          grouped(lengths.front()), grouped(lengths[lengths.size() / 2]),
+                          grouped(tokens / documents), grouped(lengths.back())));
+    if (const std::string folder = prefix + ".tokenizer"; fs::is_directory(folder)) {
+      const std::string hash = hex(Tokenizer::load(folder).hash());
+      line("tokenizer", fmt::format("{} ({})", folder, hash));
+      if (hash != corpus.tokenizer_hash())
+        problems.push_back(fmt::format(
+            "{} is not the tokenizer of this corpus ({})", folder, corpus.tokenizer_hash()));
+    }
+    line("fingerprint", corpus.fingerprint());
+    if (!quick) add(verify_corpus(prefix));
+    if (problems.empty())
+      line("checksums", quick                          ? "not verified (--quick)"
+                        : fs::exists(prefix + ".json") ? "all files are as they were written"
+                                                       : "none: " + prefix + ".json is not there");
+  }
+
+  void look_at(fs::path path) {
+    if (!path.has_filename()) path = path.parent_path();  // written with a slash at its end
+    if (path.filename() == "manifest.json") path = fs::absolute(path).parent_path();
+    if (fs::is_directory(path)) {
+      if (fs::exists(path / "manifest.json") || path.filename().string().starts_with("step-"))
+        return checkpoint(path);
+      if (checkpoints(path) || checkpoints(path / "checkpoints")) return;
+      for (const char* name :
+          {"config.json", "model.safetensors", "model.safetensors.index.json"}) {
+        if (!fs::exists(path / name)) continue;
+        title(path, "Hugging Face model folder");
+        return model(path);
+      }
+      PITH_FAIL_HINT(
+          kKnown, "{} is a folder with nothing in it that this program knows", path.string());
+    }
+    if (path.extension() == ".safetensors") return safetensors(path);
+    for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
+      if (fs::exists(prefix.string() + ".idx") || fs::exists(prefix.string() + ".bin"))
+        return corpus(prefix.string());
+    PITH_FAIL_HINT(kKnown, "{} {}", path.string(),
+        fs::exists(path) ? "is of no known kind" : "does not exist");
+  }
+
+  // Prints the problems, then ends the command with status 1 if there are any.
+  void report() const {
+    std::fflush(stdout);
+    for (const std::string& problem : problems) fmt::print(stderr, "damaged: {}\n", problem);
+    if (!problems.empty()) throw CLI::RuntimeError(1);
+  }
+};
 
 }  // namespace
 
-std::vector<int32_t> document_ids(const Corpus& corpus, int64_t document) {
-  std::vector<int64_t> wide(static_cast<size_t>(corpus.length(document)));
-  corpus.read(document, 0, wide);
-  return {wide.begin(), wide.end()};
-}
-
 std::string human_bytes(uint64_t bytes) {
-  const char* units[] = {"bytes", "kB", "MB", "GB", "TB"};
-  auto value = static_cast<double>(bytes);
-  size_t unit = 0;
-  for (; value >= 1000 && unit + 1 < std::size(units); ++unit) value /= 1000;
-  return fmt::format("{:.{}f} {}", value, unit == 0 ? 0 : 2, units[unit]);
+  return bytes < 1000 ? fmt::format("{} bytes", bytes) : human(static_cast<double>(bytes)) + "B";
 }
 
 std::string grouped(int64_t number) {
   std::string text = std::to_string(number);
-  for (auto at = static_cast<int64_t>(text.size()) - 3; at > (number < 0 ? 1 : 0); at -= 3)
-    text.insert(static_cast<size_t>(at), ",");
+  for (auto at = std::ssize(text) - 3; at > (number < 0 ? 1 : 0); at -= 3)
+    text.insert(text.begin() + at, ',');
   return text;
 }
 
-Problems describe_corpus(const std::string& prefix, bool quick) {
-  std::optional<Corpus> opened;
-  try {
-    opened.emplace(prefix);
-  } catch (const Error& error) {
-    fmt::print("{}: corpus, not readable\n", prefix);
-    return {error.message()};
-  }
-  const Corpus& corpus = *opened;
-  const int64_t documents = corpus.num_documents(), tokens = corpus.num_tokens();
-  fmt::print("{}: corpus of {} documents, {} tokens, {}\n", prefix, grouped(documents),
-      grouped(tokens),
-      human_bytes(fs::file_size(prefix + ".bin") + fs::file_size(prefix + ".idx")));
-  line("ids", fmt::format("{}, vocabulary {}", corpus.dtype(),
-                  corpus.vocab_size() > 0 ? grouped(corpus.vocab_size()) : "not stated"));
-  if (documents > 0) {
-    std::vector<int64_t> lengths(static_cast<size_t>(documents));
-    for (int64_t d = 0; d < documents; ++d) lengths[static_cast<size_t>(d)] = corpus.length(d);
-    std::sort(lengths.begin(), lengths.end());
-    line("lengths", fmt::format("{} shortest, {} median, {} mean, {} longest",
-                        grouped(lengths.front()), grouped(lengths[lengths.size() / 2]),
-                        grouped(tokens / documents), grouped(lengths.back())));
-  }
-  Problems problems;
-  const std::string folder = prefix + ".tokenizer";
-  if (fs::is_directory(folder)) {
-    const std::string hash = hex(Tokenizer::load(folder).hash());
-    line("tokenizer", fmt::format("{} ({})", folder, hash));
-    if (hash != corpus.tokenizer_hash())
-      problems.push_back(fmt::format(
-          "{} is not the tokenizer of this corpus ({})", folder, corpus.tokenizer_hash()));
-  }
-  line("fingerprint", corpus.fingerprint());
-  if (!quick) append(problems, verify_corpus(prefix));
-  if (problems.empty())
-    line("checksums", quick                          ? "not verified (--quick)"
-                      : fs::exists(prefix + ".json") ? "all files are as they were written"
-                                                     : "none: " + prefix + ".json is not there");
-  return problems;
-}
-
-void report_damage(const Problems& problems) {
-  if (problems.empty()) return;
-  std::fflush(stdout);
-  for (const std::string& problem : problems) fmt::print(stderr, "damaged: {}\n", problem);
-  throw CLI::RuntimeError(1);
+void inspect_corpus(const std::string& prefix, bool quick) {
+  Inspection inspection{.quick = quick};
+  inspection.corpus(prefix);
+  inspection.report();
 }
 
 void add_inspect_command(CLI::App& app) {
-  auto options = std::make_shared<InspectOptions>();
+  struct Options : Inspection {
+    std::string path;
+  };
+  auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand(
       "inspect", "Explain a corpus, checkpoint, run folder, model folder or safetensors file");
   command->add_option("path", options->path, "what to explain")->required();
@@ -294,7 +250,10 @@ void add_inspect_command(CLI::App& app) {
       "Says what PATH is, its sizes and tensors, and what is damaged in it (then the exit status "
       "is 1).\n"
       "Example: pithtrain inspect runs/demo/checkpoints/step-00000300");
-  command->callback([options] { report_damage(inspect(options->path, *options)); });
+  command->callback([options] {
+    options->look_at(options->path);
+    options->report();
+  });
 }
 
 }  // namespace pith

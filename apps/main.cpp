@@ -47,24 +47,20 @@ std::string usage_problem(const CLI::App& command, const CLI::ParseError& error)
     rest = app->remaining();
     std::erase(rest, "--");
   }
-  const auto option_like = [](const std::string& word) {
-    return word.size() > 1 && word[0] == '-';
-  };
-  const auto flag = std::ranges::find_if(rest, option_like);
-  const std::string unknown = rest.empty() ? "" : flag != rest.end() ? *flag : rest.front();
+  if (rest.empty()) return error.what();
+  const auto flag = std::ranges::find_if(
+      rest, [](const std::string& word) { return word.size() > 1 && word[0] == '-'; });
   if (flag != rest.end()) {
-    for (const CLI::Option* option : command.get_options()) {
+    for (const CLI::Option* option : command.get_options())
       for (const std::string& name : option->get_lnames()) words.push_back("--" + name);
-    }
-    const std::string name = unknown.substr(0, unknown.find('='));
+    const std::string name = flag->substr(0, flag->find('='));
     return fmt::format("unknown option {}; nearest is {}", name, pith::nearest_word(name, words));
   }
+  const std::string& unknown = rest.front();
   for (const CLI::App* sub : command.get_subcommands({})) words.push_back(sub->get_name());
-  if (!unknown.empty() && !words.empty()) {
-    return fmt::format(
-        "unknown command {}; nearest is {}", unknown, pith::nearest_word(unknown, words));
-  }
-  return unknown.empty() ? error.what() : fmt::format("unexpected argument {}", unknown);
+  if (words.empty()) return "unexpected argument " + unknown;
+  return fmt::format(
+      "unknown command {}; nearest is {}", unknown, pith::nearest_word(unknown, words));
 }
 
 int run(CLI::App& app, int argc, char** argv) {

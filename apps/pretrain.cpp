@@ -7,7 +7,6 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
-#include <fstream>
 #include <numeric>
 #include <sstream>
 
@@ -39,32 +38,24 @@ at::ScalarType compute_dtype(const RunConfig& config) {
   return config.model.dtype == "float32" ? at::kFloat : at::kBFloat16;
 }
 
-std::string with_unit(double value) {
-  const char* units[] = {"", " k", " M", " G"};
-  size_t unit = 0;
-  for (; value >= 1000 && unit < 3; ++unit) value /= 1000;
-  return fmt::format("{:.{}f}{}", value, unit == 0 ? 0 : 2, units[unit]);
-}
-
 // Layers of each chunk: parallel.chunks, or balanced by cost.
 template <class Config>
 std::vector<int64_t> chunks_of(const RunConfig& config, const Config& model, const Mesh& mesh) {
-  if (config.parallel.chunks.empty())
-    return default_chunks(model, mesh.shape, config.data.sequence_length);
+  const int64_t pp = config.parallel.pp;
+  const std::string& text = config.parallel.chunks;
+  if (text.empty()) return default_chunks(model, mesh.shape, config.data.sequence_length);
   std::vector<int64_t> chunks;
-  std::istringstream text(config.parallel.chunks);
-  for (std::string word; std::getline(text, word, ',');) {
-    int64_t layers = -1;
+  std::istringstream words(text);
+  bool valid = true;
+  for (std::string word; std::getline(words, word, ',');) {
     std::istringstream number(word);
-    PITH_CHECK(number >> layers && (number >> std::ws).eof() && layers >= 0,
-        "parallel.chunks: \"{}\" is not a number of layers", word);
-    chunks.push_back(layers);
+    valid =
+        valid && number >> chunks.emplace_back() && (number >> std::ws).eof() && chunks.back() >= 0;
   }
-  const int64_t sum = std::accumulate(chunks.begin(), chunks.end(), int64_t{0});
-  PITH_CHECK(
-      static_cast<int64_t>(chunks.size()) == 2 * config.parallel.pp && sum == model.num_layers,
-      "parallel.chunks must be {} numbers with the sum {}, they are {}", 2 * config.parallel.pp,
-      model.num_layers, config.parallel.chunks);
+  PITH_CHECK(valid && std::ssize(chunks) == 2 * pp &&
+                 std::reduce(chunks.begin(), chunks.end()) == model.num_layers,
+      "parallel.chunks must be {} numbers of layers with the sum {}, it is \"{}\"", 2 * pp,
+      model.num_layers, text);
   return chunks;
 }
 
@@ -76,29 +67,30 @@ int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
   return config.training.global_batch / rows;
 }
 
-// Parameters by the process that holds most, memory in GiB by cause (activations: those of the
-// schedule's peak), layout and schedule.
+// Parameters, layout and schedule; of each stage the memory in GiB by cause (activations: those of
+// the schedule's peak).
 template <class Model>
 void print_plan(const RunConfig& config, const typename Model::Config& model, const Mesh& mesh) {
   constexpr double kGib = 1 << 30;
+  const RunConfig::Training& training = config.training;
+  const MeshShape& shape = mesh.shape;
   const ModelSize size = model.size(config.data.sequence_length);
   const auto width = static_cast<double>(c10::elementSize(compute_dtype(config)));
-  const MeshShape& shape = mesh.shape;
   const int64_t world = shape.pp * mesh.dp * shape.cp, plane = mesh.dp * shape.cp;
   const int64_t micro_batches = micro_batches_of(config, mesh.dp);
-  fmt::print(
-      "\n# parameters  {} total, {} active per token; {} FLOP per token (forward and backward)\n",
-      with_unit(static_cast<double>(size.parameters)),
-      with_unit(static_cast<double>(size.active_parameters)), with_unit(size.flops_per_token));
-  fmt::print("# device      {}\n", describe_device(mesh.device));
-  fmt::print(
-      "# step        {} sequences x {} tokens = {} micro-batches of {} on each of {} ranks\n",
-      config.training.global_batch, config.data.sequence_length, micro_batches,
-      config.training.micro_batch, mesh.dp);
   const auto chunks = chunks_of(config, model, mesh);
+  fmt::print(
+      "\n# parameters  {} total, {} active per token; {} FLOP per token (forward and backward)\n"
+      "# device      {}\n"
+      "# step        {} sequences x {} tokens = {} micro-batches of {} on each of {} ranks\n",
+      human(static_cast<double>(size.parameters)),
+      human(static_cast<double>(size.active_parameters)), human(size.flops_per_token),
+      describe_device(mesh.device), training.global_batch, config.data.sequence_length,
+      micro_batches, training.micro_batch, mesh.dp);
   const bool overlap = shape.pp > 1 || shape.ep > 1;
-  const Simulation plan = simulate(shape.pp, micro_batches, overlap,
-      std::vector<StageCosts>(static_cast<size_t>(2 * shape.pp), StageCosts{}));
+  const Simulation plan = simulate(
+      shape.pp, micro_batches, overlap, std::vector<StageCosts>(static_cast<size_t>(2 * shape.pp)));
+  const auto block = static_cast<double>(shape.hsdp ? shape.hsdp_size : plane);
   for (int64_t stage = 0; stage < shape.pp; ++stage) {
     const MeshPlace place = mesh_place(shape, world, stage * plane);
     Model part(model, model_part(chunks, shape, place, model.num_experts));
@@ -106,17 +98,13 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
     for (const auto& unit : part.parameter_units())
       for (const Parameter* p : unit)
         (p->group == ParameterGroup::expert ? expert : dense) += static_cast<double>(p->numel());
-    const bool hsdp = config.parallel.sharding == "hsdp";
-    const auto block = static_cast<double>(hsdp ? config.parallel.hsdp_size : plane);
-    const double part_of_dense = dense / block;
-    const double part_of_experts = expert / block * static_cast<double>(shape.ep);
-    const double parts = part_of_dense + part_of_experts;
+    const double parts = (dense + expert * static_cast<double>(shape.ep)) / block;
     const double whole = config.parallel.weights == "keep" ? dense + expert : parts;
-    const double layers = static_cast<double>(
+    const auto layers = static_cast<double>(
         chunks[static_cast<size_t>(stage)] + chunks[static_cast<size_t>(2 * shape.pp - 1 - stage)]);
     const double kept = static_cast<double>(plan.peak_activations[static_cast<size_t>(stage)]) / 2;
     const double activations =
-        static_cast<double>(config.training.micro_batch * config.data.sequence_length) /
+        static_cast<double>(training.micro_batch * config.data.sequence_length) /
         static_cast<double>(shape.cp) * static_cast<double>(size.activations_per_token) * layers /
         static_cast<double>(model.num_layers) * std::max(kept, 1.0);
     fmt::print(
@@ -126,38 +114,25 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
         whole * width / kGib, whole * 4 / kGib, parts * 12 / kGib, activations * width / kGib);
   }
   if (world > 1) fmt::print("{}", mesh_table(shape, world));
-  fmt::print("# chunks      {} layers\n", fmt::join(chunks, ", "));
-  const auto schedule =
-      make_schedule(shape.pp, 0, std::min<int64_t>(micro_batches, 2 * shape.pp + 4), overlap);
-  fmt::print("# schedule    rank 0: {}{}\n", to_string(schedule),
-      micro_batches > 2 * shape.pp + 4 ? " ..." : "");
+  const int64_t shown = std::min<int64_t>(micro_batches, 2 * shape.pp + 4);
+  fmt::print("# chunks      {} layers\n# schedule    rank 0: {}{}\n", fmt::join(chunks, ", "),
+      to_string(make_schedule(shape.pp, 0, shown, overlap)), micro_batches > shown ? " ..." : "");
 }
 
-void write_text(const fs::path& path, const std::string& text) {
-  std::ofstream stream(path, std::ios::binary);
-  stream << text;
-  stream.flush();
-  PITH_CHECK(stream, "cannot write {}", path.string());
-}
-
-Packing packing_of(const RunConfig& config) {
-  return config.data.packing == "best_fit" ? Packing::best_fit : Packing::concat;
-}
-
-std::vector<Corpus> open_corpora(const std::vector<DataSource>& sources) {
-  std::vector<Corpus> corpora;
-  for (const DataSource& source : sources) corpora.emplace_back(source.path);
-  return corpora;
+std::vector<RowStream> open_streams(
+    const RunConfig& config, const std::vector<DataSource>& sources, uint64_t seed) {
+  const Packing packing = config.data.packing == "best_fit" ? Packing::best_fit : Packing::concat;
+  std::vector<RowStream> streams;
+  for (const DataSource& source : sources)
+    streams.emplace_back(Corpus(source.path), config.data.sequence_length, seed,
+        config.data.document_mask, true, packing);
+  return streams;
 }
 
 Blend open_blend(const RunConfig& config) {
-  std::vector<RowStream> streams;
   std::vector<double> weights;
-  for (const Corpus& corpus : open_corpora(config.data.train))
-    streams.emplace_back(corpus, config.data.sequence_length, config.data.seed,
-        config.data.document_mask, true, packing_of(config));
   for (const DataSource& source : config.data.train) weights.push_back(source.weight);
-  return {std::move(streams), weights};
+  return {open_streams(config, config.data.train, config.data.seed), weights};
 }
 
 // One training run: everything that lives from the first to the last step.
@@ -178,17 +153,16 @@ class Run {
         pipeline_(model_, mesh_, config.data.sequence_length,
             {config.training.balance_loss, config.training.force_balance}, chunks_, &shards_),
         rows_(open_blend(config)) {
+    if (config.validation.interval > 0)  // seed 0: the same tokens in all runs
+      validation_ = open_streams(config, config.data.validation, 0);
     std::vector<Corpus> corpora;
-    for (const RowStream& stream : rows_.sources()) corpora.push_back(stream.corpus());
-    if (config.validation.interval > 0)
-      for (const Corpus& corpus : open_corpora(config.data.validation)) {
-        corpora.push_back(corpus);
-        // Seed 0: the same tokens in all runs.
-        validation_.emplace_back(corpus, config.data.sequence_length, 0, config.data.document_mask,
-            true, packing_of(config));
-      }
+    for (const auto* streams : {&rows_.sources(), &std::as_const(validation_)})
+      for (const RowStream& stream : *streams) corpora.push_back(stream.corpus());
     check_same_tokenizer(corpora);
-    for (const Corpus& corpus : corpora) check_vocabulary(corpus);
+    for (const Corpus& corpus : corpora)
+      PITH_CHECK(corpus.vocab_size() <= model_config.vocab_size,
+          "the corpus {} has a vocabulary of {}, the model only {}", corpus.prefix(),
+          corpus.vocab_size(), model_config.vocab_size);
     for (size_t i = 0; i < rows_.sources().size(); ++i)
       state_.sources.push_back({corpora[i].prefix(), corpora[i].fingerprint(),
           corpora[i].tokenizer_hash(), rows_.weights()[i]});
@@ -208,7 +182,7 @@ class Run {
     if (first_rank()) fs::create_directories(folder_);
     const std::string origin = load_or_initialize();
     if (first_rank()) {
-      write_text(folder_ / "config.toml", to_toml(config_));
+      write_file(folder_, "config.toml", to_toml(config_));
       log_.emplace(folder_, state_.step, config_.log.tensorboard);
     }
     event("start", fmt::format("{}; {}; weights ready {:.1f} s after launch", origin,
@@ -224,15 +198,17 @@ class Run {
       if (batch.empty()) batch = next_batch(0);
       StepMetrics metrics = step(batch);
       metrics.seconds = seconds_since(start);
-      metrics.mfu = model_flops(metrics.tokens) / metrics.seconds / peak_flops(mesh_.device) /
-                    static_cast<double>(mesh_.world.size());
-      if (!std::isfinite(metrics.mfu)) metrics.mfu = 0;
+      if (const double peak = peak_flops(mesh_.device); peak > 0)
+        metrics.mfu = model_.config().size(config_.data.sequence_length).flops_per_token *
+                      static_cast<double>(metrics.tokens) / metrics.seconds / peak /
+                      static_cast<double>(mesh_.world.size());
       std::string validated;
       if (!validation_.empty() && (state_.step % config_.validation.interval == 0 || done()))
         validated = validate(metrics);
       if (log_) log_->write(metrics);
       if (!validated.empty()) event("validation", validated);
-      if (config_.checkpoint.save && checkpoint_due()) save();
+      const int64_t interval = config_.checkpoint.interval;
+      if (config_.checkpoint.save && interval > 0 && state_.step % interval == 0) save();
       if (mesh_.world.size() == 1) stopping_ = stop_requested();
     }
     if (config_.checkpoint.save && state_.step > saved_step_) save();  // the end, or a signal
@@ -258,28 +234,25 @@ class Run {
 
   // What is read, and the step after which the run ends.
   void log_data() {
-    const auto total = std::accumulate(rows_.weights().begin(), rows_.weights().end(), 0.0);
+    const auto total =
+        static_cast<double>(std::reduce(rows_.weights().begin(), rows_.weights().end()));
     for (size_t i = 0; i < rows_.sources().size(); ++i) {
       const RowStream& stream = rows_.sources()[i];
       std::string text = fmt::format("{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows",
           stream.corpus().prefix(), 100 * static_cast<double>(rows_.weights()[i]) / total,
           stream.corpus().num_tokens(), stream.rows_per_epoch());
-      if (packing_of(config_) == Packing::best_fit)
+      if (config_.data.packing == "best_fit")
         text += fmt::format(", {:.3g} % padding", 100 * stream.padding_share());
       event("data", text);
     }
-    if (mesh_.shape.cp > 1) {
-      std::vector<int64_t> work(static_cast<size_t>(mesh_.shape.cp));
-      for (const MicroBatch& whole : whole_batch(0)) {
-        const std::vector<int64_t> more = context_work(whole, mesh_.shape.cp);
-        for (size_t rank = 0; rank < work.size(); ++rank) work[rank] += more[rank];
-      }
-      const auto mean = static_cast<double>(std::accumulate(work.begin(), work.end(), int64_t{0})) /
-                        static_cast<double>(work.size());
-      event(
-          "data", fmt::format("attention of the first step: the busiest context-parallel rank has "
-                              "{:.3f} times the mean",
-                      static_cast<double>(std::ranges::max(work)) / mean));
+    if (const int64_t cp = mesh_.shape.cp; cp > 1) {
+      std::vector<int64_t> work(static_cast<size_t>(cp));
+      for (const MicroBatch& whole : whole_batch(0))
+        std::ranges::transform(work, context_work(whole, cp), work.begin(), std::plus());
+      const auto sum = static_cast<double>(std::reduce(work.begin(), work.end()));
+      event("data", fmt::format("attention of the first step: the busiest context-parallel rank "
+                                "has {:.3f} times the mean",
+                        static_cast<double>(std::ranges::max(work) * cp) / sum));
     }
     last_step_ = config_.training.steps;
     if (config_.data.exhausted == "repeat") return;
@@ -293,21 +266,6 @@ class Run {
     event("data", fmt::format("a corpus ends after step {} of {}, and the run with it "
                               "(data.exhausted = \"stop\")",
                       last_step_, config_.training.steps));
-  }
-
-  bool checkpoint_due() const {
-    return config_.checkpoint.interval > 0 && state_.step % config_.checkpoint.interval == 0;
-  }
-
-  double model_flops(int64_t tokens) const {
-    return model_.config().size(config_.data.sequence_length).flops_per_token *
-           static_cast<double>(tokens);
-  }
-
-  void check_vocabulary(const Corpus& corpus) const {
-    PITH_CHECK(corpus.vocab_size() <= model_.config().vocab_size,
-        "the corpus {} has a vocabulary of {}, the model only {}", corpus.prefix(),
-        corpus.vocab_size(), model_.config().vocab_size);
   }
 
   // Rows of the step after the next `ahead` ones.
@@ -354,7 +312,11 @@ class Run {
             "the present ones",
             "{} was saved under another learning-rate schedule:{}", newest->string(), schedule);
       }
-      check_same_model(*newest);
+      const auto dtype = compute_dtype(config_);
+      if (Model::Config::parse_file(*newest).to_json(dtype) != model_.config().to_json(dtype))
+        PITH_FAIL_HINT("restore model.config, or choose another run.folder",
+            "{} was saved with another model configuration than model.config = {}",
+            newest->string(), config_.model.config);
       restore_state(groups_, *newest);
       saved_step_ = state_.step = saved.step;
       state_.rows_read = saved.rows_read;
@@ -375,16 +337,6 @@ class Run {
     return fmt::format("random weights, seed {}", config_.training.seed);
   }
 
-  void check_same_model(const fs::path& checkpoint) const {
-    const auto saved = Model::Config::parse_file(checkpoint);
-    const auto dtype = compute_dtype(config_);
-    if (saved.to_json(dtype) != model_.config().to_json(dtype)) {
-      PITH_FAIL_HINT("restore model.config, or choose another run.folder",
-          "{} was saved with another model configuration than model.config = {}",
-          checkpoint.string(), config_.model.config);
-    }
-  }
-
   // One update. The next batch is made while the device works; `batch` holds it afterwards.
   StepMetrics step(std::vector<MicroBatch>& batch) {
     zero_grads(groups_);
@@ -392,11 +344,8 @@ class Run {
     try {
       result = pipeline_.forward_backward(batch, NextTokenLoss());
     } catch (const Error&) {  // an operator may meet the NaN first
-      StepMetrics failed;
-      failed.step = state_.step + 1;
-      failed.loss = failed.grad_norm = std::nan("");
       if (config_.log.check_finite && mesh_.world.size() == 1 && !non_finite(batch).empty())
-        fail_non_finite(batch, failed);
+        check_finite(batch, std::nan(""), std::nan(""));
       throw;
     }
     finish_step(groups_);
@@ -419,9 +368,7 @@ class Run {
     if (sums[2] > 0)
       metrics.balance_loss = sums[1] / static_cast<double>(config_.training.global_batch) / sums[2];
     stopping_ = sums[3] > 0;
-    if (config_.log.check_finite &&
-        !(std::isfinite(metrics.loss) && std::isfinite(metrics.grad_norm)))
-      fail_non_finite(current, metrics);
+    check_finite(current, metrics.loss, metrics.grad_norm);
     metrics.lr = learning_rate(config_.training, metrics.step);
     optimizer_step(groups_, config_.training, metrics.lr, metrics.step, norm);
     synchronize(mesh_.device);
@@ -441,11 +388,9 @@ class Run {
   std::string non_finite(const std::vector<MicroBatch>& batch) {
     const auto first_of_ranks = [&](const std::string& mine) {
       const std::vector<std::string> all = mesh_.world.all_gather_strings(mine);
-      for (size_t rank = 0; rank < all.size(); ++rank) {
-        if (!all[rank].empty())
-          return all.size() == 1 ? all[rank] : fmt::format("{} on rank {}", all[rank], rank);
-      }
-      return std::string();
+      const auto first = std::ranges::find_if_not(all, &std::string::empty);
+      if (first == all.end() || all.size() == 1) return mine;
+      return fmt::format("{} on rank {}", *first, first - all.begin());
     };
     std::string first = first_of_ranks(first_non_finite(groups_));
     if (first.starts_with("weight")) return first;
@@ -465,17 +410,16 @@ class Run {
     return stage.empty() ? first : stage;
   }
 
-  [[noreturn]] void fail_non_finite(
-      const std::vector<MicroBatch>& batch, const StepMetrics& metrics) {
+  void check_finite(const std::vector<MicroBatch>& batch, double loss, double norm) {
+    if (!config_.log.check_finite || (std::isfinite(loss) && std::isfinite(norm))) return;
     const std::string first = non_finite(batch);
     PITH_FAIL_HINT(
         "the weights and the last checkpoint are untouched by this step; lower the learning rate "
-        "or "
-        "look at the data of this step",
+        "or look at the data of this step",
         "step {}: loss {} and gradient norm {} are not finite; first NaN or Inf in {} (rows {} to "
         "{})",
-        metrics.step, metrics.loss, metrics.grad_norm, first.empty() ? "the loss" : first,
-        state_.rows_read, state_.rows_read + config_.training.global_batch - 1);
+        state_.step + 1, loss, norm, first.empty() ? "the loss" : first, state_.rows_read,
+        state_.rows_read + config_.training.global_batch - 1);
   }
 
   // Loss and perplexity of each validation corpus and the mean over all their trained tokens, into
@@ -484,15 +428,14 @@ class Run {
   std::string validate(StepMetrics& metrics) {
     std::string text;
     double all = 0, all_trained = 0;
+    const int64_t mine = config_.training.micro_batch;
+    const int64_t wanted = config_.validation.tokens / config_.data.sequence_length;
     for (size_t i = 0; i < validation_.size(); ++i) {
       const RowStream& stream = validation_[i];
-      const int64_t wanted = config_.validation.tokens / config_.data.sequence_length;
       const int64_t rows = std::max<int64_t>(1, std::min(wanted, stream.rows_per_epoch()));
       double sum = 0, trained = 0;
-      const int64_t mine = config_.training.micro_batch;
       for (int64_t first = 0; first < rows; first += mine * mesh_.dp) {
-        std::vector<Row>
-            part;  // of this data-parallel rank; beyond the end rows that count nothing
+        std::vector<Row> part;  // this data-parallel rank's; beyond the end rows that count nothing
         for (int64_t row = first + mesh_.place.dp * mine; std::ssize(part) < mine; ++row) {
           part.push_back(stream.row(std::min(row, rows - 1)));
           if (row >= rows) std::ranges::fill(part.back().labels, -100);
@@ -505,14 +448,12 @@ class Run {
         trained += static_cast<double>(batch.front().trained_tokens);
       }
       const std::vector<double> sums = sum_over_ranks({sum, trained});
-      sum = sums[0], trained = sums[1];
-      const double loss = sum / std::max(trained, 1.0);
+      const double loss = sums[0] / std::max(sums[1], 1.0);
       const std::string name = config_.data.validation[i].label();
       metrics.extra.emplace_back(fmt::format("validation/{}/loss", name), loss);
       metrics.extra.emplace_back(fmt::format("validation/{}/perplexity", name), std::exp(loss));
       text += fmt::format("{} loss {:.4f}, perplexity {:.4g}; ", name, loss, std::exp(loss));
-      all += sum;
-      all_trained += trained;
+      all += sums[0], all_trained += sums[1];
     }
     all /= std::max(all_trained, 1.0);
     metrics.extra.emplace_back("validation/loss", all);
@@ -521,13 +462,13 @@ class Run {
 
   void save() {
     const auto start = Clock::now();
+    const auto& model = model_.config();
     CheckpointContent content;
     content.step = state_.step;
-    collect_state(groups_, content);
     content.training_state = state_.to_json();
-    content.files.emplace_back("config.json", model_.config().to_json(compute_dtype(config_)));
-    content.files.emplace_back("generation_config.json", model_.config().generation_json());
-    content.files.emplace_back("run.toml", to_toml(config_));
+    content.files = {{"config.json", model.to_json(compute_dtype(config_))},
+        {"generation_config.json", model.generation_json()}, {"run.toml", to_toml(config_)}};
+    collect_state(groups_, content);
     for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
       const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_file(file));

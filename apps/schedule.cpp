@@ -2,10 +2,9 @@
 #include "engine/schedule.h"
 
 #include <CLI/CLI.hpp>
-#include <fstream>
 
 #include "apps/commands.h"
-#include "core/error.h"
+#include "engine/file_io.h"
 
 namespace pith {
 
@@ -42,11 +41,7 @@ void add_schedule_command(CLI::App& app) {
           s.bubble[rank], s.makespan, 100 * s.bubble[rank] / s.makespan, s.peak_activations[rank]);
       if (options->list) fmt::print("  {}\n", to_string(s.actions[rank]));
     }
-    if (options->svg.empty()) return;
-    std::ofstream file(options->svg);
-    file << draw_svg(s);
-    file.close();
-    PITH_CHECK(file, "cannot write {}", options->svg);
+    if (!options->svg.empty()) write_file({}, options->svg, draw_svg(s));
   });
 }
 

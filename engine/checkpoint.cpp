@@ -1,15 +1,14 @@
 #include "engine/checkpoint.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <fcntl.h>
 #include <fmt/ranges.h>
 #include <stdio.h>  // renameat2
 
 #include <algorithm>
-#include <atomic>
 #include <charconv>
 #include <chrono>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <system_error>
@@ -56,6 +55,10 @@ std::string state_key(
   return fmt::format("{}/{}@{}/{}", kind, tensor, offset, total);
 }
 
+std::string shard_name(size_t shard, size_t shards) {
+  return fmt::format("shard-{:05}-of-{:05}.safetensors", shard, shards);
+}
+
 std::string manifest_text(int64_t step, const std::vector<WrittenFile>& files) {
   json list = json::object();
   for (const WrittenFile& file : files) {
@@ -65,112 +68,6 @@ std::string manifest_text(int64_t step, const std::vector<WrittenFile>& files) {
   }
   const json manifest = {{"format", kFormat}, {"version", 1}, {"step", step}, {"files", list}};
   return seal_json(manifest.dump(1));
-}
-
-// This rank's place among those that write one checkpoint together.
-struct Place {
-  int64_t rank = 0, ranks = 1;
-  size_t first_weights = 0, weights = 0;  // files: of the ranks before, of all
-  size_t shard = 0, shards = 0;
-};
-
-Place agree(const CheckpointContent& content, const Comm& world) {
-  const size_t weights = split_weights(content.weights).size(), shards = !content.optimizer.empty();
-  Place place{.rank = world.rank(), .ranks = world.size()};
-  const auto all = world.all_gather_strings(fmt::format("{} {} {}", content.step, weights, shards));
-  for (int64_t rank = 0; rank < place.ranks; ++rank) {
-    std::istringstream text(all[static_cast<size_t>(rank)]);
-    int64_t step = 0;
-    size_t its_weights = 0, its_shards = 0;
-    text >> step >> its_weights >> its_shards;
-    PITH_CHECK(step == content.step, "rank {} saves step {}, rank {} step {}", rank, step,
-        place.rank, content.step);
-    if (rank == place.rank) {
-      place.first_weights = place.weights;
-      place.shard = place.shards;
-    }
-    place.weights += its_weights;
-    place.shards += its_shards;
-  }
-  return place;
-}
-
-std::vector<WrittenFile> write_own_files(
-    const fs::path& folder, const CheckpointContent& content, const Place& place) {
-  std::vector<WrittenFile> written = write_weight_files(
-      folder, split_weights(content.weights), place.first_weights, place.weights);
-  if (!content.optimizer.empty()) {
-    std::vector<NamedTensor> slices;
-    for (const StateSlice& slice : content.optimizer) {
-      PITH_CHECK(slice.data.dim() == 1 && slice.offset >= 0 &&
-                     slice.data.numel() <= slice.total - slice.offset,
-          "{} of {}: {} elements from {} do not lie within {}", slice.kind, slice.tensor,
-          slice.data.numel(), slice.offset, slice.total);
-      check_dtype(slice.data, slice.tensor, at::kFloat);
-      slices.emplace_back(
-          state_key(slice.kind, slice.tensor, slice.offset, slice.total), slice.data);
-    }
-    const std::string name =
-        fmt::format("optimizer/shard-{:05}-of-{:05}.safetensors", place.shard, place.shards);
-    fs::create_directory(folder / "optimizer");
-    written.push_back(write_safetensors(folder / name, slices));
-    written.back().name = name;
-    sync_folder(folder / "optimizer");
-  }
-  return written;
-}
-
-std::string done_name(int64_t rank) { return fmt::format(".done-{:05}", rank); }
-
-// Rank 0: waits for all other ranks' reports and appends their files.
-void collect_done(const fs::path& folder, const Place& place, std::vector<WrittenFile>& written) {
-  constexpr auto kPatience = std::chrono::minutes(10);
-  const auto give_up = std::chrono::steady_clock::now() + kPatience;
-  std::vector<std::string> problems;
-  for (int64_t rank = 1; rank < place.ranks; ++rank) {
-    const fs::path file = folder / done_name(rank);
-    while (!fs::exists(file) && std::chrono::steady_clock::now() < give_up)
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    const std::string text = fs::exists(file) ? read_file(file) : "nothing heard for 10 minutes";
-    if (!text.starts_with('{')) {
-      problems.push_back(fmt::format("rank {}: {}", rank, text));
-      continue;
-    }
-    for (const auto& [name, its] : parse_manifest(text, file.string()).files)
-      written.push_back(its);
-    fs::remove(file);
-  }
-  PITH_CHECK(problems.empty(), "{}", fmt::join(problems, "; "));
-}
-
-void write_files(const fs::path& folder, const CheckpointContent& content, const Place& place) {
-  std::vector<WrittenFile> written;
-  std::exception_ptr failure;
-  std::string done;
-  try {
-    written = write_own_files(folder, content, place);
-    done = manifest_text(content.step, written);
-  } catch (const std::exception& error) {
-    failure = std::current_exception();
-    done = fmt::format("error: {}", error.what());
-  }
-  if (place.rank > 0) {  // tells rank 0 what was written, as a manifest, or why it could not be
-    write_file(folder, done_name(place.rank) + ".part", done);
-    fs::rename(folder / (done_name(place.rank) + ".part"), folder / done_name(place.rank));
-  } else {
-    collect_done(folder, place, written);  // so that nobody writes any more
-  }
-  if (failure) std::rethrow_exception(failure);
-  if (place.rank > 0) return;
-  written.push_back(write_weight_index(folder, written));
-  for (const auto& [name, bytes] : content.files) {
-    PITH_CHECK(fs::path(name).filename() == name && !fs::exists(folder / name),
-        "{} is no name for a further file of a checkpoint", name);
-    written.push_back(write_file(folder, name, bytes));
-  }
-  written.push_back(write_file(folder, "training_state.json", content.training_state));
-  write_file(folder, kManifest, manifest_text(content.step, written));
-  sync_folder(folder);
 }
 
 // The complete folder `from` takes the name `to`; a folder already there changes places with it, so
@@ -193,16 +90,15 @@ void remove_leftovers(const fs::path& root) {
 std::string incomplete(const fs::path& checkpoint) {
   try {
     for (const auto& [name, file] : read_manifest(checkpoint).files) {
-      std::error_code error;
-      const auto bytes = fs::file_size(checkpoint / name, error);
-      if (error) return (checkpoint / name).string() + ": " + error.message();
-      if (bytes != file.bytes)
-        return fmt::format(
-            "{} has {} bytes instead of {}", (checkpoint / name).string(), bytes, file.bytes);
+      const uint64_t bytes = fs::file_size(checkpoint / name);
+      PITH_CHECK(bytes == file.bytes, "{} has {} bytes instead of {}", (checkpoint / name).string(),
+          bytes, file.bytes);
     }
     return "";
   } catch (const Error& error) {
     return error.message();
+  } catch (const fs::filesystem_error& error) {
+    return error.what();
   }
 }
 
@@ -215,6 +111,149 @@ void delete_older(const fs::path& root, int64_t step, int64_t keep_last) {
     const fs::path doomed = root / (std::string(kDeleting) + step_name(older));
     fs::rename(folder, doomed);
     fs::remove_all(doomed);
+  }
+}
+
+// One save by this rank, one of those that write the checkpoint together.
+struct Save {
+  fs::path root;
+  CheckpointContent content;
+  int64_t keep_last, rank, ranks;
+  std::string name = step_name(content.step);
+  fs::path temporary = root / (std::string(kSaving) + name);
+  size_t first_weights = 0, weights = 0, shard = 0, shards = 0;  // files: of earlier ranks, of all
+
+  void prepare(const Comm& world);
+  void run() const;
+
+ private:
+  template <class Part>
+  void guard(const Part& part) const;
+  std::vector<WrittenFile> write_own_files() const;
+  void collect_done(std::vector<WrittenFile>& written) const;
+  void write_files() const;
+  fs::path done_file(int64_t of_rank) const {
+    return temporary / fmt::format(".done-{:05}", of_rank);
+  }
+};
+
+// What `part` throws becomes an Error that names the checkpoint; rank 0 removes the temporary
+// folder.
+template <class Part>
+void Save::guard(const Part& part) const {
+  try {
+    part();
+  } catch (const std::exception& error) {
+    std::error_code ignored;  // the first error is the one to tell
+    if (rank == 0) fs::remove_all(temporary, ignored);
+    const auto* known = dynamic_cast<const Error*>(&error);
+    PITH_FAIL("cannot save checkpoint {}: {}", (root / name).string(),
+        known ? known->message() : error.what());
+  }
+}
+
+// Rank 0 makes the temporary folder, then all agree on who writes what. Collective.
+void Save::prepare(const Comm& world) {
+  guard([&] {
+    if (rank == 0) {
+      if (fs::create_directories(root)) sync_folder(fs::absolute(root).parent_path());
+      remove_leftovers(root);
+      fs::create_directory(temporary);
+    }
+    const auto files = world.all_gather_strings(
+        fmt::format("{} {:d}", split_weights(content.weights).size(), !content.optimizer.empty()));
+    for (int64_t r = 0; r < ranks; ++r) {
+      if (r == rank) first_weights = weights, shard = shards;
+      std::istringstream text(files[static_cast<size_t>(r)]);
+      size_t its_weights = 0, its_shards = 0;
+      text >> its_weights >> its_shards;
+      weights += its_weights, shards += its_shards;
+    }
+  });
+}
+
+std::vector<WrittenFile> Save::write_own_files() const {
+  std::vector<WrittenFile> written =
+      write_weight_files(temporary, split_weights(content.weights), first_weights, weights);
+  if (content.optimizer.empty()) return written;
+  std::vector<NamedTensor> slices;
+  for (const auto& [kind, tensor, offset, total, data] : content.optimizer) {
+    PITH_CHECK(data.dim() == 1 && offset >= 0 && data.numel() <= total - offset,
+        "{} of {}: {} elements from {} do not lie within {}", kind, tensor, data.numel(), offset,
+        total);
+    check_dtype(data, tensor, at::kFloat);
+    slices.emplace_back(state_key(kind, tensor, offset, total), data);
+  }
+  const std::string file = shard_name(shard, shards);
+  fs::create_directory(temporary / "optimizer");
+  written.push_back(write_safetensors(temporary / "optimizer" / file, slices));
+  written.back().name = "optimizer/" + file;
+  sync_folder(temporary / "optimizer");
+  return written;
+}
+
+// Rank 0: waits for all other ranks' reports and appends their files.
+void Save::collect_done(std::vector<WrittenFile>& written) const {
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::minutes(10);
+  std::vector<std::string> problems;
+  for (int64_t r = 1; r < ranks; ++r) {
+    const fs::path file = done_file(r);
+    while (!fs::exists(file) && std::chrono::steady_clock::now() < give_up)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    const std::string text = fs::exists(file) ? read_file(file) : "nothing heard for 10 minutes";
+    if (!text.starts_with('{')) {
+      problems.push_back(fmt::format("rank {}: {}", r, text));
+      continue;
+    }
+    for (const auto& [its_name, its] : parse_manifest(text, file.string()).files)
+      written.push_back(its);
+    fs::remove(file);
+  }
+  PITH_CHECK(problems.empty(), "{}", fmt::join(problems, "; "));
+}
+
+void Save::write_files() const {
+  std::vector<WrittenFile> written;
+  std::exception_ptr failure;
+  std::string done;
+  try {
+    written = write_own_files();
+    done = manifest_text(content.step, written);
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    done = fmt::format("error: {}", error.what());
+  }
+  if (rank > 0) {  // tells rank 0 what was written, as a manifest, or why it could not be
+    const std::string file = done_file(rank).filename().string();
+    write_file(temporary, file + ".part", done);
+    fs::rename(temporary / (file + ".part"), temporary / file);
+  } else {
+    collect_done(written);  // so that nobody writes any more
+  }
+  if (failure) std::rethrow_exception(failure);
+  if (rank > 0) return;
+  written.push_back(write_weight_index(temporary, written));
+  for (const auto& [file, bytes] : content.files)
+    written.push_back(write_file(temporary, file, bytes));
+  written.push_back(write_file(temporary, "training_state.json", content.training_state));
+  write_file(temporary, kManifest, manifest_text(content.step, written));
+  sync_folder(temporary);
+}
+
+void Save::run() const {
+  guard([&] {
+    write_files();
+    if (rank > 0) return;
+    take_name(temporary, root / name);
+    sync_folder(root);
+  });
+  if (rank > 0) return;
+  try {
+    remove_leftovers(root);  // what take_name replaced
+    if (keep_last > 0) delete_older(root, content.step, keep_last);
+  } catch (const fs::filesystem_error& error) {
+    PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}",
+        (root / name).string(), error.what());
   }
 }
 
@@ -244,57 +283,6 @@ std::vector<std::string> verify_file(const fs::path& path, const WrittenFile& ex
   }
 }
 
-fs::path temporary_path(const fs::path& root, int64_t step) {
-  return root / (std::string(kSaving) + step_name(step));
-}
-
-// Runs one part of a save; what it throws becomes an Error that names the checkpoint. Rank 0 then
-// removes the temporary folder.
-template <class Part>
-auto guard_save(const fs::path& root, int64_t step, int64_t rank, const Part& part) {
-  try {
-    return part();
-  } catch (const std::exception& error) {
-    std::error_code ignored;  // the first error is the one to tell
-    if (rank == 0) fs::remove_all(temporary_path(root, step), ignored);
-    const auto* known = dynamic_cast<const Error*>(&error);
-    PITH_FAIL("cannot save checkpoint {}: {}", (root / step_name(step)).string(),
-        known ? known->message() : error.what());
-  }
-}
-
-// Rank 0 makes the temporary folder, then all agree on who writes what. Collective.
-Place prepare(const fs::path& root, const CheckpointContent& content, const Comm& world) {
-  return guard_save(root, content.step, world.rank(), [&] {
-    if (world.rank() == 0) {
-      if (fs::create_directories(root)) sync_folder(fs::absolute(root).parent_path());
-      remove_leftovers(root);
-      fs::create_directory(temporary_path(root, content.step));
-    }
-    return agree(content, world);
-  });
-}
-
-void save(
-    const fs::path& root, const CheckpointContent& content, int64_t keep_last, const Place& place) {
-  const fs::path final_path = root / step_name(content.step);
-  const fs::path temporary = temporary_path(root, content.step);
-  guard_save(root, content.step, place.rank, [&] {
-    write_files(temporary, content, place);
-    if (place.rank > 0) return;
-    take_name(temporary, final_path);
-    sync_folder(root);
-  });
-  if (place.rank > 0) return;
-  try {
-    remove_leftovers(root);  // what take_name replaced
-    if (keep_last > 0) delete_older(root, content.step, keep_last);
-  } catch (const fs::filesystem_error& error) {
-    PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}",
-        final_path.string(), error.what());
-  }
-}
-
 uint64_t parse_hex(const std::string& text, const std::string& source) {
   uint64_t value = 0;
   std::from_chars(text.data(), text.data() + text.size(), value, 16);
@@ -315,15 +303,15 @@ CheckpointWriter::~CheckpointWriter() {
 void CheckpointWriter::start(
     fs::path root, CheckpointContent content, int64_t keep_last, const Comm& world) {
   finish();
-  const Place place = prepare(root, content, world);
-  thread_ =
-      std::thread([this, root = std::move(root), content = std::move(content), keep_last, place] {
-        try {
-          save(root, content, keep_last, place);
-        } catch (...) {
-          error_ = std::current_exception();
-        }
-      });
+  Save save{std::move(root), std::move(content), keep_last, world.rank(), world.size()};
+  save.prepare(world);
+  thread_ = std::thread([this, save = std::move(save)] {
+    try {
+      save.run();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  });
 }
 
 void CheckpointWriter::finish() {
@@ -376,20 +364,13 @@ std::vector<std::string> verify_checkpoint(const fs::path& folder) {
   } catch (const Error& error) {
     return {error.message()};
   }
-  std::vector<WrittenFile> files;
-  for (const auto& [name, file] : manifest.files) files.push_back(file);
+  std::vector<const WrittenFile*> files;
+  for (const auto& [name, file] : manifest.files) files.push_back(&file);
   std::vector<std::vector<std::string>> found(files.size());
-  std::atomic<size_t> next = 0;
-  const auto work = [&] {
-    for (size_t i; (i = next++) < files.size();)
-      found[i] = verify_file(folder / files[i].name, files[i]);
-  };
-  {
-    std::vector<std::jthread> threads;
-    const size_t workers = std::min<size_t>({8, files.size(), std::thread::hardware_concurrency()});
-    for (size_t i = 1; i < workers; ++i) threads.emplace_back(work);
-    work();
-  }
+  at::parallel_for(0, std::ssize(files), 1, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
+      found[i] = verify_file(folder / files[i]->name, *files[i]);
+  });
   std::vector<std::string> problems;
   for (const auto& list : found) problems.insert(problems.end(), list.begin(), list.end());
   return problems;
@@ -409,31 +390,29 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
     PITH_FAIL_HINT("use the folder as [model] init to start with a new optimizer",
         "{} holds no optimizer state", folder.string());
   for (size_t i = 0; i < names.size(); ++i) {
-    const auto expected = fmt::format("shard-{:05}-of-{:05}.safetensors", i, names.size());
+    const std::string expected = shard_name(i, names.size());
     PITH_CHECK(names[i] == expected, "{}: {} is there where {} is expected", folder_.string(),
         names[i], expected);
     files_.emplace_back(folder_ / names[i]);
     for (const auto& [key, entry] : files_[i].header().tensors) {
-      const size_t slash = key.find('/'), at = key.rfind('@'), total_at = key.rfind('/');
-      Piece piece{i, key, -1, 0, -1};
-      std::string kind, tensor;
-      if (slash < at && at < total_at && entry.shape.size() == 1 && entry.dtype == at::kFloat) {
-        kind = key.substr(0, slash);
-        tensor = key.substr(slash + 1, at - slash - 1);
-        piece.count = entry.shape[0];
-        std::from_chars(&key[at + 1], key.data() + key.size(), piece.offset);
-        std::from_chars(&key[total_at + 1], key.data() + key.size(), piece.total);
-      }
-      PITH_CHECK(piece.offset >= 0 && key == state_key(kind, tensor, piece.offset, piece.total),
+      const size_t slash = std::min(key.find('/'), key.size());
+      const size_t at = std::min(key.rfind('@'), key.size());
+      const std::string kind = key.substr(0, slash);
+      const std::string tensor = at > slash ? key.substr(slash + 1, at - slash - 1) : "";
+      Piece piece{i, key, -1, entry.shape.size() == 1 ? entry.shape[0] : -1, -1};
+      const char *end = key.data() + key.size(), *text = std::min(&key[at] + 1, end);
+      text = std::from_chars(text, end, piece.offset).ptr;
+      std::from_chars(std::min(text + 1, end), end, piece.total);
+      PITH_CHECK(piece.offset >= 0 && piece.count >= 0 && entry.dtype == at::kFloat &&
+                     key == state_key(kind, tensor, piece.offset, piece.total),
           "{}: {} is not a flat float32 slice KIND/TENSOR@OFFSET/TOTAL", files_[i].path().string(),
           key);
       pieces_[{kind, tensor}].push_back(piece);
     }
   }
   for (auto& [name, pieces] : pieces_) {
-    std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
-      return std::pair(a.offset, a.count) < std::pair(b.offset, b.count);
-    });
+    std::ranges::sort(
+        pieces, {}, [](const Piece& piece) { return std::pair(piece.offset, piece.count); });
     int64_t end = 0;
     for (const Piece& piece : pieces) {
       PITH_CHECK(piece.offset == end && piece.total == pieces[0].total,

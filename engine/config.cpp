@@ -1,6 +1,8 @@
 // The table of configuration keys and all that is made from it: reading, checks, TOML, help.
 #include "engine/config.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -9,7 +11,6 @@
 #include <fstream>
 #include <limits>
 #include <map>
-#include <optional>
 #include <set>
 #include <utility>
 #include <variant>
@@ -31,16 +32,19 @@ Field field_of(RunConfig& config) {
 }
 
 struct Key {
-  const char *section, *name;
+  std::string_view full;  // "training.lr"
   Field (*field)(RunConfig&);
   const char* limits;  // numbers: an interval; text: the allowed words, or "path" or empty
   const char* description;
   const char* synonyms = "";  // what other programs call it: only to suggest the right name
+
+  std::string_view section() const { return full.substr(0, full.find('.')); }
+  std::string_view name() const { return full.substr(full.find('.') + 1); }
 };
 
 // clang-format off
 #define KEY(section, name) \
-  #section, #name, field_of<&RunConfig::section, &decltype(RunConfig::section)::name>
+  #section "." #name, field_of<&RunConfig::section, &decltype(RunConfig::section)::name>
 // clang-format on
 
 const Key kKeys[] = {
@@ -96,16 +100,17 @@ const Key kKeys[] = {
 };
 #undef KEY
 
-const Key* find_key(std::string_view section, std::string_view name) {
-  for (const Key& key : kKeys)
-    if (section == key.section && name == key.name) return &key;
-  return nullptr;
+const Key* find_key(std::string_view full) {
+  const auto* key = std::ranges::find(kKeys, full, &Key::full);
+  return key == std::end(kKeys) ? nullptr : key;
 }
 
 template <class... Cases>
 struct Overloaded : Cases... {
   using Cases::operator()...;
 };
+template <class... Cases>
+Overloaded(Cases...) -> Overloaded<Cases...>;
 
 // The interval of a number: "[0, 1)", "(0, inf)".
 bool within(double value, std::string_view interval) {  // false for NaN
@@ -130,22 +135,15 @@ std::vector<std::string> split(std::string_view text, char separator) {
 std::string quote(std::string_view text) {
   std::string quoted = "\"";
   for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      quoted += {'\\', c};
-    } else if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
-      quoted += fmt::format("\\u{:04X}", static_cast<int>(c));
-    } else {
-      quoted += c;
-    }
+    const bool plain = static_cast<unsigned char>(c) >= 0x20 && c != 0x7f;
+    quoted += c == '"' || c == '\\' ? fmt::format("\\{}", c)
+              : plain               ? std::string(1, c)
+                                    : fmt::format("\\u{:04X}", static_cast<int>(c));
   }
   return quoted + '"';
 }
 
 // A value as TOML that reads back to the same bits.
-std::string toml_of(const std::string& text) { return quote(text); }
-std::string toml_of(bool on) { return on ? "true" : "false"; }
-std::string toml_of(int64_t number) { return fmt::format("{}", number); }
-std::string toml_of(uint64_t number) { return fmt::format("{}", number); }
 std::string toml_of(double number) {
   const std::string text = fmt::format("{}", number);
   return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
@@ -153,104 +151,109 @@ std::string toml_of(double number) {
 std::string toml_of(const std::vector<DataSource>& sources) {
   if (sources.empty()) return quote("");
   if (sources.size() == 1 && sources[0].name.empty()) return quote(sources[0].path);
-  std::string text;
+  std::vector<std::string> tables;
   for (const auto& [path, weight, name] : sources)
-    text += fmt::format("{}{{path = {}, weight = {}{}{}}}", text.empty() ? "" : ", ", quote(path),
-        toml_of(weight), name.empty() ? "" : ", name = ", name.empty() ? "" : quote(name));
-  return fmt::format("[{}]", text);
+    tables.push_back(fmt::format("{{path = {}, weight = {}{}}}", quote(path), toml_of(weight),
+        name.empty() ? "" : ", name = " + quote(name)));
+  return fmt::format("[{}]", fmt::join(tables, ", "));
 }
 std::string toml_of(const Field& field) {
-  return std::visit([](const auto* value) { return toml_of(*value); }, field);
+  return std::visit(Overloaded{[](const std::string* text) { return quote(*text); },
+                        [](const double* number) { return toml_of(*number); },
+                        [](const std::vector<DataSource>* sources) { return toml_of(*sources); },
+                        [](const auto* value) { return fmt::format("{}", *value); }},
+      field);
 }
 
 std::string describe_value(const toml::node& node) {
   if (const auto* text = node.as_string()) return "the text " + quote(**text);
   if (const auto* integer = node.as_integer()) return fmt::format("the integer {}", **integer);
   if (const auto* number = node.as_floating_point()) return fmt::format("the float {}", **number);
-  if (const auto* on = node.as_boolean()) return toml_of(**on);
+  if (const auto* on = node.as_boolean()) return fmt::format("{}", **on);
   return node.is_array() ? "an array" : node.is_table() ? "a table" : "a date or time";
 }
 
-// Reads one element of a blend; returns what is wrong with it, or nothing.
-std::string assign_source(const toml::node& node, DataSource& source) {
-  if (!node.is_table())
-    return " must be {path = \"...\", weight = 0.5}, not " + describe_value(node);
+std::string text_of(const toml::node& node) {
+  const std::string& text = **node.as_string();
+  PITH_CHECK(text.find('\0') == std::string::npos, "holds a NUL character");
+  return text;
+}
+
+// Element `number` of a blend.
+DataSource source_of(const toml::node& node, size_t number) {
+  PITH_CHECK(node.is_table(), "source {} must be {{path = \"...\", weight = 0.5}}, not {}", number,
+      describe_value(node));
+  DataSource source;
   for (const auto& [key, value] : *node.as_table()) {
     const std::string_view name = key.str();
     if (name == "weight" && value.is_number()) {
       source.weight = *value.value<double>();
     } else if ((name == "path" || name == "name") && value.is_string()) {
-      (name == "path" ? source.path : source.name) = **value.as_string();
+      (name == "path" ? source.path : source.name) = text_of(value);
     } else {
-      return fmt::format(": {} = {} is not one of path (text), weight (a number), name (text)",
-          name, describe_value(value));
+      PITH_FAIL("source {}: {} = {} is not one of path (text), weight (a number), name (text)",
+          number, name, describe_value(value));
     }
   }
-  if (source.path.empty()) return " has no path";
-  if (within(source.weight, "(0, inf)")) return "";
-  return fmt::format(": weight {} is outside (0, inf)", source.weight);
+  PITH_CHECK(!source.path.empty(), "source {} has no path", number);
+  PITH_CHECK(within(source.weight, "(0, inf)"), "source {}: weight {} is outside (0, inf)", number,
+      source.weight);
+  return source;
 }
 
-std::string assign_sources(const toml::node& node, std::vector<DataSource>& sources) {
-  std::vector<DataSource> read;
+std::vector<DataSource> sources_of(const toml::node& node) {
+  std::vector<DataSource> sources;
   if (node.is_string()) {
-    if (!node.as_string()->get().empty()) read.push_back({**node.as_string()});
-  } else if (!node.is_array()) {
-    return "must be a path or an array of {path, weight}, not " + describe_value(node);
+    if (!node.as_string()->get().empty()) sources.push_back({text_of(node)});
   } else {
-    for (const toml::node& element : *node.as_array()) {
-      const std::string problem = assign_source(element, read.emplace_back());
-      if (!problem.empty()) return fmt::format("source {}{}", read.size(), problem);
-    }
+    PITH_CHECK(node.is_array(), "must be a path or an array of {{path, weight}}, not {}",
+        describe_value(node));
+    for (const toml::node& element : *node.as_array())
+      sources.push_back(source_of(element, sources.size() + 1));
   }
-  for (const DataSource& source : read)
-    if ((source.path + source.name).find('\0') != std::string::npos) return "holds a NUL character";
-  sources = std::move(read);
-  return "";
+  for (const auto& [path, weight, name] : sources)
+    PITH_CHECK(!path.ends_with(".bin") && !path.ends_with(".idx") && !path.ends_with('/'),
+        "{} must name a corpus by its path without extension", quote(path));
+  return sources;
 }
 
-// Stores the value; returns what is wrong with it, or nothing.
-std::string assign(const Key& key, const toml::node& node, const Field& field) {
-  const auto expected = [&](const std::string& what) {
-    const bool quoted = node.is_string() && what != "text";
-    return fmt::format("must be {}, not {}{}", what, describe_value(node),
-        quoted ? "; numbers (0.1, not .1), true and false take no quotes" : "");
+// Stores the value; an Error says what is wrong with it.
+void assign(const Key& key, const toml::node& node, const Field& field) {
+  const auto expect = [&](bool right, std::string_view what, const std::string& advice = "") {
+    PITH_CHECK(right, "must be {}, not {}{}{}", what, describe_value(node),
+        node.is_string() ? "; numbers (0.1, not .1), true and false take no quotes" : "", advice);
   };
-  const auto number = [&](auto value, auto* target) -> std::string {
-    if (!within(static_cast<double>(value), key.limits))
-      return fmt::format("{} is outside {}", value, key.limits);
+  const auto store = [&](auto value, auto* target) {
+    PITH_CHECK(
+        within(static_cast<double>(value), key.limits), "{} is outside {}", value, key.limits);
     *target = static_cast<std::remove_pointer_t<decltype(target)>>(value);
-    return "";
   };
-  const auto text = [&](std::string* target) -> std::string {
-    if (!node.is_string()) return expected("text");
-    const std::string& value = **node.as_string();
-    const auto allowed = split(key.limits, '|');
-    if (allowed.size() > 1 && std::ranges::find(allowed, value) == allowed.end())
-      return fmt::format("{} is not one of {}; nearest is {}", quote(value), key.limits,
-          nearest_word(value, allowed));
-    if (value.find('\0') != std::string::npos) return "holds a NUL character";
-    *target = value;
-    return "";
-  };
-  const auto flag = [&](bool* target) -> std::string {
-    if (!node.is_boolean()) return expected("true or false");
-    *target = **node.as_boolean();
-    return "";
-  };
-  const auto real = [&](double* target) {
-    return node.is_number() ? number(*node.value<double>(), target) : expected("a number");
-  };
-  const auto integer = [&](auto* target) {
-    if (node.is_integer()) return number(**node.as_integer(), target);
-    const double written = node.value_exact<double>().value_or(0.5);
-    const bool whole = std::trunc(written) == written && std::abs(written) < 1e18;
-    return expected("an integer") + (whole ? fmt::format("; write {:.0f}", written) : "");
-  };
-  const auto sources = [&](std::vector<DataSource>* target) {
-    return assign_sources(node, *target);
-  };
-  return std::visit(Overloaded{text, flag, real, sources, integer}, field);
+  std::visit(Overloaded{[&](std::string* target) {
+                          expect(node.is_string(), "text");
+                          const std::string& value = **node.as_string();
+                          const auto allowed = split(key.limits, '|');
+                          PITH_CHECK(allowed.size() < 2 || std::ranges::count(allowed, value) > 0,
+                              "{} is not one of {}; nearest is {}", quote(value), key.limits,
+                              nearest_word(value, allowed));
+                          *target = text_of(node);
+                        },
+                 [&](bool* target) {
+                   expect(node.is_boolean(), "true or false");
+                   *target = **node.as_boolean();
+                 },
+                 [&](double* target) {
+                   expect(node.is_number(), "a number");
+                   store(*node.value<double>(), target);
+                 },
+                 [&](std::vector<DataSource>* target) { *target = sources_of(node); },
+                 [&](auto* target) {
+                   const double written = node.value_exact<double>().value_or(0.5);
+                   const bool whole = std::trunc(written) == written && std::abs(written) < 1e18;
+                   expect(node.is_integer(), "an integer",
+                       whole ? fmt::format("; write {:.0f}", written) : "");
+                   store(**node.as_integer(), target);
+                 }},
+      field);
 }
 
 // Edits that make one word of the other: insert, delete, replace, swap of neighbours (optimal
@@ -274,18 +277,22 @@ size_t edit_distance(std::string_view word, std::string_view other) {
 
 // The key that was probably meant, by its name or what other programs call it: one of this section,
 // or one that is called nearly so in another.
-std::string nearest_key(std::string_view section, std::string_view name) {
-  std::string nearest;
+std::string nearest_key(std::string_view full) {
+  const size_t dot = full.find('.');
+  const auto section = full.substr(0, dot == full.npos ? 0 : dot);
+  const auto name = full.substr(dot == full.npos ? 0 : dot + 1);
+  std::string_view nearest;
   size_t smallest = std::numeric_limits<size_t>::max();
-  for (const Key& key : kKeys)
-    for (const auto& candidate : split(fmt::format("{} {}", key.name, key.synonyms), ' ')) {
+  for (const Key& key : kKeys) {
+    auto names = split(key.synonyms, ' ');
+    names.emplace_back(key.name());
+    for (const std::string& candidate : names) {
       size_t distance = edit_distance(name, candidate);
-      if (!section.empty() && section != key.section) distance += distance <= 1 ? 2 : 100;
-      if (distance >= smallest) continue;
-      smallest = distance;
-      nearest = fmt::format("{}.{}", key.section, key.name);
+      if (!section.empty() && section != key.section()) distance += distance <= 1 ? 2 : 100;
+      if (distance < smallest) smallest = distance, nearest = key.full;
     }
-  return nearest;
+  }
+  return std::string(nearest);
 }
 
 // Advice for the two slips that make a line no TOML at all: .5 for 0.5, and text without quotes.
@@ -312,72 +319,61 @@ class Reader {
       PITH_FAIL("{}:{}: column {}: {}{}", source, at.line, at.column, error.description(),
           syntax_advice(text, at.line));
     }
-    const auto place_of = [&](const toml::key& key) {
-      const int64_t line = key.source().begin.line;
-      return Place{line, fmt::format("{}:{}", source, line)};
-    };
     std::vector<std::string> sections;
-    for (const Key& key : kKeys) sections.emplace_back(key.section);
+    for (const Key& key : kKeys) sections.emplace_back(key.section());
     for (const auto& [key, node] : table) {
       const std::string name(key.str());
       const auto* section = node.as_table();
-      if (std::ranges::find(sections, name) == sections.end()) {
+      if (std::ranges::count(sections, name) == 0) {
         if (section)
           mistake(place_of(key), "[" + name + "]",
               fmt::format("unknown section; nearest is [{}]", nearest_word(name, sections)));
         else
           mistake(place_of(key), name,
-              "unknown key outside any section; nearest is " + nearest_key("", name));
+              "unknown key outside any section; nearest is " + nearest_key(name));
       } else if (!section) {
         mistake(place_of(key), name, fmt::format("is a section: write [{}]", name));
       } else {
-        for (const auto& [inner, value] : *section) set(name, inner.str(), value, place_of(inner));
+        for (const auto& [inner, value] : *section)
+          set(fmt::format("{}.{}", name, inner.str()), value, place_of(inner));
       }
     }
   }
 
   void read_override(const std::string& text) {
     const Place place{std::numeric_limits<int64_t>::max() / 2 + overrides_++, "--set"};
-    const size_t equals = text.find('='), dot = text.find('.');
-    if (equals == std::string::npos || dot > equals)
+    const size_t equals = text.find('=');
+    if (equals == std::string::npos || text.find('.') > equals)
       return mistake(place, text, "not of the form section.key=value");
-    const auto trimmed = [&](size_t begin, size_t end) {
-      while (begin < end && text[begin] == ' ') ++begin;
-      while (begin < end && text[end - 1] == ' ') --end;
-      return text.substr(begin, end - begin);
-    };
-    const std::string section = trimmed(0, dot), name = trimmed(dot + 1, equals);
-    const std::string value = trimmed(equals + 1, text.size());
-    const auto parse = [](std::string_view toml) -> std::optional<toml::table> {
-      try {
-        toml::table parsed = toml::parse(fmt::format("value = {}", toml));
-        if (parsed.size() == 1 && parsed.contains("value")) return parsed;
-      } catch (const toml::parse_error&) {
-      }
-      return std::nullopt;
-    };
-    const Key* key = find_key(section, name);
+    std::string name = text.substr(0, equals), value = text.substr(equals + 1);
+    std::erase(name, ' ');
+    value.erase(0, value.find_first_not_of(' '));
+    value.erase(value.find_last_not_of(' ') + 1);
+    const Key* key = find_key(name);
     const Field field = key ? key->field(config_) : Field(static_cast<bool*>(nullptr));
     const bool sources = std::holds_alternative<std::vector<DataSource>*>(field);
     const bool wants_text = sources || std::holds_alternative<std::string*>(field);
-    auto parsed = parse(value);
-    const toml::node* node = parsed ? parsed->get("value") : nullptr;
     // Text comes without quotes here, and may look like anything.
-    if (!node || (wants_text && !node->is_string() && !(sources && node->is_array())))
-      parsed = parse(quote(value));
-    if (parsed) return set(section, name, *parsed->get("value"), place);
-    mistake(place, section + "." + name, "not valid UTF-8");
+    for (const std::string& toml : {value, quote(value)}) {
+      try {
+        const toml::table table = toml::parse("value = " + toml);
+        const toml::node* node = table.size() == 1 ? table.get("value") : nullptr;
+        if (node && (!wants_text || node->is_string() || (sources && node->is_array())))
+          return set(name, *node, place);
+      } catch (const toml::parse_error&) {  // the second time, what is not even text
+      }
+    }
+    mistake(place, name, "not valid UTF-8");
   }
 
   void check_together();
 
-  RunConfig result() const {
+  RunConfig result() {
     std::string text;
     for (const auto& [order, mistake] : mistakes_) text += (text.empty() ? "" : "\n") + mistake;
     if (!text.empty()) PITH_FAIL_HINT("pithtrain pretrain --help lists all keys", "{}", text);
-    RunConfig config = config_;
-    if (config.model.config.empty()) config.model.config = config.model.init;
-    return config;
+    if (config_.model.config.empty()) config_.model.config = config_.model.init;
+    return config_;
   }
 
  private:
@@ -387,21 +383,28 @@ class Reader {
   };
   struct Given {
     Place place;
-    bool refused;
+    bool refused = false;
   };
+
+  Place place_of(const toml::key& key) const {
+    const int64_t line = key.source().begin.line;
+    return {line, fmt::format("{}:{}", source_, line)};
+  }
 
   void mistake(const Place& place, const std::string& key, const std::string& problem) {
     mistakes_.emplace(place.order, fmt::format("{}: {}: {}", place.text, key, problem));
   }
 
-  void set(
-      std::string_view section, std::string_view name, const toml::node& node, const Place& place) {
-    const Key* key = find_key(section, name);
-    const std::string full = fmt::format("{}.{}", section, name);
-    if (!key) return mistake(place, full, "unknown key; nearest is " + nearest_key(section, name));
-    const std::string problem = assign(*key, node, key->field(config_));
-    given_[full] = {place, !problem.empty()};
-    if (!problem.empty()) mistake(place, full, problem);
+  void set(const std::string& full, const toml::node& node, const Place& place) {
+    const Key* key = find_key(full);
+    if (!key) return mistake(place, full, "unknown key; nearest is " + nearest_key(full));
+    Given& given = given_[full] = {place};
+    try {
+      assign(*key, node, key->field(config_));
+    } catch (const Error& error) {
+      given.refused = true;
+      mistake(place, full, error.message());
+    }
   }
 
   RunConfig config_;
@@ -429,15 +432,6 @@ void Reader::check_together() {
   rule(!config_.model.config.empty() || !config_.model.init.empty(), {"model.config", "model.init"},
       "one of model.config and model.init must be given");
   rule(!config_.data.train.empty(), {"data.train"}, "must be given");
-  for (const auto& [name, sources] : {std::pair{"data.train", &config_.data.train},
-           std::pair{"data.validation", &config_.data.validation}}) {
-    for (const DataSource& source : *sources) {
-      const std::string& path = source.path;
-      const bool extension = path.ends_with(".bin") || path.ends_with(".idx");
-      rule(!extension && !path.ends_with('/'), {name},
-          fmt::format("{} must name a corpus by its path without extension", quote(path)));
-    }
-  }
   std::set<std::string> labels;
   for (const DataSource& source : config_.data.validation)
     rule(labels.insert(source.label()).second, {"data.validation"},
@@ -471,11 +465,12 @@ void Reader::check_together() {
 // "[section]" and a line for each of its keys.
 template <class Line>
 std::string by_section(const Line& line) {
-  std::string text, section;
+  std::string text;
+  std::string_view section;
   for (const Key& key : kKeys) {
-    if (section != key.section)
-      text += fmt::format("{}[{}]\n", text.empty() ? "" : "\n", key.section);
-    section = key.section;
+    if (section != key.section())
+      text += fmt::format("{}[{}]\n", text.empty() ? "" : "\n", key.section());
+    section = key.section();
     text += line(key) + "\n";
   }
   return text;
@@ -506,7 +501,7 @@ RunConfig parse_run_config(
 std::string to_toml(const RunConfig& config) {
   RunConfig copy = config;
   return by_section(
-      [&](const Key& key) { return fmt::format("{} = {}", key.name, toml_of(key.field(copy))); });
+      [&](const Key& key) { return fmt::format("{} = {}", key.name(), toml_of(key.field(copy))); });
 }
 
 std::string describe_config_keys() {
@@ -514,19 +509,15 @@ std::string describe_config_keys() {
   return by_section([&](const Key& key) {
     const Field field = key.field(defaults);
     const char* const types[] = {"text", "integer", "integer", "float", "bool", "corpora"};
-    return fmt::format("  {:<22}{:<9}{:<12}{:<21}{}", key.name, types[field.index()],
+    return fmt::format("  {:<22}{:<9}{:<12}{:<21}{}", key.name(), types[field.index()],
         toml_of(field), key.limits, key.description);
   });
 }
 
 std::string nearest_word(std::string_view word, const std::vector<std::string>& candidates) {
-  std::string nearest;
-  size_t smallest = std::numeric_limits<size_t>::max();
-  for (const std::string& candidate : candidates) {
-    const size_t distance = edit_distance(word, candidate);
-    if (distance < smallest) smallest = distance, nearest = candidate;
-  }
-  return nearest;
+  const auto nearest = std::ranges::min_element(
+      candidates, {}, [&](const std::string& other) { return edit_distance(word, other); });
+  return nearest == candidates.end() ? "" : *nearest;
 }
 
 }  // namespace pith

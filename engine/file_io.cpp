@@ -16,16 +16,12 @@
 namespace pith {
 namespace {
 
-constexpr size_t kBuffer = 1 << 20;
-constexpr size_t kLargestWrite = 1 << 30;  // Linux writes at most 2 GiB in one call
-
 std::string reason() { return std::generic_category().message(errno); }
 
 [[noreturn]] void fail_write(const std::filesystem::path& path, const char* action) {
   const bool full = errno == ENOSPC || errno == EDQUOT;
-  const std::string text = fmt::format("cannot {} {}: {}", action, path.string(), reason());
-  if (full) PITH_FAIL_HINT("free space on that disk or choose another folder", "{}", text);
-  PITH_FAIL("{}", text);
+  PITH_FAIL_HINT(full ? "free space on that disk or choose another folder" : "", "cannot {} {}: {}",
+      action, path.string(), reason());
 }
 
 struct Descriptor {
@@ -64,63 +60,26 @@ std::string read_file(const std::filesystem::path& path) {
   return std::string(map_file(path).bytes());
 }
 
-OutputFile::OutputFile(std::filesystem::path path, uint64_t keep)
+OutputFile::OutputFile(std::filesystem::path path)
     : path_(std::move(path)),
-      descriptor_(
-          ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | (keep > 0 ? 0 : O_TRUNC), 0644)),
+      file_(std::fopen(path_.c_str(), "wbe"), &std::fclose),
       sum_(XXH3_createState(), &XXH3_freeState) {
-  if (descriptor_ < 0) fail_write(path_, "create");
+  if (!file_) fail_write(path_, "create");
   XXH3_64bits_reset(sum_.get());
-  if (keep > 0) {
-    const off_t end = ::lseek(descriptor_, 0, SEEK_END);
-    PITH_CHECK(end >= 0 && static_cast<uint64_t>(end) >= keep,
-        "{} has {} bytes, fewer than the {} written", path_.string(), end, keep);
-    if (::ftruncate(descriptor_, static_cast<off_t>(keep)) != 0) fail_write(path_, "cut");
-    if (::lseek(descriptor_, 0, SEEK_END) < 0) fail_write(path_, "extend");
-  }
-  buffer_.reserve(kBuffer);
-}
-
-OutputFile::~OutputFile() {
-  if (descriptor_ >= 0) ::close(descriptor_);
 }
 
 void OutputFile::append(std::string_view bytes) {
   XXH3_64bits_update(sum_.get(), bytes.data(), bytes.size());
   bytes_ += bytes.size();
-  if (buffer_.size() + bytes.size() > kBuffer) {
-    write_out(buffer_);
-    buffer_.clear();
-  }
-  if (bytes.size() >= kBuffer) {
-    write_out(bytes);
-  } else {
-    buffer_.append(bytes);
-  }
-}
-
-void OutputFile::write_out(std::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t n = ::write(descriptor_, bytes.data(), std::min(bytes.size(), kLargestWrite));
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) fail_write(path_, "write");
-    bytes.remove_prefix(static_cast<size_t>(n));
-  }
-}
-
-void OutputFile::sync() {
-  write_out(buffer_);
-  buffer_.clear();
-  // Some devices can't be synced (EINVAL: a pipe, /dev/stdout); they hold nothing that could be
-  // lost.
-  if (::fsync(descriptor_) != 0 && errno != EINVAL) fail_write(path_, "sync");
+  if (std::fwrite(bytes.data(), 1, bytes.size(), file_.get()) != bytes.size())
+    fail_write(path_, "write");
 }
 
 uint64_t OutputFile::close() {
-  sync();
-  const int result = ::close(descriptor_);
-  descriptor_ = -1;
-  if (result != 0) fail_write(path_, "close");
+  if (std::fflush(file_.get()) != 0) fail_write(path_, "write");
+  // Some devices can't be synced (EINVAL: a pipe, /dev/stdout); they hold nothing to lose.
+  if (::fsync(::fileno(file_.get())) != 0 && errno != EINVAL) fail_write(path_, "sync");
+  if (std::fclose(file_.release()) != 0) fail_write(path_, "close");
   return XXH3_64bits_digest(sum_.get());
 }
 

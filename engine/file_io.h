@@ -2,7 +2,10 @@
 #pragma once
 #include <xxhash.h>
 
+#include <bit>
 #include <cstdint>
+#include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
@@ -22,26 +25,19 @@ MappedFile map_file(const std::filesystem::path& path);
 
 std::string read_file(const std::filesystem::path& path);
 
-// A file being written from its beginning, or behind the first `keep` bytes of what is there. Every
-// failure names the path and the system's reason.
+// A file being written. Every failure names the path and the system's reason.
 class OutputFile {
  public:
-  explicit OutputFile(std::filesystem::path path, uint64_t keep = 0);
-  ~OutputFile();
-  OutputFile(const OutputFile&) = delete;
-  OutputFile& operator=(const OutputFile&) = delete;
+  explicit OutputFile(std::filesystem::path path);
   void append(std::string_view bytes);
   uint64_t bytes() const { return bytes_; }
-  void sync();       // makes what was appended durable
-  uint64_t close();  // sync; returns the xxh3-64 of all bytes appended
+  uint64_t close();  // makes it durable; returns the xxh3-64 of all bytes appended
 
  private:
-  void write_out(std::string_view bytes);
   std::filesystem::path path_;
-  int descriptor_;
-  uint64_t bytes_ = 0;
-  std::string buffer_;
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
   std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> sum_;
+  uint64_t bytes_ = 0;
 };
 
 // Name, size and sum of a file just written; for safetensors also the sum of each tensor's bytes.
@@ -60,6 +56,19 @@ nlohmann::json parse_json(std::string_view text, const std::string& source);
 
 // Makes creations, renames and deletions inside a folder durable.
 void sync_folder(const std::filesystem::path& folder);
+
+// Bytes of a number as files hold them, and element i of an array of such, aligned or not.
+static_assert(std::endian::native == std::endian::little);
+template <class T>
+std::string raw(T number) {
+  return {reinterpret_cast<const char*>(&number), sizeof(T)};
+}
+template <class T>
+T load(const char* array, int64_t i = 0) {
+  T number;
+  std::memcpy(&number, array + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+  return number;
+}
 
 uint64_t xxh3(std::string_view bytes);
 std::string hex(uint64_t value);  // 16 digits

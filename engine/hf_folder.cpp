@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
 
 namespace pith {
@@ -61,15 +60,13 @@ std::vector<std::string> summarize_names(const std::vector<std::string>& names) 
   std::map<std::vector<std::string>, std::vector<std::vector<std::string>>> patterns;
   for (const std::string& name : names) {
     std::vector<std::string> texts(1), numbers;
-    bool before = false;
-    for (const char c : name) {
-      const bool digit = c >= '0' && c <= '9';
-      if (digit && !before) {
+    for (size_t i = 0; i < name.size(); ++i) {
+      const auto digit = [&](size_t at) { return name[at] >= '0' && name[at] <= '9'; };
+      if (digit(i) && (i == 0 || !digit(i - 1))) {
         numbers.emplace_back();
         texts.emplace_back();
       }
-      before = digit;
-      (digit ? numbers : texts).back() += c;
+      (digit(i) ? numbers : texts).back() += name[i];
     }
     patterns[texts].push_back(std::move(numbers));
   }
@@ -101,9 +98,9 @@ std::vector<std::string> summarize_names(const std::vector<std::string>& names) 
     size_t listed = 0;
     for (auto tuple = distinct.begin(); tuple != distinct.end() && listed < kListed; ++tuple)
       lines.push_back(join(texts, [&](size_t i) { return (*tuple)[i]; })), ++listed;
-    if (listed < distinct.size())
+    if (kListed < distinct.size())
       lines.push_back(
-          fmt::format("{} and {} more", fmt::join(texts, "#"), distinct.size() - listed));
+          fmt::format("{} and {} more", fmt::join(texts, "#"), distinct.size() - kListed));
   }
   return lines;
 }
@@ -115,15 +112,12 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
     PITH_FAIL_HINT("a model folder holds config.json and *.safetensors files",
         "{} holds neither {} nor {}", folder.string(), kSingle, kIndex);
   std::map<std::string, std::string> weight_map;
+  if (indexed) weight_map = read_weight_map(folder / kIndex);
   std::set<std::string> shards;
-  if (indexed) {
-    weight_map = read_weight_map(folder / kIndex);
-    for (const auto& [name, file] : weight_map) shards.insert(file);
-    PITH_CHECK(!single || shards.count(kSingle), "{}: {} and {} are both there and disagree",
-        folder.string(), kSingle, kIndex);
-  } else {
-    shards.insert(kSingle);
-  }
+  for (const auto& [name, file] : weight_map) shards.insert(file);
+  if (!indexed) shards.insert(kSingle);
+  PITH_CHECK(!single || shards.contains(kSingle), "{}: {} and {} are both there and disagree",
+      folder.string(), kSingle, kIndex);
 
   std::vector<std::string> problems;
   for (const std::string& shard : shards) {
@@ -151,10 +145,9 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
   if (!problems.empty()) fail_with(folder.string(), problems);
 }
 
-const SafetensorsFile& HfFolder::file_of(const std::string& name) const {
+const SafetensorsFile* HfFolder::file_of(const std::string& name) const {
   const auto found = file_of_.find(name);
-  PITH_CHECK(found != file_of_.end(), "{}: there is no tensor {}", path_.string(), name);
-  return files_[found->second];
+  return found == file_of_.end() ? nullptr : &files_[found->second];
 }
 
 std::vector<std::string> HfFolder::names() const {
@@ -163,13 +156,11 @@ std::vector<std::string> HfFolder::names() const {
   return result;
 }
 
-bool HfFolder::has(const std::string& name) const { return file_of_.count(name) > 0; }
-
-const TensorEntry& HfFolder::entry(const std::string& name) const {
-  return file_of(name).header().tensors.at(name);
+Tensor HfFolder::tensor(const std::string& name) const {
+  const SafetensorsFile* file = file_of(name);
+  PITH_CHECK(file, "{}: there is no tensor {}", path_.string(), name);
+  return file->tensor(name);
 }
-
-Tensor HfFolder::tensor(const std::string& name) const { return file_of(name).tensor(name); }
 
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
     std::span<const std::string> optional_extra) {
@@ -181,11 +172,12 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
         "{} elements from {} are not in {}, which has {}", target.numel(), first, name,
         tensor->numel());
     used.insert(name);
-    if (!folder.has(name)) {
+    const SafetensorsFile* file = folder.file_of(name);
+    if (!file) {
       missing.push_back(name);
       continue;
     }
-    const TensorEntry& entry = folder.entry(name);
+    const TensorEntry& entry = file->header().tensors.at(name);
     if (entry.shape != tensor->shape)
       problems.push_back(fmt::format("{}: shape ({}) in the folder, ({}) in the model", name,
           fmt::join(entry.shape, ", "), fmt::join(tensor->shape, ", ")));

@@ -16,14 +16,12 @@ class HfFolder {
  public:
   explicit HfFolder(const std::filesystem::path& folder);
   std::vector<std::string> names() const;
-  bool has(const std::string& name) const;
-  const TensorEntry& entry(const std::string& name) const;
-  Tensor tensor(const std::string& name) const;  // memory-mapped view
+  const SafetensorsFile* file_of(const std::string& name) const;  // null: there is no such tensor
+  Tensor tensor(const std::string& name) const;                   // memory-mapped view
   const std::filesystem::path& path() const { return path_; }
   const std::vector<SafetensorsFile>& files() const { return files_; }
 
  private:
-  const SafetensorsFile& file_of(const std::string& name) const;
   std::filesystem::path path_;
   std::vector<SafetensorsFile> files_;
   std::map<std::string, size_t> file_of_;

@@ -6,16 +6,9 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <deque>
-#include <fstream>
-#include <optional>
-
 #include <nlohmann/json.hpp>
 
-#include "core/error.h"
-#include "engine/tensorboard.h"
+#include "engine/file_io.h"
 
 namespace pith {
 namespace {
@@ -24,16 +17,13 @@ using Json = nlohmann::ordered_json;
 namespace fs = std::filesystem;
 
 double unix_seconds() {
-  using Milliseconds = std::chrono::duration<double, std::milli>;
-  const Milliseconds now = std::chrono::system_clock::now().time_since_epoch();
-  return std::round(now.count()) / 1000;
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
+double log_time() { return std::round(1000 * unix_seconds()) / 1000; }
 
 double tokens_per_second(const StepMetrics& m) {
   return m.seconds > 0 ? static_cast<double>(m.tokens) / m.seconds : 0;
 }
-
-using Scalars = std::vector<std::pair<std::string, double>>;
 
 // The extra values are not among them.
 Scalars scalars_of(const StepMetrics& m) {
@@ -42,16 +32,21 @@ Scalars scalars_of(const StepMetrics& m) {
       {"memory_gib", m.memory_gib}, {"memory_peak_gib", m.memory_peak_gib}};
 }
 
-Json step_json(const StepMetrics& m) {
+// Bytes that are no UTF-8 (of a path, say) become U+FFFD: the file stays valid.
+std::string dump(const Json& line) {
+  return line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+std::string step_line(const StepMetrics& m) {
   Json line = {{"step", m.step}, {"total_steps", m.total_steps}, {"tokens", m.tokens},
-      {"trained_tokens", m.trained_tokens}, {"tokens_seen", m.tokens_seen},
-      {"time", unix_seconds()}, {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
+      {"trained_tokens", m.trained_tokens}, {"tokens_seen", m.tokens_seen}, {"time", log_time()},
+      {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
   for (const Scalars& values : {scalars_of(m), m.extra})
     for (const auto& [name, value] : values) {
       line[name] = value;  // nlohmann writes null for what is not finite
       if (!std::isfinite(value)) line["nonfinite"][name] = fmt::format("{}", value);
     }
-  return line;
+  return dump(line);
 }
 
 // Cuts a metrics.jsonl of an earlier run as MetricsLog's constructor promises.
@@ -65,7 +60,7 @@ void cut_after(const fs::path& path, int64_t resumed_step) {
     const bool newline = !file.eof();
     const Json line = Json::parse(text, nullptr, /*allow_exceptions=*/false);
     if (line.is_discarded() && !newline) break;
-    const Json step = line.is_object() && line.contains("step") ? line["step"] : Json();
+    const Json step = line.is_object() ? line.value("step", Json()) : Json();
     if (step.is_number_integer() && step.get<int64_t>() > resumed_step) break;
     kept += text.size() + (newline ? 1 : 0);
     complete = newline;
@@ -83,108 +78,95 @@ std::string duration_text(double seconds) {
   return fmt::format("{}d{:02}h", s / 86400, s / 3600 % 24);
 }
 
-// Three or four significant digits and a unit: "987", "12.3k", "4.56M".
-std::string human(double value) {
-  if (!(value >= 999.5)) return fmt::format("{:.0f}", value);
-  for (const char* unit : {"k", "M", "G"}) {
-    value /= 1000;
-    if (value < 9.995) return fmt::format("{:.2f}{}", value, unit);
-    if (value < 99.95) return fmt::format("{:.1f}{}", value, unit);
-    if (value < 999.5) return fmt::format("{:.0f}{}", value, unit);
-  }
-  return fmt::format("{:.0f}T", value / 1000);
+void warn(const char* sink, const std::string& cause) {
+  fmt::print(stderr, "warning: {}; training goes on without {}\n", cause, sink);
+}
+
+// The pieces of protobuf's wire format that an Event needs: a tag, then a varint, 4 or 8 raw bytes,
+// or a length and that many bytes.
+enum Wire : uint32_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
+
+std::string varint(uint64_t value) {
+  std::string bytes;
+  for (; value >= 128; value >>= 7) bytes += static_cast<char>(value | 128);
+  return bytes + static_cast<char>(value);
+}
+std::string field(uint32_t number, Wire wire, const std::string& value) {
+  return varint(number << 3 | wire) + (wire == kBytes ? varint(value.size()) : "") + value;
+}
+
+std::string record(int64_t step, const std::string& content) {
+  const std::string bytes = field(1, kFixed64, raw(unix_seconds())) +
+                            field(2, kVarint, varint(static_cast<uint64_t>(step))) + content;
+  const std::string length = raw(uint64_t{bytes.size()});
+  return length + raw(masked_crc32c(length)) + bytes + raw(masked_crc32c(bytes));
+}
+
+std::string event_file_name() {
+  char host[256] = "host";
+  gethostname(host, sizeof(host) - 1);
+  return fmt::format("events.out.tfevents.{:010.0f}.{}.{}", unix_seconds(), host, getpid());
 }
 
 }  // namespace
 
-struct MetricsLog::Sinks {
-  fs::path folder;
-  std::optional<std::ofstream> lines;
-  std::optional<TensorBoardWriter> tensorboard;
-  bool print = true;
-  int64_t last_step = 0;
-  std::deque<double> recent_seconds;  // of the last steps
-
-  // Runs `open`; an exception means that there is no such sink.
-  template <class Open>
-  void attempt(const char* sink, Open open) {
-    try {
-      open();
-    } catch (const std::exception& error) {
-      const auto* known = dynamic_cast<const Error*>(&error);
-      report(sink, known ? known->message() : error.what());
-    }
-  }
-  void report(const char* sink, const std::string& cause) {
-    fmt::print(stderr, "warning: {}; training goes on without {}\n", cause, sink);
-  }
-  void report_unwritten(const char* sink, const std::string& what) {
-    report(sink, fmt::format("{} cannot be written: {}", what, std::strerror(errno)));
-  }
-  void write_line(const Json& line) {
-    if (!lines) return;
-    // Bytes that are no UTF-8 (of a path, say) become U+FFFD: the file stays valid.
-    const fs::path path = folder / "metrics.jsonl";
-    *lines << line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n" << std::flush;
-    // A deleted file still takes what is written, so its name is looked up too.
-    if (lines->good() && access(path.c_str(), W_OK) == 0) return;
-    report_unwritten("metrics.jsonl", path.string() + ":");
-    lines.reset();
-  }
-  void print_line(const std::string& text) {
-    if (!print) return;
-    if (std::fputs((text + "\n").c_str(), stdout) >= 0 && std::fflush(stdout) == 0) return;
-    print = false;
-    report_unwritten("progress lines", "stdout");
-  }
-  double seconds_left(const StepMetrics& m) {
-    recent_seconds.push_back(m.seconds);
-    if (recent_seconds.size() > 21) recent_seconds.pop_front();
-    std::vector<double> sorted(recent_seconds.begin(), recent_seconds.end());
-    const auto middle = sorted.begin() + static_cast<ptrdiff_t>(sorted.size() / 2);
-    std::nth_element(sorted.begin(), middle, sorted.end());
-    return *middle * static_cast<double>(m.total_steps - m.step);
-  }
-};
-
-MetricsLog::MetricsLog(fs::path run_folder, int64_t resumed_step, bool tensorboard)
-    : sinks_(std::make_unique<Sinks>()) {
-  sinks_->folder = run_folder;
-  sinks_->last_step = resumed_step;
-  const fs::path path = run_folder / "metrics.jsonl";
-  sinks_->attempt("metrics.jsonl", [&] {
-    fs::create_directories(run_folder);
+void MetricsLog::File::open(const fs::path& at, int64_t resumed_step) {
+  path = at;
+  try {
+    fs::create_directories(path.parent_path());
     cut_after(path, resumed_step);
-    std::ofstream file(path, std::ios::binary | std::ios::app);
-    PITH_CHECK(file.good(), "{}: cannot be opened: {}", path.string(), std::strerror(errno));
-    sinks_->lines = std::move(file);
-  });
-  if (!tensorboard) return;
-  sinks_->attempt("TensorBoard files",
-      [&] { sinks_->tensorboard.emplace(run_folder / "tensorboard", resumed_step); });
+    stream.open(path, std::ios::binary | std::ios::app);
+    if (!stream.is_open())
+      warn(name, fmt::format("{}: cannot be opened: {}", path.string(), std::strerror(errno)));
+  } catch (const fs::filesystem_error& error) {
+    warn(name, error.what());
+  }
 }
 
-MetricsLog::~MetricsLog() = default;
+void MetricsLog::File::append(const std::string& bytes) {
+  if (!stream.is_open()) return;
+  stream << bytes << std::flush;
+  // A deleted file still takes what is written, so its name is looked up too.
+  if (stream.good() && access(path.c_str(), W_OK) == 0) return;
+  warn(name, fmt::format("{}: cannot be written: {}", path.string(), std::strerror(errno)));
+  stream.close();
+}
+
+void MetricsLog::print_line(const std::string& text) {
+  if (!print_) return;
+  print_ = std::fputs((text + "\n").c_str(), stdout) >= 0 && std::fflush(stdout) == 0;
+  if (!print_)
+    warn("progress lines", fmt::format("stdout cannot be written: {}", std::strerror(errno)));
+}
+
+MetricsLog::MetricsLog(const fs::path& run_folder, int64_t resumed_step, bool tensorboard)
+    : last_step_(resumed_step) {
+  lines_.open(run_folder / "metrics.jsonl", resumed_step);
+  if (!tensorboard) return;
+  events_.open(run_folder / "tensorboard" / event_file_name(), resumed_step);
+  events_.append(tensorboard_start(resumed_step));
+}
 
 void MetricsLog::write(const StepMetrics& m) {
-  sinks_->last_step = m.step;
-  sinks_->write_line(step_json(m));
-  if (sinks_->tensorboard) {
-    Scalars values = m.extra;
-    if (m.mfu > 0) values.emplace_back("train/mfu", m.mfu);
-    for (const auto& [name, value] : scalars_of(m)) values.emplace_back("train/" + name, value);
-    if (!sinks_->tensorboard->scalars(m.step, values)) {
-      sinks_->report_unwritten("TensorBoard files", (sinks_->folder / "tensorboard:").string());
-      sinks_->tensorboard.reset();
-    }
-  }
-  sinks_->print_line(progress_line(m, sinks_->seconds_left(m)));
+  last_step_ = m.step;
+  lines_.append(step_line(m));
+  Scalars values = m.extra;
+  if (m.mfu > 0) values.emplace_back("train/mfu", m.mfu);
+  for (const auto& [name, value] : scalars_of(m)) values.emplace_back("train/" + name, value);
+  events_.append(tensorboard_scalars(m.step, values));
+
+  recent_seconds_.push_back(m.seconds);
+  if (recent_seconds_.size() > 21) recent_seconds_.pop_front();
+  std::vector<double> sorted(recent_seconds_.begin(), recent_seconds_.end());
+  std::ranges::sort(sorted);
+  print_line(
+      progress_line(m, sorted[sorted.size() / 2] * static_cast<double>(m.total_steps - m.step)));
 }
 
 void MetricsLog::event(const std::string& name, const std::string& text) {
-  sinks_->write_line(Json{{"event", name}, {"after_step", sinks_->last_step},
-      {"time", unix_seconds()}, {"text", text}});
-  sinks_->print_line(fmt::format("{}: {}", name, text));
+  lines_.append(
+      dump({{"event", name}, {"after_step", last_step_}, {"time", log_time()}, {"text", text}}));
+  print_line(fmt::format("{}: {}", name, text));
 }
 
 std::string progress_line(const StepMetrics& m, double seconds_left) {
@@ -196,6 +178,43 @@ std::string progress_line(const StepMetrics& m, double seconds_left) {
   line += fmt::format("  mem {:5.1f} GiB", m.memory_peak_gib);
   if (seconds_left >= 0) line += fmt::format("  left {}", duration_text(seconds_left));
   return line;
+}
+
+std::string human(double value) {
+  if (!(value >= 999.5)) return fmt::format("{:.0f}", value);
+  for (const char* unit : {"k", "M", "G"}) {
+    value /= 1000;
+    if (value < 999.5)
+      return fmt::format("{:.{}f}{}", value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0, unit);
+  }
+  return fmt::format("{:.0f}T", value / 1000);
+}
+
+std::string tensorboard_start(int64_t resumed_step) {
+  // Its version; then a session_log with status START: what older files hold from here on is void.
+  return record(0, field(3, kBytes, "brain.Event:2")) +
+         record(resumed_step + 1, field(7, kBytes, field(1, kVarint, varint(1))));
+}
+
+std::string tensorboard_scalars(int64_t step, const Scalars& values) {
+  std::string summary;
+  for (const auto& [tag, value] : values)
+    summary += field(
+        1, kBytes, field(1, kBytes, tag) + field(2, kFixed32, raw(static_cast<float>(value))));
+  return record(step, field(5, kBytes, summary));
+}
+
+uint32_t crc32c(std::string_view bytes) {
+  uint32_t crc = ~0u;
+  for (const char byte : bytes) {
+    crc ^= static_cast<uint8_t>(byte);
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82F63B78u : 0u);
+  }
+  return ~crc;
+}
+
+uint32_t masked_crc32c(std::string_view bytes) {
+  return std::rotr(crc32c(bytes), 15) + 0xA282EAD8u;
 }
 
 }  // namespace pith

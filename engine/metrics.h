@@ -1,13 +1,17 @@
 // What a run tells: a progress line, metrics.jsonl, TensorBoard event files.
 #pragma once
 #include <cstdint>
+#include <deque>
 #include <filesystem>
-#include <memory>
+#include <fstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 namespace pith {
+
+using Scalars = std::vector<std::pair<std::string, double>>;
 
 struct StepMetrics {
   int64_t step = 0, total_steps = 0;
@@ -21,7 +25,7 @@ struct StepMetrics {
   double seconds = 0;       // of this step
   double mfu = 0;           // 0 .. 1; 0 = peak not known
   double memory_gib = 0, memory_peak_gib = 0;
-  std::vector<std::pair<std::string, double>> extra;  // "validation/loss", ...
+  Scalars extra;  // "validation/loss", ...
 };
 
 // Logging never stops training: a sink that can't be written is reported once and left out.
@@ -32,24 +36,47 @@ struct StepMetrics {
 // stand in "nonfinite": {"loss": "nan"}. An event has "event", "time", "after_step" and "text".
 class MetricsLog {
  public:
-  // Opens run_folder/metrics.jsonl for appending and run_folder/tensorboard/. Of an older file all
-  // is cut away from the first line of a step after `resumed_step` (work of a run that was killed),
+  // Opens run_folder/metrics.jsonl for appending and, for TensorBoard,
+  // run_folder/tensorboard/events.out.tfevents.SECONDS.HOST.PID. Of an older metrics.jsonl all is
+  // cut away from the first line of a step after `resumed_step` (work of a run that was killed),
   // and a half-written last line, so that each step stands once.
-  MetricsLog(std::filesystem::path run_folder, int64_t resumed_step, bool tensorboard);
-  ~MetricsLog();
+  MetricsLog(const std::filesystem::path& run_folder, int64_t resumed_step, bool tensorboard);
   // Writes all sinks and prints the progress line to stdout.
   void write(const StepMetrics& metrics);
   // An event line in metrics.jsonl and a line on stdout (resume, save, validation, stop).
   void event(const std::string& name, const std::string& text);
 
  private:
-  struct Sinks;
-  std::unique_ptr<Sinks> sinks_;
+  struct File {  // appended to, flushed at once
+    const char* name;
+    std::filesystem::path path = {};
+    std::ofstream stream = {};  // closed: left out
+    void open(const std::filesystem::path& at, int64_t resumed_step);
+    void append(const std::string& bytes);
+  };
+  void print_line(const std::string& text);
+
+  File lines_{"metrics.jsonl"}, events_{"TensorBoard files"};
+  bool print_ = true;
+  int64_t last_step_;
+  std::deque<double> recent_seconds_;  // of the last steps
 };
 
 // "step   20/1000  loss 4.1234  grad  1.234  lr 3.00e-04   12.3k tok/s  mfu 31.0 %  mem  94.1 GiB
 // left 1h02m", in one line; mem is the peak. What is not known (mfu, negative seconds_left) is left
 // out.
 std::string progress_line(const StepMetrics& metrics, double seconds_left);
+
+// Three or four significant digits and a unit: "987", "12.3k", "4.56M".
+std::string human(double value);
+
+// Records of an event file: TFRecord frames (length u64, its masked CRC u32, bytes, their masked
+// CRC u32; little endian), each holding an Event (tensorflow/core/util/event.proto). The start of a
+// file makes readers drop what older files of the folder hold of steps after `resumed_step`.
+std::string tensorboard_start(int64_t resumed_step);
+std::string tensorboard_scalars(int64_t step, const Scalars& values);
+// CRC-32C (Castagnoli polynomial, RFC 3720 appendix B.4), and the form that TFRecord files store.
+uint32_t crc32c(std::string_view bytes);
+uint32_t masked_crc32c(std::string_view bytes);
 
 }  // namespace pith

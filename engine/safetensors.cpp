@@ -94,8 +94,7 @@ SafetensorsHeader parse_safetensors_header(
     std::string_view head, uint64_t file_size, const std::string& source) {
   PITH_CHECK(head.size() >= 8 && file_size >= head.size(),
       "{}: {} bytes are too few for a safetensors file", source, file_size);
-  uint64_t length = 0;
-  for (size_t i = 8; i-- > 0;) length = length << 8 | static_cast<uint8_t>(head[i]);
+  const auto length = load<uint64_t>(head.data());
   PITH_CHECK(length <= file_size - 8, "{}: the header of {} bytes is longer than the file of {}",
       source, length, file_size);
   PITH_CHECK(length <= kLargestHeader, "{}: a header of {} bytes is longer than the format allows",
@@ -172,9 +171,7 @@ WrittenFile write_safetensors(
   PITH_CHECK(header.size() <= kLargestHeader, "{}: {} tensors are too many for one file",
       path.string(), tensors.size());
   OutputFile out(path);
-  std::string length(8, '\0');
-  for (size_t i = 0; i < 8; ++i) length[i] = static_cast<char>(header.size() >> (8 * i) & 0xff);
-  out.append(length + header);
+  out.append(raw(uint64_t{header.size()}) + header);
   WrittenFile written{path.filename().string(), 0, 0, {}};
   for (const auto& [name, tensor] : tensors) {
     const Tensor dense = tensor.contiguous();

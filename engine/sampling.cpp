@@ -59,25 +59,21 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
     return std::accumulate(
         ids.begin(), ids.end(), 0.0, [&](double sum, int32_t id) { return sum + weight(id); });
   };
-  size_t sorted = 0;  // so many leading ids are in order of likelihood
-  const auto sort_first = [&](size_t count) {
-    std::partial_sort(ids.begin() + static_cast<ptrdiff_t>(sorted),
-        ids.begin() + static_cast<ptrdiff_t>(count), ids.end(), likelier);
-    sorted = count;
-  };
-  if (options.top_k > 0 && static_cast<size_t>(options.top_k) < ids.size()) {
-    sort_first(static_cast<size_t>(options.top_k));
-    ids.resize(sorted);
+  if (options.top_k > 0 && options.top_k < std::ssize(ids)) {
+    std::partial_sort(ids.begin(), ids.begin() + options.top_k, ids.end(), likelier);
+    ids.resize(static_cast<size_t>(options.top_k));
   }
   if (options.top_p < 1) {
     const double wanted = options.top_p * total_weight();
-    double sum = 0;
-    size_t kept = 0;
-    while (kept < ids.size() && (kept == 0 || sum < wanted)) {
-      if (kept == sorted) sort_first(std::min(ids.size(), 4 * sorted + 64));  // rarely all of them
-      sum += weight(ids[kept++]);
+    const auto less_likely = [&](int32_t a, int32_t b) { return likelier(b, a); };
+    std::ranges::make_heap(ids, less_likely);
+    std::vector<int32_t> kept;
+    for (double sum = 0; !ids.empty() && (kept.empty() || sum < wanted); ids.pop_back()) {
+      std::ranges::pop_heap(ids, less_likely);
+      kept.push_back(ids.back());
+      sum += weight(ids.back());
     }
-    ids.resize(kept);
+    ids = std::move(kept);
   }
   if (options.min_p > 0) std::erase_if(ids, [&](int32_t id) { return weight(id) < options.min_p; });
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/isfinite.h>
 #include <c10/core/GradMode.h>
 
+#include <array>
 #include <nlohmann/json.hpp>
 
 namespace pith {
@@ -15,9 +16,13 @@ Tensor host_copy(const Tensor& buffer) {
 
 bool all_finite(const Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
 
-template <class Value>
-std::string difference(const std::string& name, const Value& saved, const Value& now) {
+std::string difference(const std::string& name, const auto& saved, const auto& now) {
+  if (saved == now) return "";
   return fmt::format("\n  {}: {} in the checkpoint, {} now", name, saved, now);
+}
+
+std::array<std::pair<const char*, Tensor>, 3> states_of(const ShardGroup& group) {
+  return {{{"master", group.master}, {"exp_avg", group.exp_avg}, {"exp_avg_sq", group.exp_avg_sq}}};
 }
 
 }  // namespace
@@ -40,7 +45,7 @@ TrainingState TrainingState::from_json(const std::string& text, const std::strin
 void TrainingState::check_same_data(const TrainingState& other, const std::string& source) const {
   std::string differences;
   const auto compare = [&](const std::string& name, const auto& saved, const auto& now) {
-    if (saved != now) differences += difference(name, saved, now);
+    differences += difference(name, saved, now);
   };
   compare("number of corpora in data.train", sources.size(), other.sources.size());
   for (size_t i = 0; i < sources.size() && sources.size() == other.sources.size(); ++i) {
@@ -66,10 +71,9 @@ std::string TrainingState::schedule_differences(const TrainingState& other) cons
   std::map<std::string, std::pair<std::string, std::string>> values;  // of each key: saved, now
   for (const auto& [key, value] : schedule) values[key] = {value, "not in use"};
   for (const auto& [key, value] : other.schedule)
-    values[key] = {schedule.contains(key) ? schedule.at(key) : "not in use", value};
+    values.try_emplace(key, "not in use", "").first->second.second = value;
   std::string differences;
-  for (const auto& [key, both] : values)
-    if (both.first != both.second) differences += difference(key, both.first, both.second);
+  for (const auto& [key, both] : values) differences += difference(key, both.first, both.second);
   return differences;
 }
 
@@ -86,8 +90,8 @@ void collect_state(std::span<ShardGroup> groups, CheckpointContent& content) {
       }
     }
     group.after_forward();
-    const std::pair<const char*, Tensor> states[] = {{"master", host_copy(group.master)},
-        {"exp_avg", host_copy(group.exp_avg)}, {"exp_avg_sq", host_copy(group.exp_avg_sq)}};
+    auto states = states_of(group);
+    for (auto& [kind, buffer] : states) buffer = host_copy(buffer);
     for (const auto& [parameter, tensor, first, begin, count] : group.pieces()) {
       for (const auto& [kind, buffer] : states)
         content.optimizer.push_back(
@@ -99,12 +103,9 @@ void collect_state(std::span<ShardGroup> groups, CheckpointContent& content) {
 void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& checkpoint) {
   const OptimizerReader reader(checkpoint);
   for (ShardGroup& group : groups) {
-    const std::pair<const char*, Tensor> states[] = {
-        {"master", group.master}, {"exp_avg", group.exp_avg}, {"exp_avg_sq", group.exp_avg_sq}};
-    for (const auto& [parameter, tensor, first, begin, count] : group.pieces()) {
-      for (const auto& [kind, buffer] : states)
+    for (const auto& [kind, buffer] : states_of(group))
+      for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
         reader.read(kind, *tensor, buffer.narrow(0, begin, count), first);
-    }
     group.publish();
   }
 }

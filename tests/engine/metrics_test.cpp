@@ -10,7 +10,6 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
-#include "engine/tensorboard.h"
 
 namespace pith {
 namespace {
@@ -261,13 +260,12 @@ std::vector<std::string> frames(const std::string& bytes) {
 
 TEST_F(Metrics, TensorBoardEventsReadBack) {
   {
-    TensorBoardWriter writer(folder_, 7);
-    EXPECT_TRUE(writer.scalars(300, {{"a", 1.5}, {"b/ü", -2}}));
+    MetricsLog log(folder_, 7, true);
   }
   fs::path path;
-  for (const auto& entry : fs::directory_iterator(folder_)) path = entry.path();
+  for (const auto& entry : fs::directory_iterator(folder_ / "tensorboard")) path = entry.path();
   EXPECT_TRUE(path.filename().string().starts_with("events.out.tfevents."));
-  const auto payloads = frames(read(path));
+  const auto payloads = frames(read(path) + tensorboard_scalars(300, {{"a", 1.5}, {"b/ü", -2}}));
   ASSERT_EQ(payloads.size(), 3u);
   const auto after_time = [&](size_t i) { return payloads[i].substr(9); };
   for (const std::string& payload : payloads) EXPECT_EQ(payload[0], '\x09');  // wall_time
