@@ -18,10 +18,6 @@ namespace {
 constexpr size_t kShort = 64;
 constexpr uint32_t kNone = ~0u;
 
-uint64_t pair_key(int32_t left, int32_t right) {
-  return static_cast<uint64_t>(static_cast<uint32_t>(left)) << 32 | static_cast<uint32_t>(right);
-}
-
 }  // namespace
 
 Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& merges, Config config)

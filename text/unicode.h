@@ -7,19 +7,15 @@
 
 namespace pith {
 
-// Bytes of the UTF-8 sequence that starts at text[at]: its length if it is well formed, else minus
-// the number of bytes that Python's errors="replace" turns into one U+FFFD. `truncated` is set when
-// the sequence is ill formed only because the text ends.
-int utf8_sequence(std::string_view text, size_t at, bool* truncated = nullptr);
-
 // Length of the well-formed prefix.
 size_t utf8_valid_prefix(std::string_view text);
-
-// Replaces every ill-formed sequence by U+FFFD and returns how many there were.
+// Replaces every ill-formed sequence by U+FFFD, as Python's errors="replace" counts them, and
+// returns how many there were.
 int64_t utf8_replace_invalid(std::string_view text, std::string& out);
 
-// The code point at text[at] of well-formed UTF-8; `at` moves behind it.
+// The code point behind or before text[at] of well-formed UTF-8; `at` moves over it.
 char32_t utf8_next(std::string_view text, size_t& at);
+char32_t utf8_previous(std::string_view text, size_t& at);
 inline bool utf8_continues(char byte) { return (static_cast<uint8_t>(byte) & 0xC0) == 0x80; }
 void utf8_append(char32_t code, std::string& out);
 
@@ -30,12 +26,12 @@ char32_t unicode_stand_in(char32_t code);
 bool unicode_stand_ins_respect(char32_t first, char32_t last);
 // Copies `text` with stand-ins in place and returns true; returns false when nothing needs one.
 bool unicode_substitute(std::string_view text, std::string& out);
+// Younger than Hugging Face's normaliser: it neither decomposes, composes nor moves the code point.
+bool unicode_is_inert(char32_t code);
 
-// Character classes as the pre-tokenizers of Hugging Face see them.
+char32_t unicode_lower(char32_t code);
 bool is_white_space(char32_t code);
 bool is_word(char32_t code);
-bool is_numeric(char32_t code);
-bool is_punctuation(char32_t code);
 
 // GPT-2's printable stand-in for each byte, and the bytes of a token that is spelled in them.
 char32_t byte_to_char(uint8_t byte);

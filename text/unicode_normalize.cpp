@@ -1,5 +1,3 @@
-#include "text/unicode_normalize.h"
-
 #include <utf8proc.h>
 
 #include <algorithm>
@@ -7,8 +5,7 @@
 #include <mutex>
 #include <optional>
 
-#include "text/unicode.h"
-#include "text/unicode_tables.h"
+#include "text/tokenizer_state.h"
 
 namespace pith {
 namespace {
@@ -22,24 +19,19 @@ struct Mark {
 bool composes(NormalForm form) { return form == NormalForm::kNfc || form == NormalForm::kNfkc; }
 bool compatible(NormalForm form) { return form == NormalForm::kNfkc || form == NormalForm::kNfkd; }
 
-// Younger than the normaliser's tables: neither decomposes, composes nor moves.
-bool is_inert(char32_t code) { return find_range(kInert, code) || unicode_stand_in(code) != code; }
-
 int combining_order(char32_t code) {
-  if (code < 0x300 || is_inert(code)) return 0;
+  if (code < 0x300 || unicode_is_inert(code)) return 0;
   return utf8proc_get_property(static_cast<utf8proc_int32_t>(code))->combining_class;
 }
 
 void decompose(char32_t code, bool compatibility, std::vector<Mark>& out) {
-  utf8proc_int32_t parts[32];
+  utf8proc_int32_t parts[32] = {static_cast<utf8proc_int32_t>(code)};
   int bound = 0;
   const auto options =
       static_cast<utf8proc_option_t>(UTF8PROC_DECOMPOSE | (compatibility ? UTF8PROC_COMPAT : 0));
   utf8proc_ssize_t count = 1;
-  parts[0] = static_cast<utf8proc_int32_t>(code);
-  if (code >= 0xA0 && !is_inert(code)) {
+  if (code >= 0xA0 && !unicode_is_inert(code))
     count = utf8proc_decompose_char(parts[0], parts, 32, options, &bound);
-  }
   for (utf8proc_ssize_t i = 0; i < count; ++i) {
     const auto part = static_cast<char32_t>(parts[i]);
     out.push_back({part, i > 0, combining_order(part)});
@@ -52,8 +44,7 @@ std::optional<char32_t> compose(char32_t first, char32_t second) {
   const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
   if (utf8proc_normalize_utf32(pair, 2, options) != 1) return std::nullopt;
   const auto composed = static_cast<char32_t>(pair[0]);
-  if (is_inert(composed)) return std::nullopt;
-  return composed;
+  return unicode_is_inert(composed) ? std::nullopt : std::optional(composed);
 }
 
 // Composition after UAX #15: a mark joins the last starter unless a mark of its class or higher, or
@@ -114,6 +105,7 @@ void normalize(const Text& text, NormalForm form, Rewriter& out) {
   const std::string_view s = text.text;
   std::vector<Mark> marks;
   std::vector<Change> changes;
+  std::string changed;
   size_t border = 0;  // start of the last character that is no active one
   for (size_t at = 0; at < s.size();) {
     const size_t begin = at;
@@ -126,30 +118,22 @@ void normalize(const Text& text, NormalForm form, Rewriter& out) {
       continue;
     }
     size_t end = at;  // take every active character that follows, too
-    while (end < s.size()) {
-      size_t next = end;
-      if (!active[utf8_next(s, next)]) break;
-      end = next;
-    }
+    for (size_t next = at; next < s.size() && active[utf8_next(s, next)];) end = next;
     marks.clear();
     for (size_t i = border; i < end;) decompose(utf8_next(s, i), compatible(form), marks);
-    for (size_t i = 0; i < marks.size();) {  // sort each run of marks by class
-      size_t stop = i;
-      while (stop < marks.size() && marks[stop].order != 0) ++stop;
-      std::stable_sort(marks.begin() + static_cast<std::ptrdiff_t>(i),
-          marks.begin() + static_cast<std::ptrdiff_t>(stop),
-          [](const Mark& a, const Mark& b) { return a.order < b.order; });
-      i = stop + 1;
+    for (auto run = marks.begin(); run != marks.end();) {  // sort each run of marks by class
+      const auto stop = std::ranges::find(run, marks.end(), 0, &Mark::order);
+      std::ranges::stable_sort(run, stop, {}, &Mark::order);
+      run = stop == marks.end() ? stop : stop + 1;
     }
     if (composes(form)) compose_all(marks);
     changes.clear();
-    bool same = true;
-    size_t old = border;
+    changed.clear();
     for (const Mark& mark : marks) {
       changes.push_back({mark.code, mark.moved});
-      same = same && old < end && utf8_next(s, old) == mark.code;
+      utf8_append(mark.code, changed);
     }
-    if (!same || old != end) out.replace(border, end, changes);
+    if (changed != s.substr(border, end - border)) out.replace(border, end, changes);
     border = at = end;
   }
 }
@@ -158,14 +142,9 @@ void lowercase(const Text& text, Rewriter& out) {
   for (size_t at = 0; at < text.text.size();) {
     const size_t begin = at;
     const char32_t code = utf8_next(text.text, at);
-    Change lower[2] = {{code, 0}, {0x307, 1}};
-    if (const CodeRange* range = find_range(kLowerDelta, code)) {
-      lower[0].code = code + range->value;
-    } else {
-      lower[0].code = static_cast<char32_t>(utf8proc_tolower(static_cast<utf8proc_int32_t>(code)));
-    }
-    if (code == 0x130) lower[0].code = 'i';  // I with dot: the one letter that becomes two
-    if (lower[0].code != code) out.replace(begin, at, {lower, code == 0x130 ? 2u : 1u});
+    const bool two = code == 0x130;  // I with dot: the one letter that becomes two
+    const Change lower[2] = {{two ? U'i' : unicode_lower(code), 0}, {0x307, 1}};
+    if (lower[0].code != code) out.replace(begin, at, {lower, two ? 2u : 1u});
   }
 }
 
