@@ -22,8 +22,9 @@ namespace {
 namespace fs = std::filesystem;
 
 struct Options {
-  std::string tokenizer, other, out, field = "text";
+  std::string tokenizer, other, out, field = "text", pattern;
   std::vector<std::string> inputs;
+  std::vector<std::pair<std::string, int32_t>> special;
   std::vector<int32_t> ids;
   BpeTrainerOptions train;
   EncodeOptions encode;
@@ -36,6 +37,12 @@ std::string read_text(const std::string& path) {
   std::string text{std::istreambuf_iterator<char>(std::cin), {}};
   PITH_CHECK(!std::cin.bad(), "cannot read standard input");
   return text;
+}
+
+Tokenizer open(const std::string& path, const Options& options) {
+  if (!path.ends_with(".tiktoken")) return Tokenizer::load(path);
+  PITH_CHECK(!options.pattern.empty(), "{} has ranks only: give its regex as --pattern", path);
+  return Tokenizer::from_tiktoken(read_file(path), options.pattern, options.special);
 }
 
 std::vector<std::string> list_files(const std::vector<std::string>& inputs) {
@@ -115,7 +122,7 @@ void run_train(Options& options) {
 }
 
 void run_encode(const Options& options) {
-  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
+  const Tokenizer tokenizer = open(options.tokenizer, options);
   for (const std::string& input : options.inputs) {
     const std::string text = read_text(input);
     const Encoding encoding = tokenizer.encode(text, options.encode);
@@ -136,7 +143,7 @@ void run_encode(const Options& options) {
 }
 
 void run_decode(Options& options) {
-  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
+  const Tokenizer tokenizer = open(options.tokenizer, options);
   if (options.ids.empty()) {
     options.ids.assign(std::istream_iterator<int32_t>(std::cin), {});
     PITH_CHECK(std::cin.eof(), "standard input holds something that is not an id");
@@ -146,7 +153,7 @@ void run_decode(Options& options) {
 }
 
 void run_inspect(const Options& options) {
-  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
+  const Tokenizer tokenizer = open(options.tokenizer, options);
   auto show = [&](const char* name, std::optional<int32_t> id) {
     if (id) fmt::print("{:14} {} {}\n", name, *id, tokenizer.token(*id));
   };
@@ -162,8 +169,8 @@ void run_inspect(const Options& options) {
 }
 
 void run_compare(const Options& options) {
-  const Tokenizer first = Tokenizer::load(options.tokenizer);
-  const Tokenizer second = Tokenizer::load(options.other);
+  const Tokenizer first = open(options.tokenizer, options);
+  const Tokenizer second = open(options.other, options);
   int64_t texts_seen = 0, differ = 0, bytes = 0, tokens[2] = {0, 0};
   for_each_batch(options, [&](const std::vector<std::string>& texts) {
     const auto a = first.encode_batch(texts, options.threads, options.encode);
@@ -202,8 +209,12 @@ void add_tokenizer_command(CLI::App& app) {
     return sub;
   };
   auto add_tokenizer = [&](CLI::App* sub) {
-    sub->add_option("tokenizer", options->tokenizer, "tokenizer.json or the folder of one")
+    sub->add_option("tokenizer", options->tokenizer,
+           "tokenizer.json, the folder of one, or a .tiktoken file")
         ->required();
+    sub->add_option("--pattern", options->pattern, ".tiktoken: regex that cuts text into pieces");
+    sub->add_option("--special", options->special, ".tiktoken: a special token and its id")
+        ->allow_extra_args(false);
   };
   auto add_inputs = [&](CLI::App* sub) {
     sub->add_option("inputs", options->inputs, "Files and folders: text, or .jsonl")->required();

@@ -30,13 +30,7 @@ class Bpe {
   };
 
   // One thread's buffers and its memory of recent pieces.
-  class Scratch {
-   public:
-    Scratch() : cache(kCacheSize) {}
-    int64_t dropped = 0;  // characters that no token stands for
-
-   private:
-    friend class Bpe;
+  struct Scratch {
     static constexpr size_t kCacheSize = 1 << 15, kKeyBytes = 32, kCachedTokens = 6;
     struct alignas(64) Entry {
       char key[kKeyBytes];
@@ -48,7 +42,8 @@ class Bpe {
       int32_t id;
       uint32_t length;  // bytes of the piece
     };
-    std::vector<Entry> cache;
+    int64_t dropped = 0;  // characters that no token stands for
+    std::vector<Entry> cache = std::vector<Entry>(kCacheSize);
     std::vector<Symbol> symbols;
     std::vector<uint32_t> ranks, previous, next;
     std::vector<int32_t> merged;
@@ -79,8 +74,7 @@ class Bpe {
   const Slot& find(int32_t left, int32_t right) const { return merges_[place(left, right)]; }
   int32_t id_of(std::string_view form) const;  // -1: none
   void split_into_symbols(std::string_view piece, Scratch& scratch) const;
-  void merge_short(Scratch& scratch) const;
-  void merge_long(Scratch& scratch) const;
+  void merge(Scratch& scratch) const;
 
   Config config_;
   std::vector<std::string> forms_;                     // bytes when byte_level, else the spelling

@@ -65,7 +65,7 @@ class Encoder {
     const std::string_view s = text.text;
     while (const AddedToken* token = matcher.find(s, end, begin, end)) {
       if (token->special && !options_.parse_special) continue;
-      if (token->single_word && (word_ends_at(s, begin) || word_starts_at(s, end))) continue;
+      if (token->single_word && is_inside_word(s, begin, end)) continue;
       if (token->lstrip)
         for (size_t at = begin; at > done && is_white_space(utf8_previous(s, at));) begin = at;
       if (token->rstrip)
@@ -78,11 +78,15 @@ class Encoder {
     if (done < s.size()) rest(text.slice(done, s.size()));
   }
 
-  static bool word_ends_at(std::string_view s, size_t at) {
-    return at > 0 && is_word(utf8_previous(s, at));
-  }
-  static bool word_starts_at(std::string_view s, size_t at) {
-    return at < s.size() && is_word(utf8_next(s, at));
+  static bool is_inside_word(std::string_view s, size_t begin, size_t end) {
+    static const Regex word(fmt::format("[{}]", kWordMembers));
+    size_t before = begin, behind = end;
+    if (begin > 0) utf8_previous(s, before);
+    if (end < s.size()) utf8_next(s, behind);
+    bool found = false;
+    for (const auto side : {s.substr(before, begin - before), s.substr(end, behind - end)})
+      word.for_each_match(side, [&](size_t, size_t) { found = true; });
+    return found;
   }
 
   void pre_tokenize(size_t stage, const Text& text, bool track) {

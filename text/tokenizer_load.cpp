@@ -18,10 +18,9 @@ using Json = nlohmann::json;
 std::string read_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   PITH_CHECK(file, "cannot open {}", path.string());
-  std::ostringstream content;
-  content << file.rdbuf();
-  PITH_CHECK(file, "cannot read {}", path.string());
-  return std::move(content).str();
+  std::string content{std::istreambuf_iterator<char>(file), {}};
+  PITH_CHECK(!file.bad(), "cannot read {}", path.string());
+  return content;
 }
 
 Json parse_object(const std::string& text, std::string_view name) {
@@ -68,12 +67,11 @@ int32_t id_of(const Json& value) {
       "tokenizer.json: the {} {} is not supported", kind, name);
 }
 
-template <class T>
-T choose(const char* kind, std::string_view name,
-    std::initializer_list<std::pair<std::string_view, T>> known) {
-  for (const auto& [key, value] : known)
-    if (key == name) return value;
-  refuse(kind, name);
+// The place of a name among those that are known.
+int choose(const char* kind, std::string_view name, std::initializer_list<std::string_view> known) {
+  const auto found = std::ranges::find(known, name);
+  if (found == known.end()) refuse(kind, name);
+  return static_cast<int>(found - known.begin());
 }
 
 // Calls make(component) for a component or for each of a Sequence of them.
@@ -95,10 +93,8 @@ Regex pattern_of(const Json& json, Regex::Dialect dialect = Regex::Dialect::kOni
 }
 
 SplitBehavior behavior_of(const Json& json) {
-  using enum SplitBehavior;
-  return choose<SplitBehavior>("split behavior", text_of(json, "behavior"),
-      {{"Isolated", kIsolated}, {"Removed", kRemoved}, {"MergedWithPrevious", kMergedWithPrevious},
-          {"MergedWithNext", kMergedWithNext}, {"Contiguous", kContiguous}});
+  return static_cast<SplitBehavior>(choose("split behavior", text_of(json, "behavior"),
+      {"Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous"}));
 }
 
 Replace replace_of(const Json& json) { return {pattern_of(json), text_of(json, "content")}; }
@@ -106,8 +102,7 @@ Replace replace_of(const Json& json) { return {pattern_of(json), text_of(json, "
 // "always", "first" or "never".
 std::string scheme_of(const Json& json) {
   const auto scheme = get<std::string>(json, "prepend_scheme", "always");
-  if (scheme != "always" && scheme != "first" && scheme != "never")
-    refuse("Metaspace prepend_scheme", scheme);
+  choose("Metaspace prepend_scheme", scheme, {"always", "first", "never"});
   return get(json, "add_prefix_space", true) ? scheme : "never";
 }
 
@@ -116,15 +111,9 @@ Stage make_normalizer(const Json& json) {
   if (type == "Lowercase") return Lowercase{};
   if (type == "Prepend") return Prepend{text_of(json, "prepend")};
   if (type == "Replace") return replace_of(json);
-  return choose<NormalForm>("normalizer", type,
-      {{"NFC", NormalForm::kNfc}, {"NFD", NormalForm::kNfd}, {"NFKC", NormalForm::kNfkc},
-          {"NFKD", NormalForm::kNfkd}});
+  return static_cast<NormalForm>(choose("normalizer", type, {"NFC", "NFD", "NFKC", "NFKD"}));
 }
 
-// is_word as members of a class.
-constexpr std::string_view kWord =
-    "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{200C}\\x{200D}\\x{24B6}-\\x{24E9}"
-    "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 constexpr std::string_view kGpt2Pattern =
     "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
@@ -146,7 +135,7 @@ void read_pre_tokenizer(const Json& json, Regex::Dialect dialect, Tokenizer::Sta
     add(Split{Regex(kPunctuationPattern, Regex::Dialect::kPcre2),
         json.contains("behavior") ? behavior_of(json) : kIsolated});
   } else if (type == "Whitespace") {  // words, and runs of anything else but space
-    add(Split{Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWord)), kRemoved, true});
+    add(Split{Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWordMembers)), kRemoved, true});
   } else if (type == "WhitespaceSplit") {
     add(Split{Regex("\\s"), kRemoved});
   } else if (type == "Metaspace") {
@@ -274,15 +263,15 @@ void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>
   for (const Json& merge : merges) {
     std::string left, right;
     if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
-      left = merge[0].get<std::string>();
-      right = merge[1].get<std::string>();
+      merge[0].get_to(left);
+      merge[1].get_to(right);
     } else {
-      const auto pair = merge.is_string() ? merge.get<std::string>() : std::string();
-      const size_t space = pair.find(' ');
-      PITH_CHECK(space != pair.npos && space == pair.rfind(' '),
+      if (merge.is_string()) merge.get_to(left);
+      const size_t space = left.find(' ');
+      PITH_CHECK(space != left.npos && space == left.rfind(' '),
           "tokenizer.json: merge {} is not a pair", merge.dump());
-      left = pair.substr(0, space);
-      right = pair.substr(space + 1);
+      right = left.substr(space + 1);
+      left.resize(space);
     }
     const int32_t left_id = id(left), right_id = id(right);
     PITH_CHECK(right.size() >= config.prefix.size(), "tokenizer.json: merge {} lacks the prefix",

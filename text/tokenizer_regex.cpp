@@ -10,8 +10,8 @@
 namespace pith {
 namespace {
 
-// What \w holds in Oniguruma, as class members.
-constexpr std::string_view kWordMembers =
+// What \w holds in Oniguruma, as members of a class.
+constexpr std::string_view kOnigurumaWord =
     "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{B2}\\x{B3}\\x{B9}\\x{BC}-\\x{BE}\\x{24B6}-\\x{24E9}"
     "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 
@@ -114,15 +114,15 @@ class Translator {
     } else if (is_one_of(c, in_class ? "dDsS" : "dDsSAz")) {
       out_ += {'\\', c};
     } else if (c == 'w') {
-      out_ += fmt::format("{}{}{}", open, kWordMembers, close);
+      out_ += fmt::format("{}{}{}", open, kOnigurumaWord, close);
     } else if (c == 'h' && !rust_) {
       out_ += fmt::format("{}0-9A-Fa-f{}", open, close);
     } else if (c == 'W' && !in_class) {
-      out_ += fmt::format("[^{}]", kWordMembers);
+      out_ += fmt::format("[^{}]", kOnigurumaWord);
     } else if (is_one_of(c, "bB") && !in_class) {
       const char after = c == 'b' ? '!' : '=', before = c == 'b' ? '=' : '!';
       out_ += fmt::format(
-          "(?:(?<=[{0}])(?{1}[{0}])|(?<![{0}])(?{2}[{0}]))", kWordMembers, after, before);
+          "(?:(?<=[{0}])(?{1}[{0}])|(?<![{0}])(?{2}[{0}]))", kOnigurumaWord, after, before);
     } else {
       refuse(fmt::format("\\{}{}", c, in_class ? " in a class" : ""));
     }

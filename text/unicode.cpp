@@ -159,24 +159,10 @@ char32_t unicode_lower(char32_t code) {
   return static_cast<char32_t>(utf8proc_tolower(static_cast<utf8proc_int32_t>(code)));
 }
 
-namespace {
-std::string_view category(char32_t code) {  // "Lu", "Nd", ...
-  return utf8proc_category_string(static_cast<utf8proc_int32_t>(unicode_stand_in(code)));
-}
-}  // namespace
-
 bool is_white_space(char32_t code) {
-  return (code >= 9 && code <= 13) || code == 0x85 || category(code)[0] == 'Z';
-}
-
-bool is_word(char32_t code) {
-  const std::string_view kind = category(code);
-  if (kind[0] == 'L' || kind[0] == 'M' || kind == "Nd" || kind == "Nl" || kind == "Pc" ||
-      code == 0x200C || code == 0x200D)
-    return true;
-  // Letters in circles and squares are alphabetic although their category is So.
-  return (code >= 0x24B6 && code <= 0x24E9) || (code >= 0x1F130 && code <= 0x1F149) ||
-         (code >= 0x1F150 && code <= 0x1F169) || (code >= 0x1F170 && code <= 0x1F189);
+  const auto category = utf8proc_category(static_cast<utf8proc_int32_t>(unicode_stand_in(code)));
+  return (code >= 9 && code <= 13) || code == 0x85 || category == UTF8PROC_CATEGORY_ZS ||
+         category == UTF8PROC_CATEGORY_ZL || category == UTF8PROC_CATEGORY_ZP;
 }
 
 namespace {
