@@ -102,45 +102,49 @@ void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
 // it in n log n altogether, where entries whose pair has changed since are skipped.
 void Bpe::merge(Scratch& scratch) const {
   constexpr size_t kShort = 64;
-  auto& [dropped, cache, symbols, ranks, previous, next, merged, heap] = scratch;
+  auto& symbols = scratch.symbols;
+  auto& heap = scratch.heap;
   const auto count = static_cast<uint32_t>(symbols.size());
   const bool is_long = count > kShort;
-  for (auto* list : {&ranks, &previous, &next}) list->resize(count);
-  merged.resize(count);
   heap.clear();
   auto look_up = [&](uint32_t i) {  // the pair of i and the symbol behind it
+    auto& symbol = symbols[i];
     static const Slot none;
-    const Slot& slot = next[i] == count ? none : find(symbols[i].id, symbols[next[i]].id);
-    ranks[i] = slot.rank;
-    merged[i] = slot.merged;
+    const Slot& slot = symbol.next == count ? none : find(symbol.id, symbols[symbol.next].id);
+    symbol.rank = slot.rank;
+    symbol.merged = slot.merged;
     if (!is_long || slot.rank == kNoRank) return;
     heap.push_back(static_cast<uint64_t>(slot.rank) << 32 | i);
     std::push_heap(heap.begin(), heap.end(), std::greater<>());
   };
   for (uint32_t i = 0; i < count; ++i) {
-    previous[i] = i - 1;
-    next[i] = i + 1;
+    symbols[i].previous = i - 1;
+    symbols[i].next = i + 1;
     look_up(i);
   }
   auto best = [&]() -> uint32_t {
-    if (!is_long)
-      return static_cast<uint32_t>(std::min_element(ranks.begin(), ranks.end()) - ranks.begin());
+    uint32_t lowest = 0;
+    if (!is_long) {
+      for (uint32_t i = 1; i < count; ++i)
+        lowest = symbols[i].rank < symbols[lowest].rank ? i : lowest;
+      return lowest;
+    }
     while (!heap.empty()) {
       std::pop_heap(heap.begin(), heap.end(), std::greater<>());
       const uint64_t top = heap.back();
       heap.pop_back();
-      if (ranks[static_cast<uint32_t>(top)] == top >> 32) return static_cast<uint32_t>(top);
+      if (symbols[static_cast<uint32_t>(top)].rank == top >> 32) return static_cast<uint32_t>(top);
     }
     return count - 1;  // which has no pair
   };
-  for (uint32_t i = best(); ranks[i] != kNoRank; i = best()) {
-    const uint32_t right = next[i];
-    symbols[i].id = merged[i];
-    symbols[i].length += std::exchange(symbols[right].length, 0);
-    ranks[right] = kNoRank;
-    next[i] = next[right];
-    if (next[i] < count) previous[next[i]] = i;
-    if (i > 0) look_up(previous[i]);
+  for (uint32_t i = best(); symbols[i].rank != kNoRank; i = best()) {
+    auto& [id, length, rank, merged, previous, next] = symbols[i];
+    id = merged;
+    length += std::exchange(symbols[next].length, 0);
+    symbols[next].rank = kNoRank;
+    next = symbols[next].next;
+    if (next < count) symbols[next].previous = i;
+    if (i > 0) look_up(previous);
     look_up(i);
   }
   std::erase_if(symbols, [](const Scratch::Symbol& symbol) { return symbol.length == 0; });

@@ -29,6 +29,8 @@ class Bpe {
     std::string prefix;  // of symbols that do not begin a piece
   };
 
+  static constexpr uint32_t kNoRank = ~0u;
+
   // One thread's buffers and its memory of recent pieces.
   struct Scratch {
     static constexpr size_t kCacheSize = 1 << 15, kKeyBytes = 32, kCachedTokens = 6;
@@ -41,12 +43,14 @@ class Bpe {
     struct Symbol {
       int32_t id;
       uint32_t length;  // bytes of the piece
+      // Of its pair with the symbol behind it, and its neighbours, while merging:
+      uint32_t rank = kNoRank;
+      int32_t merged = -1;
+      uint32_t previous = 0, next = 0;
     };
     int64_t dropped = 0;  // characters that no token stands for
     std::vector<Entry> cache = std::vector<Entry>(kCacheSize);
     std::vector<Symbol> symbols;
-    std::vector<uint32_t> ranks, previous, next;
-    std::vector<int32_t> merged;
     std::vector<uint64_t> heap;
   };
 
@@ -68,7 +72,6 @@ class Bpe {
     int32_t merged = -1;
   };
   static constexpr uint64_t kEmpty = ~0ull;
-  static constexpr uint32_t kNoRank = ~0u;
 
   size_t place(int32_t left, int32_t right) const;  // in merges_
   const Slot& find(int32_t left, int32_t right) const { return merges_[place(left, right)]; }

@@ -253,7 +253,7 @@ Regex::Regex(std::string_view pattern, Dialect dialect) : stand_ins_(dialect != 
       pcre2_code_free);
   PITH_CHECK(code_, "regex {}: {} at byte {} of its translation {}", pattern, pcre2_message(error),
       place, translated);
-  pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE);  // without it pcre2_match interprets
+  jit_ = pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE) == 0;
 }
 
 Regex Regex::literal(std::string text) {
@@ -269,8 +269,9 @@ bool Regex::find(std::string_view text, size_t from, size_t& begin, size_t& end)
     return begin != text.npos;
   }
   thread_local const Scratch scratch;
-  const int found = pcre2_match(code_.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(),
-      from, PCRE2_NO_UTF_CHECK, scratch.data.get(), scratch.context.get());
+  const int found = (jit_ ? pcre2_jit_match : pcre2_match)(code_.get(),
+      reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), from, jit_ ? 0 : PCRE2_NO_UTF_CHECK,
+      scratch.data.get(), scratch.context.get());
   if (found == PCRE2_ERROR_NOMATCH) return false;
   PITH_CHECK(found >= 0, "regular expression failed on a text of {} bytes: {}", text.size(),
       pcre2_message(found));

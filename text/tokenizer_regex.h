@@ -42,7 +42,7 @@ class Regex {
   bool find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
   std::string literal_;  // instead of code_
   std::shared_ptr<pcre2_code> code_;
-  bool stand_ins_ = false;
+  bool jit_ = false, stand_ins_ = false;
 };
 
 }  // namespace pith

@@ -92,15 +92,6 @@ int64_t utf8_replace_invalid(std::string_view text, std::string& out) {
   }
 }
 
-char32_t utf8_next(std::string_view text, size_t& at) {
-  const auto lead = static_cast<uint8_t>(text[at++]);
-  if (lead < 0x80) return lead;
-  char32_t code = lead & (lead < 0xE0 ? 0x1Fu : lead < 0xF0 ? 0x0Fu : 0x07u);
-  while (at < text.size() && utf8_continues(text[at]))
-    code = code << 6 | (static_cast<uint8_t>(text[at++]) & 0x3Fu);
-  return code;
-}
-
 char32_t utf8_previous(std::string_view text, size_t& at) {
   do --at;
   while (at > 0 && utf8_continues(text[at]));

@@ -14,7 +14,15 @@ size_t utf8_valid_prefix(std::string_view text);
 int64_t utf8_replace_invalid(std::string_view text, std::string& out);
 
 // The code point behind or before text[at] of well-formed UTF-8; `at` moves over it.
-char32_t utf8_next(std::string_view text, size_t& at);
+inline char32_t utf8_next(std::string_view text, size_t& at) {
+  auto next = [&] { return static_cast<uint8_t>(text[at++]); };
+  const uint8_t lead = next();
+  if (lead < 0x80) return lead;
+  char32_t code = lead & (lead < 0xE0 ? 0x1Fu : lead < 0xF0 ? 0x0Fu : 0x07u);
+  if (lead >= 0xF0) code = code << 6 | (next() & 0x3Fu);
+  if (lead >= 0xE0) code = code << 6 | (next() & 0x3Fu);
+  return code << 6 | (next() & 0x3Fu);
+}
 char32_t utf8_previous(std::string_view text, size_t& at);
 inline bool utf8_continues(char byte) { return (static_cast<uint8_t>(byte) & 0xC0) == 0x80; }
 void utf8_append(char32_t code, std::string& out);

@@ -54,14 +54,15 @@ void compose_all(std::vector<Mark>& marks) {
   size_t starter = SIZE_MAX;  // index in out
   for (const Mark& mark : marks) {
     const bool reaches = starter + 1 == out.size() || out.back().order < mark.order;
-    if (const auto composed =
-            starter != SIZE_MAX && reaches ? compose(out[starter].code, mark.code) : std::nullopt) {
+    std::optional<char32_t> composed;
+    if (starter != SIZE_MAX && reaches) composed = compose(out[starter].code, mark.code);
+    if (composed) {
       out[starter].code = *composed;
       out[starter].moved += mark.moved - 1;
-      continue;
+    } else {
+      if (mark.order == 0) starter = out.size();
+      out.push_back(mark);
     }
-    if (mark.order == 0) starter = out.size();
-    out.push_back(mark);
   }
   marks.swap(out);
 }
@@ -69,33 +70,29 @@ void compose_all(std::vector<Mark>& marks) {
 // Code points that may change, or change others, in a form. All others are borders for it.
 using CodeSet = std::bitset<0x110000>;
 
-CodeSet* make_active(NormalForm form) {
-  auto* active = new CodeSet;
-  std::vector<Mark> parts;
-  for (char32_t code = 0xA0; code < 0x110000; ++code) {
-    if (code >= 0xD800 && code < 0xE000) continue;
-    parts.clear();
-    decompose(code, compatible(form), parts);
-    const bool splits = parts.size() > 1 || parts[0].code != code;
-    if (combining_order(code) != 0) active->set(code);
-    if (!splits) continue;
-    if (composes(form)) compose_all(parts);
-    if (parts.size() > 1 || parts[0].code != code) active->set(code);
-    if (!composes(form)) continue;
-    // Whatever ends a canonical decomposition can be the second half of a composition.
-    parts.clear();
-    decompose(code, false, parts);
-    for (size_t i = 1; i < parts.size(); ++i) active->set(parts[i].code);
-  }
-  return active;
-}
-
 const CodeSet& active_codes(NormalForm form) {
+  static CodeSet sets[4];
   static std::once_flag made[4];
-  static const CodeSet* sets[4];  // never freed
   const auto i = static_cast<size_t>(form);
-  std::call_once(made[i], [&] { sets[i] = make_active(form); });
-  return *sets[i];
+  std::call_once(made[i], [&active = sets[i], form] {
+    std::vector<Mark> parts, canonical;
+    for (char32_t code = 0xA0; code < 0x110000; ++code) {
+      if (code >= 0xD800 && code < 0xE000) continue;
+      if (combining_order(code) != 0) active.set(code);
+      parts.clear();
+      decompose(code, compatible(form), parts);
+      if (parts.size() == 1 && parts[0].code == code) continue;
+      if (composes(form)) {
+        compose_all(parts);
+        // Whatever ends a canonical decomposition can be the second half of a composition.
+        canonical.clear();
+        decompose(code, false, canonical);
+        for (size_t k = 1; k < canonical.size(); ++k) active.set(canonical[k].code);
+      }
+      if (parts.size() > 1 || parts[0].code != code) active.set(code);
+    }
+  });
+  return sets[i];
 }
 
 }  // namespace
