@@ -103,15 +103,17 @@ void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
 void Bpe::merge(Scratch& scratch) const {
   constexpr size_t kShort = 64;
   auto& symbols = scratch.symbols;
+  auto& ranks = scratch.ranks;
   auto& heap = scratch.heap;
   const auto count = static_cast<uint32_t>(symbols.size());
   const bool is_long = count > kShort;
+  ranks.resize(count);
   heap.clear();
   auto look_up = [&](uint32_t i) {  // the pair of i and the symbol behind it
     auto& symbol = symbols[i];
     static const Slot none;
     const Slot& slot = symbol.next == count ? none : find(symbol.id, symbols[symbol.next].id);
-    symbol.rank = slot.rank;
+    ranks[i] = slot.rank;
     symbol.merged = slot.merged;
     if (!is_long || slot.rank == kNoRank) return;
     heap.push_back(static_cast<uint64_t>(slot.rank) << 32 | i);
@@ -123,25 +125,24 @@ void Bpe::merge(Scratch& scratch) const {
     look_up(i);
   }
   auto best = [&]() -> uint32_t {
-    uint32_t lowest = 0;
     if (!is_long) {
-      for (uint32_t i = 1; i < count; ++i)
-        lowest = symbols[i].rank < symbols[lowest].rank ? i : lowest;
-      return lowest;
+      uint32_t lowest = kNoRank;  // two loops, of which compilers vectorise the first
+      for (const uint32_t rank : ranks) lowest = std::min(lowest, rank);
+      return static_cast<uint32_t>(std::find(ranks.begin(), ranks.end(), lowest) - ranks.begin());
     }
     while (!heap.empty()) {
       std::pop_heap(heap.begin(), heap.end(), std::greater<>());
       const uint64_t top = heap.back();
       heap.pop_back();
-      if (symbols[static_cast<uint32_t>(top)].rank == top >> 32) return static_cast<uint32_t>(top);
+      if (ranks[static_cast<uint32_t>(top)] == top >> 32) return static_cast<uint32_t>(top);
     }
     return count - 1;  // which has no pair
   };
-  for (uint32_t i = best(); symbols[i].rank != kNoRank; i = best()) {
-    auto& [id, length, rank, merged, previous, next] = symbols[i];
+  for (uint32_t i = best(); ranks[i] != kNoRank; i = best()) {
+    auto& [id, length, merged, previous, next] = symbols[i];
     id = merged;
     length += std::exchange(symbols[next].length, 0);
-    symbols[next].rank = kNoRank;
+    ranks[next] = kNoRank;
     next = symbols[next].next;
     if (next < count) symbols[next].previous = i;
     if (i > 0) look_up(previous);

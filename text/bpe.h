@@ -44,13 +44,13 @@ class Bpe {
       int32_t id;
       uint32_t length;  // bytes of the piece
       // Of its pair with the symbol behind it, and its neighbours, while merging:
-      uint32_t rank = kNoRank;
       int32_t merged = -1;
       uint32_t previous = 0, next = 0;
     };
     int64_t dropped = 0;  // characters that no token stands for
     std::vector<Entry> cache = std::vector<Entry>(kCacheSize);
     std::vector<Symbol> symbols;
+    std::vector<uint32_t> ranks;  // of the symbols' pairs
     std::vector<uint64_t> heap;
   };
 
