@@ -13,8 +13,11 @@ TokenSpan Text::origin_of(size_t begin, size_t end) const {
 
 void Rewriter::copy(size_t end) {
   text_.append(from_.text.substr(copied_, end - copied_));
-  if (track_)
+  if (track_ && from_.origin) {
+    origin_.insert(origin_.end(), from_.origin + copied_, from_.origin + end);
+  } else if (track_) {
     for (size_t i = copied_; i < end; ++i) origin_.push_back(from_.origin_of(i, i + 1));
+  }
   copied_ = end;
 }
 
