@@ -24,8 +24,10 @@ int sequence_at(std::string_view text, size_t at) {
   // The second byte has a narrower range after four leads: not overlong, no surrogate, <= 10FFFF.
   uint8_t low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
   uint8_t high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
-  for (int i = 1; i < length; ++i, low = 0x80, high = 0xBF)
-    if (++at == text.size() || byte(at) < low || byte(at) > high) return -i;
+  for (int i = 1; i < length; ++i, low = 0x80, high = 0xBF) {
+    ++at;
+    if (at == text.size() || byte(at) < low || byte(at) > high) return -i;
+  }
   return length;
 }
 

@@ -120,7 +120,7 @@ void normalize(const Text& text, NormalForm form, Rewriter& out) {
     for (size_t i = border; i < end;) decompose(utf8_next(s, i), compatible(form), marks);
     for (auto run = marks.begin(); run != marks.end();) {  // sort each run of marks by class
       const auto stop = std::ranges::find(run, marks.end(), 0, &Mark::order);
-      std::ranges::stable_sort(run, stop, {}, &Mark::order);
+      std::stable_sort(run, stop, [](const Mark& a, const Mark& b) { return a.order < b.order; });
       run = stop == marks.end() ? stop : stop + 1;
     }
     if (composes(form)) compose_all(marks);
