@@ -30,10 +30,7 @@ struct GenerateOptions {
   SamplingOptions sampling;
 };
 
-struct Sequence {
-  std::vector<int64_t> ids;  // prompt and answer
-  bool finished = false;
-};
+using Ids = std::vector<int64_t>;
 
 // Ids that end a document: of generation_config.json, config.json and the tokenizer.
 std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
@@ -42,10 +39,8 @@ std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
   for (const char* name : {"generation_config.json", "config.json"}) {
     if (!fs::exists(folder / name)) continue;
     const nlohmann::json eos = read_json(folder / name).value("eos_token_id", nlohmann::json());
-    if (eos.is_number_integer()) ids.insert(eos.get<int64_t>());
-    if (eos.is_array())
-      for (const auto& id : eos)
-        if (id.is_number_integer()) ids.insert(id.get<int64_t>());
+    for (const nlohmann::json& id : eos.is_array() ? eos : nlohmann::json::array({eos}))
+      if (id.is_number_integer()) ids.insert(id.get<int64_t>());
   }
   return ids;
 }
@@ -53,49 +48,17 @@ std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
 // The new tokens of every sequence as one micro-batch, each a document that begins at position
 // `done`.
 MicroBatch pack(
-    const std::vector<Sequence>& sequences, const std::vector<size_t>& done, at::Device device) {
+    const std::vector<Ids>& sequences, const std::vector<size_t>& done, at::Device device) {
   std::vector<Row> rows(sequences.size());
   for (size_t i = 0; i < sequences.size(); ++i) {
-    const std::vector<int64_t>& ids = sequences[i].ids;
+    const auto from = static_cast<std::ptrdiff_t>(done[i]);
+    rows[i].tokens.assign(sequences[i].begin() + from, sequences[i].end());
+    rows[i].labels.assign(rows[i].tokens.size(), -100);
+    rows[i].positions.resize(rows[i].tokens.size());
+    std::iota(rows[i].positions.begin(), rows[i].positions.end(), from);
     rows[i].document_begins = {0};
-    for (size_t t = done[i]; t < ids.size(); ++t) {
-      rows[i].tokens.push_back(ids[t]);
-      rows[i].labels.push_back(-100);
-      rows[i].positions.push_back(static_cast<int64_t>(t));
-    }
   }
   return make_microbatch(rows, true, 0, static_cast<int64_t>(rows.size()), device);
-}
-
-// Extends all sequences until each has ended; `on_token(i, id)` sees every new token, the end
-// tokens too.
-template <class Model, class OnToken>
-void generate_tokens(Pipeline<Model>& pipeline, std::vector<Sequence>& sequences,
-    const GenerateOptions& options, const std::set<int64_t>& ends, int64_t num_layers,
-    at::Device device, const OnToken& on_token) {
-  std::vector<LayerCache> caches(options.no_cache ? 0 : static_cast<size_t>(num_layers));
-  std::vector<size_t> done(sequences.size(), 0);
-  for (int64_t n = 0; n < options.max_tokens; ++n) {
-    const std::vector<MicroBatch> batch{pack(sequences, done, device)};
-    const BatchResult result = pipeline.forward_only(batch, LastTokenLogits(), caches);
-    const Tensor logits = result.per_token[0].to(at::kCPU).contiguous();  // (B, V)
-    const auto vocab = static_cast<size_t>(logits.size(1));
-    bool all_finished = true;
-    for (size_t i = 0; i < sequences.size(); ++i) {
-      Sequence& sequence = sequences[i];
-      if (!options.no_cache) done[i] = sequence.ids.size();
-      const std::span<const float> row(logits.const_data_ptr<float>() + i * vocab, vocab);
-      // A draw depends on seed, prompt and position alone, not on how long the other prompts run.
-      const uint64_t draw = (static_cast<uint64_t>(i) << 32) + static_cast<uint64_t>(n);
-      const int64_t id = sample(row, options.sampling, draw);
-      sequence.ids.push_back(id);
-      if (sequence.finished) continue;  // it runs along unseen, so that rows stay aligned
-      sequence.finished = !options.ignore_eos && ends.contains(id);
-      on_token(i, static_cast<int32_t>(id));
-      all_finished = all_finished && sequence.finished;
-    }
-    if (all_finished) return;
-  }
 }
 
 template <class Model>
@@ -118,45 +81,60 @@ int generate(const GenerateOptions& options) {
   PITH_CHECK(tokenizer.vocab_size() <= config.vocab_size, "the tokenizer has {} ids, the model {}",
       tokenizer.vocab_size(), config.vocab_size);
 
-  std::vector<Sequence> sequences;
-  std::vector<std::string> prompts = options.prompts;
-  for (const std::string& file : options.prompt_files) prompts.push_back(read_file(file));
-  if (prompts.empty())
+  std::vector<std::string> texts = options.prompts;  // and then their continuations
+  for (const std::string& file : options.prompt_files) texts.push_back(read_file(file));
+  if (texts.empty())
     PITH_FAIL_HINT(
         "pithtrain generate FOLDER --prompt \"...\"", "no prompt: give --prompt or --prompt-file");
-  int64_t longest = 0;
-  for (const std::string& prompt : prompts) {
-    Sequence& sequence = sequences.emplace_back();
-    const Encoding encoding = tokenizer.encode(prompt);
-    sequence.ids.assign(encoding.ids.begin(), encoding.ids.end());
-    PITH_CHECK(!sequence.ids.empty(), "the prompt \"{}\" holds no token", prompt);
-    longest = std::max(longest, static_cast<int64_t>(sequence.ids.size()));
+  std::vector<Ids> sequences;
+  size_t longest = 0;
+  for (const std::string& prompt : texts) {
+    const std::vector<int32_t> ids = tokenizer.encode(prompt).ids;
+    PITH_CHECK(!ids.empty(), "the prompt \"{}\" holds no token", prompt);
+    longest = std::max(longest, ids.size());
+    sequences.emplace_back(ids.begin(), ids.end());
   }
-  const int64_t positions = longest + options.max_tokens;
+  const int64_t positions = static_cast<int64_t>(longest) + options.max_tokens;
   PITH_CHECK(positions <= config.max_positions,
       "prompt and answer would take {} positions, the model has {} (max_position_embeddings)",
       positions, config.max_positions);
 
   Pipeline<Model> pipeline(model, mesh, positions, {});
+  const std::set<int64_t> ends = end_ids(options.folder, tokenizer);
+  std::vector<LayerCache> caches(options.no_cache ? 0 : static_cast<size_t>(config.num_layers));
+  std::vector<size_t> done(texts.size(), 0);  // tokens of each sequence that the caches hold
+  std::set<size_t> running;
+  for (size_t i = 0; i < texts.size(); ++i) running.insert(i);
+  std::vector<StreamingDecoder> decoders(texts.size(), StreamingDecoder(tokenizer));
   const auto start = std::chrono::steady_clock::now();
   int64_t produced = 0;
-  const bool stream = sequences.size() == 1;
-  std::vector<StreamingDecoder> decoders(sequences.size(), StreamingDecoder(tokenizer));
-  if (stream) fmt::print("{}", prompts[0]);
-  generate_tokens(pipeline, sequences, options, end_ids(options.folder, tokenizer),
-      config.num_layers, mesh.device, [&](size_t i, int32_t id) {
-        ++produced;
-        const std::string text = decoders[i].push(id);
-        if (!stream) {
-          prompts[i] += text;
-          return;
-        }
-        fmt::print("{}", text);
-        std::fflush(stdout);
-      });
+  const bool stream = texts.size() == 1;
+  if (stream) fmt::print("{}", texts[0]);
+  for (int64_t n = 0; n < options.max_tokens && !running.empty(); ++n) {
+    const std::vector<MicroBatch> batch{pack(sequences, done, mesh.device)};
+    const BatchResult result = pipeline.forward_only(batch, LastTokenLogits(), caches);
+    const Tensor logits = result.per_token[0].to(at::kCPU).contiguous();  // (B, V)
+    const auto vocab = static_cast<size_t>(logits.size(1));
+    for (size_t i = 0; i < texts.size(); ++i) {
+      if (!options.no_cache) done[i] = sequences[i].size();
+      const std::span<const float> row(logits.const_data_ptr<float>() + i * vocab, vocab);
+      // A draw depends on seed, prompt and position alone, not on how long the other prompts run.
+      const uint64_t draw = (static_cast<uint64_t>(i) << 32) + static_cast<uint64_t>(n);
+      const int64_t id = sample(row, options.sampling, draw);
+      sequences[i].push_back(id);
+      if (!running.contains(i)) continue;  // it runs along unseen, so that rows stay aligned
+      if (!options.ignore_eos && ends.contains(id)) running.erase(i);
+      ++produced;
+      const std::string text = decoders[i].push(static_cast<int32_t>(id));
+      texts[i] += text;
+      if (!stream) continue;
+      fmt::print("{}", text);
+      std::fflush(stdout);
+    }
+  }
   if (stream) fmt::print("{}\n", decoders[0].finish());
-  for (size_t i = 0; !stream && i < sequences.size(); ++i)
-    fmt::print("=== {}\n{}{}\n", i + 1, prompts[i], decoders[i].finish());
+  for (size_t i = 0; !stream && i < texts.size(); ++i)
+    fmt::print("=== {}\n{}{}\n", i + 1, texts[i], decoders[i].finish());
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   if (!options.quiet) {
     fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, elapsed.count(),

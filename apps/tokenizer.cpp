@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <iostream>
 #include <iterator>
+#include <set>
 #include <thread>
 
 #include "apps/commands.h"
@@ -22,8 +23,8 @@ namespace {
 namespace fs = std::filesystem;
 
 struct Options {
-  std::string tokenizer, other, out, field = "text";
-  std::vector<std::string> inputs;
+  std::string tokenizer, other, out, field = "text", pattern;
+  std::vector<std::string> inputs, special;
   std::vector<int32_t> ids;
   BpeTrainerOptions train;
   EncodeOptions encode;
@@ -38,6 +39,20 @@ std::string read_text(const std::string& path) {
   return text;
 }
 
+Tokenizer open(const std::string& path, const Options& options) {
+  if (!path.ends_with(".tiktoken")) return Tokenizer::load(path);
+  PITH_CHECK(!options.pattern.empty(), "{} has ranks only: give its regex as --pattern", path);
+  std::vector<std::pair<std::string, int32_t>> special;
+  for (const std::string& text : options.special) {
+    const size_t cut = std::min(text.rfind('='), text.size() - 1);
+    int32_t id = -1;
+    PITH_CHECK(cut + 1 < text.size() && CLI::detail::lexical_cast(text.substr(cut + 1), id),
+        "--special {} is not TOKEN=ID", text);
+    special.emplace_back(text.substr(0, cut), id);
+  }
+  return Tokenizer::from_tiktoken(read_file(path), options.pattern, special);
+}
+
 std::vector<std::string> list_files(const std::vector<std::string>& inputs) {
   std::vector<std::string> files;
   for (const std::string& input : inputs) {
@@ -45,10 +60,10 @@ std::vector<std::string> list_files(const std::vector<std::string>& inputs) {
       files.push_back(input);
       continue;
     }
-    const size_t before = files.size();
+    std::set<std::string> found;
     for (const auto& entry : fs::recursive_directory_iterator(input))
-      if (entry.is_regular_file()) files.push_back(entry.path().string());
-    std::sort(files.begin() + static_cast<std::ptrdiff_t>(before), files.end());
+      if (entry.is_regular_file()) found.insert(entry.path().string());
+    files.insert(files.end(), found.begin(), found.end());
   }
   return files;
 }
@@ -68,27 +83,25 @@ void for_each_batch(const Options& options, Sink sink) {
     bytes = 0;
   };
   for (const std::string& path : list_files(options.inputs)) {
-    std::string text = read_text(path);
+    const std::string text = read_text(path);
     const bool json = fs::path(path).extension() == ".jsonl";
     if (options.whole_files && !json) {
-      add(std::move(text));
+      add(text);
       continue;
     }
     simdjson::dom::parser parser;
-    int64_t number = 0;
-    for (size_t begin = 0, end; begin < text.size(); begin = end) {
+    size_t end = 0;
+    for (int64_t number = 1; end < text.size(); ++number) {
+      const size_t begin = end;
       end = std::min(text.find('\n', begin), text.size() - 1) + 1;
-      std::string line = text.substr(begin, end - begin);
-      ++number;
-      if (!json) {
-        add(std::move(line));
-        continue;
+      const std::string line = text.substr(begin, end - begin);
+      std::string_view value = line;
+      if (json) {
+        if (line.find_first_not_of(" \t\r\n") == line.npos) continue;
+        const auto error = parser.parse(line)[options.field].get(value);
+        PITH_CHECK(!error, "{}:{}: no text \"{}\": {}", path, number, options.field,
+            simdjson::error_message(error));
       }
-      if (line.find_first_not_of(" \t\r\n") == std::string::npos) continue;
-      std::string_view value;
-      const auto error = parser.parse(line)[options.field].get(value);
-      PITH_CHECK(!error, "{}:{}: no text \"{}\": {}", path, number, options.field,
-          simdjson::error_message(error));
       add(std::string(value));
     }
   }
@@ -109,13 +122,12 @@ void run_train(Options& options) {
   tokenizer.save(options.out);
   fmt::print("{}: {} tokens from {:.1f} MB of text\n", options.out, tokenizer.vocab_size(),
       static_cast<double>(bytes) / 1e6);
-  if (tokenizer.vocab_size() < options.train.vocab_size)
-    fmt::print(
-        "the text has no more pairs to merge; {} were asked for\n", options.train.vocab_size);
+  if (const int64_t wanted = options.train.vocab_size; tokenizer.vocab_size() < wanted)
+    fmt::print("the text has no more pairs to merge; {} were asked for\n", wanted);
 }
 
 void run_encode(const Options& options) {
-  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
+  const Tokenizer tokenizer = open(options.tokenizer, options);
   for (const std::string& input : options.inputs) {
     const std::string text = read_text(input);
     const Encoding encoding = tokenizer.encode(text, options.encode);
@@ -136,7 +148,7 @@ void run_encode(const Options& options) {
 }
 
 void run_decode(Options& options) {
-  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
+  const Tokenizer tokenizer = open(options.tokenizer, options);
   if (options.ids.empty()) {
     options.ids.assign(std::istream_iterator<int32_t>(std::cin), {});
     PITH_CHECK(std::cin.eof(), "standard input holds something that is not an id");
@@ -146,7 +158,7 @@ void run_decode(Options& options) {
 }
 
 void run_inspect(const Options& options) {
-  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
+  const Tokenizer tokenizer = open(options.tokenizer, options);
   auto show = [&](const char* name, std::optional<int32_t> id) {
     if (id) fmt::print("{:14} {} {}\n", name, *id, tokenizer.token(*id));
   };
@@ -162,30 +174,27 @@ void run_inspect(const Options& options) {
 }
 
 void run_compare(const Options& options) {
-  const Tokenizer first = Tokenizer::load(options.tokenizer);
-  const Tokenizer second = Tokenizer::load(options.other);
+  const std::string names[2] = {options.tokenizer, options.other};
+  const Tokenizer tokenizers[2] = {open(names[0], options), open(names[1], options)};
   int64_t texts_seen = 0, differ = 0, bytes = 0, tokens[2] = {0, 0};
   for_each_batch(options, [&](const std::vector<std::string>& texts) {
-    const auto a = first.encode_batch(texts, options.threads, options.encode);
-    const auto b = second.encode_batch(texts, options.threads, options.encode);
-    for (size_t i = 0; i < texts.size(); ++i) {
-      ++texts_seen;
+    std::vector<Encoding> encodings[2];
+    for (int k = 0; k < 2; ++k) {
+      encodings[k] = tokenizers[k].encode_batch(texts, options.threads, options.encode);
+      for (const Encoding& e : encodings[k]) tokens[k] += static_cast<int64_t>(e.ids.size());
+    }
+    for (size_t i = 0; i < texts.size(); ++i, ++texts_seen) {
       bytes += static_cast<int64_t>(texts[i].size());
-      tokens[0] += static_cast<int64_t>(a[i].ids.size());
-      tokens[1] += static_cast<int64_t>(b[i].ids.size());
-      if (a[i].ids == b[i].ids) continue;
-      const auto place =
-          std::mismatch(a[i].ids.begin(), a[i].ids.end(), b[i].ids.begin(), b[i].ids.end());
-      if (++differ == 1)
-        fmt::print("first difference: text {}, token {}\n", texts_seen - 1,
-            place.first - a[i].ids.begin());
+      const std::vector<int32_t>&a = encodings[0][i].ids, &b = encodings[1][i].ids;
+      if (a == b || ++differ > 1) continue;
+      fmt::print("first difference: text {}, token {}\n", texts_seen,
+          std::ranges::mismatch(a, b).in1 - a.begin());
     }
   });
   fmt::print("{} texts, {} bytes, {} with different ids\n", texts_seen, bytes, differ);
-  for (int i = 0; i < 2; ++i)
-    fmt::print("{}: {} tokens, {:.3f} bytes a token\n", i == 0 ? options.tokenizer : options.other,
-        tokens[i],
-        static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, tokens[i])));
+  for (int k = 0; k < 2; ++k)
+    fmt::print("{}: {} tokens, {:.3f} bytes a token\n", names[k], tokens[k],
+        static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, tokens[k])));
   if (differ > 0) throw CLI::RuntimeError(1);
 }
 
@@ -193,8 +202,7 @@ void run_compare(const Options& options) {
 
 void add_tokenizer_command(CLI::App& app) {
   auto options = std::make_shared<Options>();  // lives as long as the callbacks
-  CLI::App* tokenizer =
-      app.add_subcommand("tokenizer", "Train a tokenizer, encode and decode, inspect, compare.");
+  CLI::App* tokenizer = app.add_subcommand("tokenizer", "Train, use, inspect, compare tokenizers.");
   tokenizer->require_subcommand(1);
   auto command = [&](const char* name, const char* help, auto run) {
     CLI::App* sub = tokenizer->add_subcommand(name, help);
@@ -202,22 +210,24 @@ void add_tokenizer_command(CLI::App& app) {
     return sub;
   };
   auto add_tokenizer = [&](CLI::App* sub) {
-    sub->add_option("tokenizer", options->tokenizer, "tokenizer.json or the folder of one")
+    sub->add_option("tokenizer", options->tokenizer,
+           "tokenizer.json, the folder of one, or a .tiktoken file")
         ->required();
+    sub->add_option("--pattern", options->pattern, ".tiktoken: regex that cuts text into pieces");
+    sub->add_option("--special", options->special, ".tiktoken: a special token as TOKEN=ID")
+        ->allow_extra_args(false);
   };
   auto add_inputs = [&](CLI::App* sub) {
     sub->add_option("inputs", options->inputs, "Files and folders: text, or .jsonl")->required();
     sub->add_option("--field", options->field, "Field of a JSON line or table [text]");
     sub->add_flag("--whole-files", options->whole_files, "A file is one text, not one a line");
-    sub->add_option("--threads", options->threads, "Threads [all cores]")
-        ->check(CLI::Range(1, 1024));
+    sub->add_option("--threads", options->threads, "[all cores]")->check(CLI::Range(1, 1024));
   };
   auto add_encoding = [&](CLI::App* sub) {
-    sub->add_flag(
-        "!--no-special", options->encode.add_special_tokens, "Add no start or end tokens");
-    sub->add_flag("!--plain", options->encode.parse_special,
-        "Special tokens spelled in the text are plain text");
-    sub->add_flag("--strict", options->encode.strict, "Refuse text that is not UTF-8");
+    EncodeOptions& encode = options->encode;
+    sub->add_flag("!--no-special", encode.add_special_tokens, "Add no start or end tokens");
+    sub->add_flag("!--plain", encode.parse_special, "Special tokens in the text are plain text");
+    sub->add_flag("--strict", encode.strict, "Refuse text that is not UTF-8");
   };
 
   CLI::App* train = command("train", "Learn a byte-level BPE from text.", run_train);
@@ -243,8 +253,7 @@ void add_tokenizer_command(CLI::App& app) {
 
   add_tokenizer(command("inspect", "Print sizes and special tokens.", run_inspect));
 
-  CLI::App* compare =
-      command("compare", "Do two tokenizers give a text the same ids?", run_compare);
+  CLI::App* compare = command("compare", "Are the ids of two tokenizers equal?", run_compare);
   add_tokenizer(compare);
   compare->add_option("other", options->other, "The other tokenizer")->required();
   add_inputs(compare);

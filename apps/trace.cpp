@@ -26,11 +26,10 @@ RoutingTape read_routes(const std::string& path, int64_t num_layers, at::Device 
   const SafetensorsFile file(path);
   RoutingTape tape;
   tape.replay = true;
-  tape.topk_idx.resize(static_cast<size_t>(num_layers));
   for (int64_t layer = 0; layer < num_layers; ++layer) {
     const std::string name = fmt::format("routing.topk_idx.{}", layer);
-    if (file.header().tensors.contains(name))
-      tape.topk_idx[static_cast<size_t>(layer)] = file.tensor(name).to(device);
+    const bool routed = file.header().tensors.contains(name);
+    tape.topk_idx.push_back(routed ? file.tensor(name).to(device) : Tensor());
   }
   return tape;
 }
@@ -70,12 +69,11 @@ int trace(const TraceOptions& options) {
   const auto divisor = static_cast<double>(std::max<int64_t>(trained, 1));
   write("loss", result.loss_sum / divisor);
   write("logprobs", result.per_token[0]);
-  if (options.routing) {
-    for (size_t layer = 0; layer < tapes[0].topk_idx.size(); ++layer) {
-      if (!tapes[0].topk_idx[layer].defined() || tapes[0].replay) continue;
-      write(fmt::format("routing.topk_idx.{}", layer), tapes[0].topk_idx[layer]);
-      write(fmt::format("routing.topk_weight.{}", layer), tapes[0].topk_weight[layer]);
-    }
+  const bool recorded = options.routing && !tapes[0].replay;
+  for (size_t layer = 0; recorded && layer < tapes[0].topk_idx.size(); ++layer) {
+    if (!tapes[0].topk_idx[layer].defined()) continue;
+    write(fmt::format("routing.topk_idx.{}", layer), tapes[0].topk_idx[layer]);
+    write(fmt::format("routing.topk_weight.{}", layer), tapes[0].topk_weight[layer]);
   }
   if (result.balance_sum.defined()) {
     const auto count = static_cast<double>(batch[0].global_rows * result.num_moe_layers);
@@ -109,11 +107,9 @@ void add_trace_command(CLI::App& app) {
           "\"rows\" and \"labels\" of the same shape (-100: not trained)")
       ->required();
   command->add_option("--out", options->out, "safetensors file to write")->required();
-  command->add_flag(
-      "--grads", options->grads, "Write every parameter's gradient of the loss as grad.NAME");
+  command->add_flag("--grads", options->grads, "Write the loss's gradients as grad.NAME");
   command->add_flag("--stages", options->stages, "Write the outputs of every layer's stages");
-  command->add_flag(
-      "--routing", options->routing, "Write expert ids and weights of every layer and token");
+  command->add_flag("--routing", options->routing, "Write expert ids and weights of every token");
   command->add_option("--routes", options->routes,
       "Take the expert ids from such a file instead of choosing (to compare dtypes)");
   command->add_option("--balance-loss", options->balance_loss,

@@ -12,17 +12,6 @@
 #include "text/unicode.h"
 
 namespace pith {
-namespace {
-
-// Pieces up to this many symbols are merged by plain scanning, longer ones with a heap.
-constexpr size_t kShort = 64;
-constexpr uint32_t kNone = ~0u;
-
-uint64_t pair_key(int32_t left, int32_t right) {
-  return static_cast<uint64_t>(static_cast<uint32_t>(left)) << 32 | static_cast<uint32_t>(right);
-}
-
-}  // namespace
 
 Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& merges, Config config)
     : config_(std::move(config)), forms_(tokens.size()) {
@@ -108,83 +97,56 @@ void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
   if (dropped && !symbols.empty()) symbols.back().length += dropped;
 }
 
-void Bpe::merge_short(Scratch& scratch) const {
+// Merges the leftmost pair of the lowest rank until none is left. Symbols form a linked list in
+// place. Up to kShort of them are scanned for the best pair; for more a heap of (rank, place) gives
+// it in n log n altogether, where entries whose pair has changed since are skipped.
+void Bpe::merge(Scratch& scratch) const {
+  constexpr size_t kShort = 64;
   auto& symbols = scratch.symbols;
-  auto& ranks = scratch.ranks;    // of each symbol with the one behind it
-  auto& merged = scratch.merged;  // and what they become
-  const size_t count = symbols.size();
-  ranks.resize(count);
-  merged.resize(count);
-  auto look_up = [&](size_t i, size_t last) {
-    ranks[i] = kNoRank;
-    if (i >= last) return;
-    const Slot& slot = find(symbols[i].id, symbols[i + 1].id);
-    ranks[i] = slot.rank;
-    merged[i] = slot.merged;
-  };
-  size_t last = count - 1;
-  for (size_t i = 0; i <= last; ++i) look_up(i, last);
-  while (last > 0) {
-    size_t best = 0;
-    for (size_t i = 1; i < last; ++i) best = ranks[i] < ranks[best] ? i : best;
-    if (ranks[best] == kNoRank) break;
-    symbols[best].id = merged[best];
-    symbols[best].length += symbols[best + 1].length;
-    for (size_t i = best + 1; i < last; ++i) {
-      symbols[i] = symbols[i + 1];
-      ranks[i] = ranks[i + 1];
-      merged[i] = merged[i + 1];
-    }
-    --last;
-    look_up(best, last);
-    if (best > 0) look_up(best - 1, last);
-  }
-  symbols.resize(last + 1);
-}
-
-// The same result in n log n: a heap of candidate merges, ordered by rank and then place, over a
-// linked list. Entries whose pair has changed since are skipped when they come up.
-void Bpe::merge_long(Scratch& scratch) const {
-  auto& symbols = scratch.symbols;
-  auto& previous = scratch.previous;
-  auto& next = scratch.next;
+  auto& ranks = scratch.ranks;
   auto& heap = scratch.heap;
-  const size_t count = symbols.size();
-  PITH_CHECK(count < kNone, "a piece of {} symbols is too long", count);
-  previous.resize(count);
-  next.resize(count);
+  const auto count = static_cast<uint32_t>(symbols.size());
+  const bool is_long = count > kShort;
+  ranks.resize(count);
   heap.clear();
-  auto pair_at = [&](uint32_t i) -> const Slot& {
+  auto look_up = [&](uint32_t i) {  // the pair of i and the symbol behind it
+    auto& symbol = symbols[i];
     static const Slot none;
-    return next[i] == kNone ? none : find(symbols[i].id, symbols[next[i]].id);
-  };
-  auto push = [&](uint32_t i) {
-    const uint32_t rank = pair_at(i).rank;
-    if (rank == kNoRank) return;
-    heap.push_back(static_cast<uint64_t>(rank) << 32 | i);
+    const Slot& slot = symbol.next == count ? none : find(symbol.id, symbols[symbol.next].id);
+    ranks[i] = slot.rank;
+    symbol.merged = slot.merged;
+    if (!is_long || slot.rank == kNoRank) return;
+    heap.push_back(static_cast<uint64_t>(slot.rank) << 32 | i);
     std::push_heap(heap.begin(), heap.end(), std::greater<>());
   };
   for (uint32_t i = 0; i < count; ++i) {
-    previous[i] = i == 0 ? kNone : i - 1;
-    next[i] = i + 1 == count ? kNone : i + 1;
-    push(i);
+    symbols[i].previous = i - 1;
+    symbols[i].next = i + 1;
+    look_up(i);
   }
-  while (!heap.empty()) {
-    std::pop_heap(heap.begin(), heap.end(), std::greater<>());
-    const uint64_t top = heap.back();
-    heap.pop_back();
-    const auto i = static_cast<uint32_t>(top);
-    if (symbols[i].length == 0) continue;  // swallowed by its left neighbour
-    const Slot& slot = pair_at(i);
-    if (slot.rank != static_cast<uint32_t>(top >> 32)) continue;
-    const uint32_t right = next[i];
-    symbols[i].id = slot.merged;
-    symbols[i].length += symbols[right].length;
-    symbols[right].length = 0;
-    next[i] = next[right];
-    if (next[i] != kNone) previous[next[i]] = i;
-    if (previous[i] != kNone) push(previous[i]);
-    push(i);
+  auto best = [&]() -> uint32_t {
+    if (!is_long) {
+      uint32_t lowest = kNoRank;  // two loops, of which compilers vectorise the first
+      for (const uint32_t rank : ranks) lowest = std::min(lowest, rank);
+      return static_cast<uint32_t>(std::find(ranks.begin(), ranks.end(), lowest) - ranks.begin());
+    }
+    while (!heap.empty()) {
+      std::pop_heap(heap.begin(), heap.end(), std::greater<>());
+      const uint64_t top = heap.back();
+      heap.pop_back();
+      if (ranks[static_cast<uint32_t>(top)] == top >> 32) return static_cast<uint32_t>(top);
+    }
+    return count - 1;  // which has no pair
+  };
+  for (uint32_t i = best(); ranks[i] != kNoRank; i = best()) {
+    auto& [id, length, merged, previous, next] = symbols[i];
+    id = merged;
+    length += std::exchange(symbols[next].length, 0);
+    ranks[next] = kNoRank;
+    next = symbols[next].next;
+    if (next < count) symbols[next].previous = i;
+    if (i > 0) look_up(previous);
+    look_up(i);
   }
   std::erase_if(symbols, [](const Scratch::Symbol& symbol) { return symbol.length == 0; });
 }
@@ -209,11 +171,7 @@ void Bpe::encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>&
     symbols.assign(1, {whole, static_cast<uint32_t>(piece.size())});
   } else {
     split_into_symbols(piece, scratch);
-    if (symbols.size() > kShort) {
-      merge_long(scratch);
-    } else if (symbols.size() > 1) {
-      merge_short(scratch);
-    }
+    if (symbols.size() > 1) merge(scratch);
   }
   for (const Scratch::Symbol& symbol : symbols) {
     ids.push_back(symbol.id);

@@ -13,6 +13,11 @@ struct BpeMerge {
   uint32_t rank;  // lower merges first; equal ranks from left to right
 };
 
+// Orders pairs of ids by the left id, then the right one.
+inline uint64_t pair_key(int32_t left, int32_t right) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(left)) << 32 | static_cast<uint32_t>(right);
+}
+
 class Bpe {
  public:
   struct Config {
@@ -24,14 +29,10 @@ class Bpe {
     std::string prefix;  // of symbols that do not begin a piece
   };
 
-  // One thread's buffers and its memory of recent pieces.
-  class Scratch {
-   public:
-    Scratch() : cache(kCacheSize) {}
-    int64_t dropped = 0;  // characters that no token stands for
+  static constexpr uint32_t kNoRank = ~0u;
 
-   private:
-    friend class Bpe;
+  // One thread's buffers and its memory of recent pieces.
+  struct Scratch {
     static constexpr size_t kCacheSize = 1 << 15, kKeyBytes = 32, kCachedTokens = 6;
     struct alignas(64) Entry {
       char key[kKeyBytes];
@@ -42,11 +43,14 @@ class Bpe {
     struct Symbol {
       int32_t id;
       uint32_t length;  // bytes of the piece
+      // Of its pair with the symbol behind it, and its neighbours, while merging:
+      int32_t merged = -1;
+      uint32_t previous = 0, next = 0;
     };
-    std::vector<Entry> cache;
+    int64_t dropped = 0;  // characters that no token stands for
+    std::vector<Entry> cache = std::vector<Entry>(kCacheSize);
     std::vector<Symbol> symbols;
-    std::vector<uint32_t> ranks, previous, next;
-    std::vector<int32_t> merged;
+    std::vector<uint32_t> ranks;  // of the symbols' pairs
     std::vector<uint64_t> heap;
   };
 
@@ -68,14 +72,12 @@ class Bpe {
     int32_t merged = -1;
   };
   static constexpr uint64_t kEmpty = ~0ull;
-  static constexpr uint32_t kNoRank = ~0u;
 
   size_t place(int32_t left, int32_t right) const;  // in merges_
   const Slot& find(int32_t left, int32_t right) const { return merges_[place(left, right)]; }
   int32_t id_of(std::string_view form) const;  // -1: none
   void split_into_symbols(std::string_view piece, Scratch& scratch) const;
-  void merge_short(Scratch& scratch) const;
-  void merge_long(Scratch& scratch) const;
+  void merge(Scratch& scratch) const;
 
   Config config_;
   std::vector<std::string> forms_;                     // bytes when byte_level, else the spelling

@@ -4,71 +4,37 @@
 
 #include <algorithm>
 #include <atomic>
-#include <future>
 
 #include "core/error.h"
 #include "text/tokenizer_state.h"
-#include "text/unicode.h"
 
 namespace pith {
 
-AddedTokenMatcher::AddedTokenMatcher(
-    std::vector<std::pair<std::string, const AddedToken*>> tokens) {
-  std::stable_sort(
-      tokens.begin(), tokens.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  for (const auto& [text, token] : tokens) {
-    int prefix = static_cast<int>(patterns_.size()) - 1;
-    while (prefix >= 0 && !text.starts_with(at(prefix).text)) prefix = at(prefix).prefix;
-    if (text.empty() || (prefix >= 0 && at(prefix).text == text)) continue;
-    patterns_.push_back({text, token, prefix});
-    starts_[static_cast<uint8_t>(text[0])] = true;
-  }
-}
-
 const AddedToken* AddedTokenMatcher::find(
     std::string_view text, size_t from, size_t& begin, size_t& end) const {
+  if (tokens_.empty()) return nullptr;
   for (begin = from; begin < text.size(); ++begin) {
     if (!starts_[static_cast<uint8_t>(text[begin])]) continue;
-    // Every pattern that begins `rest` is the last one that sorts before it, or a prefix of that.
-    const std::string_view rest = text.substr(begin);
-    const auto after = std::upper_bound(patterns_.begin(), patterns_.end(), rest,
-        [](std::string_view s, const Pattern& p) { return s < p.text; });
-    for (int i = static_cast<int>(after - patterns_.begin()) - 1; i >= 0; i = at(i).prefix) {
-      if (!rest.starts_with(at(i).text)) continue;
-      end = begin + at(i).text.size();
-      return at(i).token;
+    // The longest token that begins `rest` is the last that does not sort behind it; or, where
+    // that one goes on differently, begins what they share.
+    for (std::string_view rest = text.substr(begin);;) {
+      const auto behind = tokens_.upper_bound(rest);
+      if (behind == tokens_.begin()) break;
+      const auto& [token_text, token] = *std::prev(behind);
+      const auto differ = std::ranges::mismatch(token_text, rest);
+      rest = {rest.begin(), differ.in2};
+      if (differ.in1 != token_text.end()) continue;
+      end = begin + rest.size();
+      return token;
     }
   }
   return nullptr;
 }
 
-std::unique_ptr<TokenizerScratch> Tokenizer::State::borrow() const {
-  const std::lock_guard lock(mutex);
-  if (idle.empty()) return std::make_unique<TokenizerScratch>();
-  auto scratch = std::move(idle.back());
-  idle.pop_back();
-  return scratch;
-}
-
-void Tokenizer::State::give_back(std::unique_ptr<TokenizerScratch> scratch) const {
-  const std::lock_guard lock(mutex);
-  idle.push_back(std::move(scratch));
-}
-
-bool Tokenizer::State::decodes_bytes() const {
-  return decoders.size() == 1 && std::holds_alternative<DecodeByteLevel>(decoders[0]);
-}
-
-Text Tokenizer::State::normalize(Text text, bool track, RegexScratch& scratch,
-    std::vector<std::unique_ptr<Rewriter>>& storage) const {
-  for (const Normalizer& normalizer : normalizers) {
-    auto out = std::make_unique<Rewriter>(text, track);
-    apply(normalizer, text, scratch, *out);
-    if (!out->changed()) continue;
-    text = out->finish();
-    storage.push_back(std::move(out));
-  }
-  return text;
+const std::string& Tokenizer::State::spelling(int32_t id) const {
+  PITH_CHECK(id >= 0 && static_cast<size_t>(id) < tokens.size(),
+      "token id {} is outside the vocabulary of {}", id, tokens.size());
+  return tokens[static_cast<size_t>(id)];
 }
 
 namespace {
@@ -76,163 +42,72 @@ namespace {
 // One text on its way through the stages. Pieces go depth first, so nothing but ids grows.
 class Encoder {
  public:
-  Encoder(const Tokenizer::State& state, const EncodeOptions& options, TokenizerScratch& scratch,
+  Encoder(const Tokenizer::State& state, const EncodeOptions& options, Bpe::Scratch& scratch,
       Encoding& out)
       : state_(state), options_(options), scratch_(scratch), out_(out) {}
 
   void run(std::string_view input) {
     PITH_CHECK(input.size() < UINT32_MAX, "a text of {} bytes is too long", input.size());
     input_ = input;
-    Text text{input, input};
-    text.at_start = true;
-    split_at_added(state_.raw_added, text, [&](const Text& part) { normalize(part); });
+    const bool track = options_.offsets || state_.needs_places;
+    split_at_added(state_.raw_added, {input}, [&](const Text& part) {
+      std::list<Rewriter> storage;
+      split_at_added(state_.normalized_added, state_.normalize(part, track, storage),
+          [&](const Text& rest) { pre_tokenize(0, rest, track); });
+    });
   }
 
  private:
-  bool track() const { return options_.offsets || state_.needs_places; }
-
   // Emits the added tokens in `text` and gives what lies between them to `rest`.
   template <class Rest>
   void split_at_added(const AddedTokenMatcher& matcher, const Text& text, Rest rest) {
-    size_t done = 0, from = 0, begin = 0, end = 0;
+    size_t done = 0, begin = 0, end = 0;
     const std::string_view s = text.text;
-    while (!matcher.empty()) {
-      const AddedToken* token = matcher.find(s, from, begin, end);
-      if (!token) break;
-      from = end;
+    while (const AddedToken* token = matcher.find(s, end, begin, end)) {
       if (token->special && !options_.parse_special) continue;
-      if (token->single_word && (word_ends_at(s, begin) || word_starts_at(s, end))) continue;
-      if (token->lstrip) begin = std::max(done, space_before(s, begin));
-      if (token->rstrip) end = space_behind(s, end);
+      if (token->single_word && is_inside_word(s, begin, end)) continue;
+      if (token->lstrip)
+        for (size_t at = begin; at > done && is_white_space(utf8_previous(s, at));) begin = at;
+      if (token->rstrip)
+        for (size_t at = end; at < s.size() && is_white_space(utf8_next(s, at));) end = at;
       if (done < begin) rest(text.slice(done, begin));
       out_.ids.push_back(token->id);
       if (options_.offsets) place(text, begin, end, false);
       done = end;
-      from = std::max(from, end);
     }
     if (done < s.size()) rest(text.slice(done, s.size()));
   }
 
-  static size_t previous(std::string_view s, size_t at) {
-    do --at;
-    while (at > 0 && utf8_continues(s[at]));
-    return at;
-  }
-  static char32_t code_at(std::string_view s, size_t at) { return utf8_next(s, at); }
-  static char32_t code_before(std::string_view s, size_t at) { return code_at(s, previous(s, at)); }
-  static bool word_ends_at(std::string_view s, size_t at) {
-    return at > 0 && is_word(code_before(s, at));
-  }
-  static bool word_starts_at(std::string_view s, size_t at) {
-    return at < s.size() && is_word(code_at(s, at));
-  }
-  static size_t space_before(std::string_view s, size_t at) {
-    while (at > 0 && is_white_space(code_before(s, at))) at = previous(s, at);
-    return at;
-  }
-  static size_t space_behind(std::string_view s, size_t at) {
-    for (size_t next = at; next < s.size() && is_white_space(utf8_next(s, next));) at = next;
-    return at;
+  static bool is_inside_word(std::string_view s, size_t begin, size_t end) {
+    static const Regex word(fmt::format("[{}]", kWordMembers));
+    size_t before = begin, behind = end;
+    if (begin > 0) utf8_previous(s, before);
+    if (end < s.size()) utf8_next(s, behind);
+    bool found = false;
+    for (const auto side : {s.substr(before, begin - before), s.substr(end, behind - end)})
+      word.for_each_match(side, [&](size_t, size_t) { found = true; });
+    return found;
   }
 
-  void normalize(const Text& part) {
-    std::vector<std::unique_ptr<Rewriter>> storage;
-    const Text text = state_.normalize(part, track(), scratch_.regex, storage);
-    split_at_added(state_.normalized_added, text, [&](const Text& rest) {
-      with_subject(rest, [&](const Text& whole) { pre_tokenize(0, whole); });
-    });
-  }
-
-  template <class Next>
-  void with_subject(Text text, Next next) const {
-    std::string subject;
-    text.subject = text.text;
-    if (state_.uses_subject && unicode_substitute(text.text, subject)) text.subject = subject;
-    next(text);
-  }
-
-  void pre_tokenize(size_t stage, const Text& text) {
-    if (text.text.empty()) return;
+  void pre_tokenize(size_t stage, const Text& text, bool track) {
     if (stage == state_.pre_tokenizers.size()) return model(text);
-    std::visit(
-        [&](const auto& splitter) { split(splitter, stage, text); }, state_.pre_tokenizers[stage]);
-  }
-
-  auto pieces_to(size_t stage, const Text& text) {
-    return [this, stage, &text](size_t begin, size_t end) {
-      if (begin < end) pre_tokenize(stage, text.slice(begin, end));
-    };
-  }
-
-  void split_matches(
-      const Regex& pattern, SplitBehavior behavior, bool invert, size_t stage, const Text& text) {
-    Splitter splitter(behavior, invert, pieces_to(stage + 1, text));
-    for_each_match(pattern, text.subject, scratch_.regex,
-        [&](size_t begin, size_t end) { splitter.match(begin, end); });
-    splitter.finish(text.text.size());
-  }
-
-  template <class Predicate>
-  void split_characters(
-      Predicate is_match, SplitBehavior behavior, size_t stage, const Text& text) {
-    Splitter splitter(behavior, false, pieces_to(stage + 1, text));
-    for (size_t at = 0; at < text.text.size();) {
-      const size_t begin = at;
-      if (is_match(utf8_next(text.text, at))) splitter.match(begin, at);
+    if (const auto* split = std::get_if<Split>(&state_.pre_tokenizers[stage])) {
+      split_text(*split, text.text, [&](size_t begin, size_t end) {
+        pre_tokenize(stage + 1, text.slice(begin, end), track);
+      });
+    } else {
+      Rewriter out(text, track);
+      pre_tokenize(stage + 1, apply(state_.pre_tokenizers[stage], text, out), track);
     }
-    splitter.finish(text.text.size());
-  }
-
-  void split(const SplitRegex& s, size_t stage, const Text& text) {
-    split_matches(s.pattern, s.behavior, s.invert, stage, text);
-  }
-
-  void split(const SplitByteLevel& s, size_t stage, const Text& text) {
-    if (!s.add_prefix_space || text.text.starts_with(' ')) return split_bytes(s, stage, text);
-    Rewriter spaced(text, track());
-    spaced.prepend(" ");
-    with_subject(spaced.finish(), [&](const Text& changed) { split_bytes(s, stage, changed); });
-  }
-  void split_bytes(const SplitByteLevel& s, size_t stage, const Text& text) {
-    if (!s.pattern) return pre_tokenize(stage + 1, text);
-    split_matches(*s.pattern, SplitBehavior::kIsolated, false, stage, text);
-  }
-
-  void split(const SplitDigits& s, size_t stage, const Text& text) {
-    split_characters(is_numeric,
-        s.individual ? SplitBehavior::kIsolated : SplitBehavior::kContiguous, stage, text);
-  }
-  void split(const SplitPunctuation& s, size_t stage, const Text& text) {
-    split_characters(is_punctuation, s.behavior, stage, text);
-  }
-
-  void split(const SplitMetaspace& s, size_t stage, const Text& text) {
-    Rewriter spaced(text, track());
-    const bool starts = text.text.starts_with(' ') || text.text.starts_with(s.replacement);
-    const bool wanted = s.prepend == SplitMetaspace::Prepend::kAlways ||
-                        (s.prepend == SplitMetaspace::Prepend::kFirst && text.at_start);
-    if (wanted && !starts) spaced.prepend(s.replacement);
-    const std::vector<Change> changes = inserted(s.replacement);
-    for (size_t at = 0; (at = text.text.find(' ', at)) != std::string_view::npos; ++at)
-      spaced.replace(at, at + 1, changes, 1);
-    with_subject(spaced.finish(), [&](const Text& changed) {
-      if (!s.split) return pre_tokenize(stage + 1, changed);
-      const size_t size = s.replacement.size();
-      Splitter splitter(SplitBehavior::kMergedWithNext, false, pieces_to(stage + 1, changed));
-      for (size_t at = 0; (at = changed.text.find(s.replacement, at)) != std::string_view::npos;
-          at += size)
-        splitter.match(at, at + size);
-      splitter.finish(changed.text.size());
-    });
   }
 
   void model(const Text& text) {
-    if (!options_.offsets) return state_.bpe.encode(text.text, scratch_.bpe, out_.ids, nullptr);
-    scratch_.lengths.clear();
-    state_.bpe.encode(text.text, scratch_.bpe, out_.ids, &scratch_.lengths);
+    if (!options_.offsets) return state_.bpe.encode(text.text, scratch_, out_.ids, nullptr);
+    lengths_.clear();
+    state_.bpe.encode(text.text, scratch_, out_.ids, &lengths_);
     size_t begin = 0;
-    for (const uint32_t length : scratch_.lengths) {
-      place(text, begin, begin + length, state_.bpe.byte_level());
+    for (const uint32_t length : lengths_) {
+      place(text, begin, begin + length, state_.byte_level);
       begin += length;
     }
   }
@@ -254,24 +129,21 @@ class Encoder {
     } else {
       auto is_space = [](char32_t code) { return is_white_space(code) || code == 0x120; };
       for (size_t at = 0; at < token.size() && is_space(utf8_next(token, at));) ++leading;
-      for (size_t at = token.size(); at > 0 && is_space(code_before(token, at)); ++trailing)
-        at = previous(token, at);
+      for (size_t at = token.size(); at > 0 && is_space(utf8_previous(token, at));) ++trailing;
     }
     if (first && state_.trim_keeps_prefix_space && leading == 1) leading = 0;
-    for (; leading > 0 && span.begin < span.end; --leading) {
-      size_t at = span.begin;
-      utf8_next(input_, at);
-      span.begin = static_cast<uint32_t>(at);
-    }
-    for (; trailing > 0 && span.end > span.begin; --trailing)
-      span.end = static_cast<uint32_t>(previous(input_, span.end));
+    size_t begin = span.begin, end = span.end;
+    for (; leading > 0 && begin < end; --leading) utf8_next(input_, begin);
+    for (; trailing > 0 && end > begin; --trailing) utf8_previous(input_, end);
+    span = {static_cast<uint32_t>(begin), static_cast<uint32_t>(end)};
   }
 
   const Tokenizer::State& state_;
   const EncodeOptions& options_;
-  TokenizerScratch& scratch_;
+  Bpe::Scratch& scratch_;
   Encoding& out_;
   std::string_view input_;
+  std::vector<uint32_t> lengths_;
 };
 
 }  // namespace
@@ -285,13 +157,21 @@ Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options)
     encoding.replaced_sequences = utf8_replace_invalid(input, repaired);
     input = repaired;
   }
-  auto scratch = state_->borrow();
-  scratch->bpe.dropped = 0;
+  std::unique_ptr<Bpe::Scratch> scratch;
+  if (const std::lock_guard lock(state_->mutex); !state_->idle.empty()) {
+    scratch = std::move(state_->idle.back());
+    state_->idle.pop_back();
+  }
+  if (!scratch) scratch = std::make_unique<Bpe::Scratch>();
+  scratch->dropped = 0;
   Encoder(*state_, options, *scratch, encoding).run(input);
-  encoding.dropped_characters = scratch->bpe.dropped;
+  encoding.dropped_characters = scratch->dropped;
   PITH_CHECK(!options.strict || encoding.dropped_characters == 0,
       "{} characters of the text have no token", encoding.dropped_characters);
-  state_->give_back(std::move(scratch));
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->idle.push_back(std::move(scratch));
+  }
   if (options.add_special_tokens) {
     auto& ids = encoding.ids;
     ids.insert(ids.begin(), state_->prefix.begin(), state_->prefix.end());
@@ -308,28 +188,19 @@ std::vector<Encoding> Tokenizer::encode_batch(
     std::span<const std::string> texts, int threads, const EncodeOptions& options) const {
   std::vector<Encoding> encodings(texts.size());
   std::atomic<size_t> next = 0;
-  auto work = [&] {
+  on_threads(threads, [&](int) {
     for (size_t i; (i = next++) < texts.size();) encodings[i] = encode(texts[i], options);
-  };
-  std::vector<std::future<void>> helpers;
-  for (int i = 1; i < threads; ++i) helpers.push_back(std::async(std::launch::async, work));
-  work();
-  for (std::future<void>& helper : helpers) helper.get();
+  });
   return encodings;
 }
 
 std::string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_tokens) const {
   std::vector<std::string> tokens;
   for (const int32_t id : ids) {
-    PITH_CHECK(id >= 0 && id < vocab_size(), "token id {} is outside the vocabulary of {}", id,
-        vocab_size());
-    const std::string& token = state_->tokens[static_cast<size_t>(id)];
-    if (token.empty() || (skip_special_tokens && is_special(id))) continue;
-    tokens.push_back(token);
+    const std::string& token = state_->spelling(id);
+    if (!token.empty() && !(skip_special_tokens && is_special(id))) tokens.push_back(token);
   }
-  auto scratch = state_->borrow();
-  for (const Decoder& decoder : state_->decoders) apply(decoder, tokens, scratch->regex);
-  state_->give_back(std::move(scratch));
+  for (const Decoder& decoder : state_->decoders) apply(decoder, tokens);
   return fmt::format("{}", fmt::join(tokens, state_->no_decoder ? " " : ""));
 }
 
@@ -350,55 +221,28 @@ std::optional<int32_t> Tokenizer::pad_id() const { return state_->pad; }
 const std::string& Tokenizer::chat_template() const { return state_->chat_template; }
 uint64_t Tokenizer::hash() const { return state_->hash; }
 
-StreamingDecoder::StreamingDecoder(Tokenizer tokenizer, bool skip_special_tokens)
-    : tokenizer_(std::move(tokenizer)), skip_special_tokens_(skip_special_tokens) {}
-
-std::string StreamingDecoder::push_bytes(int32_t id) {
-  const std::string token = tokenizer_.token(id);
-  held_ += spelled_bytes(token).value_or(token);
-  size_t at = 0;
-  bool truncated = false;
-  while (at < held_.size()) {
-    const int length = utf8_sequence(held_, at, &truncated);
-    if (truncated) break;
-    at += static_cast<size_t>(std::abs(length));
-  }
-  std::string text;
-  utf8_replace_invalid(std::string_view(held_).substr(0, at), text);
-  held_.erase(0, at);
-  return text;
-}
-
 std::string StreamingDecoder::push(int32_t id) {
-  PITH_CHECK(id >= 0 && id < tokenizer_.vocab_size(), "token id {} is outside the vocabulary of {}",
-      id, tokenizer_.vocab_size());
-  if (skip_special_tokens_ && tokenizer_.is_special(id)) return "";
-  if (tokenizer_.state_->decodes_bytes()) return push_bytes(id);
+  const std::string& token = tokenizer_.state_->spelling(id);
+  if (token.empty() || (skip_special_tokens_ && tokenizer_.is_special(id))) return "";
   window_.push_back(id);
+  // What a byte token means depends on the whole run; a last U+FFFD may be half a character.
+  if (tokenizer_.state_->fallback_bytes && fallback_byte(token) >= 0) return "";
   const std::string text = tokenizer_.decode(window_, skip_special_tokens_);
-  // A last U+FFFD may be a character in the making; four bytes later it is certain that it is not.
-  const bool open = text.ends_with("\uFFFD") && window_.size() - settled_ < 4;
-  if (open || text.size() <= emitted_) return "";
-  std::string fresh = text.substr(emitted_);
+  if (text.ends_with("\uFFFD") || text.size() <= emitted_) return "";
   // The ids that were just completed become the context of the next ones.
   window_.erase(window_.begin(), window_.begin() + static_cast<std::ptrdiff_t>(settled_));
   settled_ = window_.size();
+  std::string fresh = text.substr(emitted_);
   emitted_ = tokenizer_.decode(window_, skip_special_tokens_).size();
   return fresh;
 }
 
 std::string StreamingDecoder::finish() {
-  std::string fresh;
-  if (tokenizer_.state_->decodes_bytes()) {
-    utf8_replace_invalid(held_, fresh);
-  } else {
-    const std::string text = tokenizer_.decode(window_, skip_special_tokens_);
-    if (text.size() > emitted_) fresh = text.substr(emitted_);
-  }
-  held_.clear();
+  const std::string text = tokenizer_.decode(window_, skip_special_tokens_);
+  const size_t emitted = std::min(std::exchange(emitted_, 0), text.size());
   window_.clear();
-  settled_ = emitted_ = 0;
-  return fresh;
+  settled_ = 0;
+  return text.substr(emitted);
 }
 
 }  // namespace pith

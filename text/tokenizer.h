@@ -74,19 +74,19 @@ class Tokenizer {
   std::shared_ptr<const State> state_;
 };
 
-// Text as it becomes certain while ids arrive: never half a character.
+// Text as it becomes certain while ids arrive: never half a character, and all of it together is
+// what decode gives for all ids.
 class StreamingDecoder {
  public:
-  explicit StreamingDecoder(Tokenizer tokenizer, bool skip_special_tokens = true);
+  explicit StreamingDecoder(Tokenizer tokenizer, bool skip_special_tokens = true)
+      : tokenizer_(std::move(tokenizer)), skip_special_tokens_(skip_special_tokens) {}
   std::string push(int32_t id);  // the text that this id completes, often ""
   std::string finish();          // what was held back; incomplete characters become U+FFFD
 
  private:
-  std::string push_bytes(int32_t id);
   Tokenizer tokenizer_;
   bool skip_special_tokens_;
-  std::string held_;             // byte-level: an incomplete character
-  std::vector<int32_t> window_;  // otherwise: ids that give context, then ids that wait
+  std::vector<int32_t> window_;  // ids that give context, then ids that wait
   size_t settled_ = 0;           // how many of them give context
   size_t emitted_ = 0;           // bytes of decode(window_) that were given out
 };

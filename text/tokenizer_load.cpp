@@ -8,7 +8,7 @@
 
 #include "core/error.h"
 #include "text/tokenizer_state.h"
-#include "text/unicode.h"
+#include "text/unicode_tables.h"
 
 namespace pith {
 namespace {
@@ -18,10 +18,9 @@ using Json = nlohmann::json;
 std::string read_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   PITH_CHECK(file, "cannot open {}", path.string());
-  std::ostringstream content;
-  content << file.rdbuf();
-  PITH_CHECK(file, "cannot read {}", path.string());
-  return std::move(content).str();
+  std::string content{std::istreambuf_iterator<char>(file), {}};
+  PITH_CHECK(!file.bad(), "cannot read {}", path.string());
+  return content;
 }
 
 Json parse_object(const std::string& text, std::string_view name) {
@@ -37,7 +36,7 @@ const Json& member(const Json& object, const char* key) {
   return found == object.end() ? null : *found;
 }
 
-// A member of the type T; `otherwise` where it is missing.
+// A member of the type T; `otherwise` where it is missing or null.
 template <class T>
 T get(const Json& object, const char* key) {
   const Json& value = member(object, key);
@@ -47,13 +46,10 @@ T get(const Json& object, const char* key) {
   return value.get<T>();
 }
 template <class T>
-T get(const Json& object, const char* key, const std::type_identity_t<T>& otherwise) {
+T get(const Json& object, const char* key, const T& otherwise) {
   return member(object, key).is_null() ? otherwise : get<T>(object, key);
 }
 std::string text_of(const Json& object, const char* key) { return get<std::string>(object, key); }
-bool flag(const Json& object, const char* key, bool otherwise) {
-  return get<bool>(object, key, otherwise);
-}
 std::string filled(const Json& object, const char* key) {
   std::string text = text_of(object, key);
   PITH_CHECK(!text.empty(), "tokenizer.json: {} is empty in {}", key, object.dump());
@@ -71,12 +67,11 @@ int32_t id_of(const Json& value) {
       "tokenizer.json: the {} {} is not supported", kind, name);
 }
 
-template <class T>
-T choose(const char* kind, std::string_view name,
-    std::initializer_list<std::pair<std::string_view, T>> known) {
-  for (const auto& [key, value] : known)
-    if (key == name) return value;
-  refuse(kind, name);
+// The place of a name among those that are known.
+int choose(const char* kind, std::string_view name, std::initializer_list<std::string_view> known) {
+  const auto found = std::ranges::find(known, name);
+  if (found == known.end()) refuse(kind, name);
+  return static_cast<int>(found - known.begin());
 }
 
 // Calls make(component) for a component or for each of a Sequence of them.
@@ -90,7 +85,7 @@ void for_each_component(const Json& json, const char* list, Make make, int depth
   for (const Json& part : parts) for_each_component(part, list, make, depth + 1);
 }
 
-Regex pattern_of(const Json& json, Regex::Dialect dialect) {
+Regex pattern_of(const Json& json, Regex::Dialect dialect = Regex::Dialect::kOniguruma) {
   const Json& pattern = member(json, "pattern");
   if (pattern.is_object() && pattern.contains("Regex"))
     return Regex(text_of(pattern, "Regex"), dialect);
@@ -98,64 +93,60 @@ Regex pattern_of(const Json& json, Regex::Dialect dialect) {
 }
 
 SplitBehavior behavior_of(const Json& json) {
-  using enum SplitBehavior;
-  return choose<SplitBehavior>("split behavior", text_of(json, "behavior"),
-      {{"Isolated", kIsolated}, {"Removed", kRemoved}, {"MergedWithPrevious", kMergedWithPrevious},
-          {"MergedWithNext", kMergedWithNext}, {"Contiguous", kContiguous}});
+  return static_cast<SplitBehavior>(choose("split behavior", text_of(json, "behavior"),
+      {"Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous"}));
 }
 
-Replace replace_of(const Json& json) {
-  return {pattern_of(json, Regex::Dialect::kOniguruma), text_of(json, "content")};
+Replace replace_of(const Json& json) { return {pattern_of(json), text_of(json, "content")}; }
+
+// "always", "first" or "never".
+std::string scheme_of(const Json& json) {
+  const auto scheme = get<std::string>(json, "prepend_scheme", "always");
+  choose("Metaspace prepend_scheme", scheme, {"always", "first", "never"});
+  return get(json, "add_prefix_space", true) ? scheme : "never";
 }
 
-Normalizer make_normalizer(const Json& json) {
+Stage make_normalizer(const Json& json) {
   const std::string type = text_of(json, "type");
   if (type == "Lowercase") return Lowercase{};
   if (type == "Prepend") return Prepend{text_of(json, "prepend")};
   if (type == "Replace") return replace_of(json);
-  return choose<NormalForm>("normalizer", type,
-      {{"NFC", NormalForm::kNfc}, {"NFD", NormalForm::kNfd}, {"NFKC", NormalForm::kNfkc},
-          {"NFKD", NormalForm::kNfkd}});
+  return static_cast<NormalForm>(choose("normalizer", type, {"NFC", "NFD", "NFKC", "NFKD"}));
 }
 
-SplitMetaspace::Prepend scheme_of(const Json& json) {
-  using enum SplitMetaspace::Prepend;
-  const auto scheme = choose<SplitMetaspace::Prepend>("Metaspace prepend_scheme",
-      get<std::string>(json, "prepend_scheme", "always"),
-      {{"always", kAlways}, {"first", kFirst}, {"never", kNever}});
-  return flag(json, "add_prefix_space", true) ? scheme : kNever;
-}
+constexpr std::string_view kGpt2Pattern =
+    "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
-// is_word as members of a class.
-constexpr std::string_view kWord =
-    "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{200C}\\x{200D}\\x{24B6}-\\x{24E9}"
-    "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
-
-PreTokenizer make_pre_tokenizer(const Json& json, Regex::Dialect dialect) {
+void read_pre_tokenizer(const Json& json, Regex::Dialect dialect, Tokenizer::State& state) {
+  using enum SplitBehavior;
+  auto add = [&](Stage stage) { state.pre_tokenizers.push_back(std::move(stage)); };
+  PITH_CHECK(!state.byte_level, "tokenizer.json: a pre_tokenizer after ByteLevel is not supported");
   const std::string type = text_of(json, "type");
-  if (type == "Split")
-    return SplitRegex{pattern_of(json, dialect), behavior_of(json), flag(json, "invert", false)};
-  if (type == "ByteLevel") {
-    SplitByteLevel split{flag(json, "add_prefix_space", true), std::nullopt};
-    if (flag(json, "use_regex", true)) {  // GPT-2's
-      split.pattern = Regex(
-          "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+"
-          "|\\s+(?!\\S)|\\s+");
-    }
-    return split;
+  if (type == "Split") {
+    add(Split{pattern_of(json, dialect), behavior_of(json), get(json, "invert", false)});
+  } else if (type == "ByteLevel") {
+    state.byte_level = true;
+    if (get(json, "add_prefix_space", true)) add(Prepend{" ", true});
+    if (get(json, "use_regex", true)) add(Split{Regex(kGpt2Pattern), kIsolated});
+  } else if (type == "Digits") {
+    const bool individual = get(json, "individual_digits", false);
+    add(Split{Regex(kDigitPattern), individual ? kIsolated : kContiguous});
+  } else if (type == "Punctuation") {
+    add(Split{Regex(kPunctuationPattern, Regex::Dialect::kPcre2),
+        json.contains("behavior") ? behavior_of(json) : kIsolated});
+  } else if (type == "Whitespace") {  // words, and runs of anything else but space
+    add(Split{Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWordMembers)), kRemoved, true});
+  } else if (type == "WhitespaceSplit") {
+    add(Split{Regex("\\s"), kRemoved});
+  } else if (type == "Metaspace") {
+    const std::string space = filled(json, "replacement"), scheme = scheme_of(json);
+    add(Replace{Regex::literal(" "), space});
+    if (scheme != "never") add(Prepend{space, true, scheme == "first"});
+    if (get(json, "split", true)) add(Split{Regex::literal(space), kMergedWithNext});
+    state.needs_places = state.needs_places || (scheme == "first" && !state.normalizers.empty());
+  } else {
+    refuse("pre_tokenizer", type);
   }
-  if (type == "Digits") return SplitDigits{flag(json, "individual_digits", false)};
-  if (type == "Punctuation") {
-    return SplitPunctuation{
-        json.contains("behavior") ? behavior_of(json) : SplitBehavior::kIsolated};
-  }
-  if (type == "Whitespace")  // words, and runs of anything else but space
-    return SplitRegex{
-        Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWord)), SplitBehavior::kRemoved, true};
-  if (type == "WhitespaceSplit") return SplitRegex{Regex("\\s"), SplitBehavior::kRemoved, false};
-  if (type == "Metaspace")
-    return SplitMetaspace{filled(json, "replacement"), scheme_of(json), flag(json, "split", true)};
-  refuse("pre_tokenizer", type);
 }
 
 Decoder make_decoder(const Json& json) {
@@ -171,18 +162,16 @@ Decoder make_decoder(const Json& json) {
     return DecodeStrip{
         content.substr(0, end), get<size_t>(json, "start"), get<size_t>(json, "stop")};
   }
-  if (type == "Metaspace") {
-    const bool drops_first = scheme_of(json) != SplitMetaspace::Prepend::kNever;
-    return DecodeMetaspace{filled(json, "replacement"), drops_first};
-  }
+  if (type == "Metaspace")
+    return DecodeMetaspace{filled(json, "replacement"), scheme_of(json) != "never"};
   refuse("decoder", type);
 }
 
 void read_post_processor(const Json& json, Tokenizer::State& state) {
   const std::string type = text_of(json, "type");
   if (type == "ByteLevel") {
-    state.trim_offsets = state.trim_offsets || flag(json, "trim_offsets", true);
-    state.trim_keeps_prefix_space = flag(json, "add_prefix_space", true);
+    state.trim_offsets = state.trim_offsets || get(json, "trim_offsets", true);
+    state.trim_keeps_prefix_space = get(json, "add_prefix_space", true);
     return;
   }
   if (type != "TemplateProcessing") refuse("post_processor", type);
@@ -230,8 +219,8 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
   for (const auto& [token, id] : vocab.items()) put(token, id_of(id));
   for (const Json& json : added) {
     AddedToken token{filled(json, "content"), id_of(member(json, "id")),
-        flag(json, "special", false), flag(json, "normalized", true), flag(json, "lstrip", false),
-        flag(json, "rstrip", false), flag(json, "single_word", false)};
+        get(json, "special", false), get(json, "normalized", true), get(json, "lstrip", false),
+        get(json, "rstrip", false), get(json, "single_word", false)};
     put(token.content, token.id);
     state.added[token.id] = token;
   }
@@ -254,11 +243,10 @@ void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>
   std::vector<std::string> tokens(state.tokens.size());
   for (const auto& [token, id] : model["vocab"].items()) tokens[id.get<size_t>()] = token;
   Bpe::Config config;
-  config.byte_level = !state.pre_tokenizers.empty() &&
-                      std::holds_alternative<SplitByteLevel>(state.pre_tokenizers.back());
-  config.ignore_merges = flag(model, "ignore_merges", false);
-  config.byte_fallback = flag(model, "byte_fallback", false);
-  config.fuse_unk = flag(model, "fuse_unk", false);
+  config.byte_level = state.byte_level;
+  config.ignore_merges = get(model, "ignore_merges", false);
+  config.byte_fallback = get(model, "byte_fallback", false);
+  config.fuse_unk = get(model, "fuse_unk", false);
   config.prefix = get<std::string>(model, "continuing_subword_prefix", "");
   auto id = [&](const std::string& token) {
     const auto found = state.ids.find(token);
@@ -275,15 +263,15 @@ void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>
   for (const Json& merge : merges) {
     std::string left, right;
     if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
-      left = merge[0].get<std::string>();
-      right = merge[1].get<std::string>();
+      merge[0].get_to(left);
+      merge[1].get_to(right);
     } else {
-      const auto pair = merge.is_string() ? merge.get<std::string>() : std::string();
-      const size_t space = pair.find(' ');
-      PITH_CHECK(space != pair.npos && space == pair.rfind(' '),
+      if (merge.is_string()) merge.get_to(left);
+      const size_t space = left.find(' ');
+      PITH_CHECK(space != left.npos && space == left.rfind(' '),
           "tokenizer.json: merge {} is not a pair", merge.dump());
-      left = pair.substr(0, space);
-      right = pair.substr(space + 1);
+      right = left.substr(space + 1);
+      left.resize(space);
     }
     const int32_t left_id = id(left), right_id = id(right);
     PITH_CHECK(right.size() >= config.prefix.size(), "tokenizer.json: merge {} lacks the prefix",
@@ -334,40 +322,27 @@ std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string
   for_each_component(member(file, "normalizer"), "normalizers",
       [&](const Json& part) { state->normalizers.push_back(make_normalizer(part)); });
   const auto dialect = ranks ? Regex::Dialect::kRust : Regex::Dialect::kOniguruma;
-  for_each_component(member(file, "pre_tokenizer"), "pretokenizers", [&](const Json& part) {
-    auto& stages = state->pre_tokenizers;
-    PITH_CHECK(stages.empty() || !std::holds_alternative<SplitByteLevel>(stages.back()),
-        "tokenizer.json: a pre_tokenizer after ByteLevel is not supported");
-    stages.push_back(make_pre_tokenizer(part, dialect));
-    const auto* bytes = std::get_if<SplitByteLevel>(&stages.back());
-    const auto* metaspace = std::get_if<SplitMetaspace>(&stages.back());
-    if (std::holds_alternative<SplitRegex>(stages.back()) || (bytes && bytes->pattern))
-      state->uses_subject = true;
-    if (metaspace && metaspace->prepend == SplitMetaspace::Prepend::kFirst)
-      state->needs_places = true;
-  });
-  state->needs_places = state->needs_places && !state->normalizers.empty();
+  for_each_component(member(file, "pre_tokenizer"), "pretokenizers",
+      [&](const Json& part) { read_pre_tokenizer(part, dialect, *state); });
   read_vocabulary(file, *state);
   for_each_component(member(file, "post_processor"), "processors",
       [&](const Json& part) { read_post_processor(part, *state); });
   state->no_decoder = member(file, "decoder").is_null();
   for_each_component(member(file, "decoder"), "decoders",
       [&](const Json& part) { state->decoders.push_back(make_decoder(part)); });
+  state->fallback_bytes = std::ranges::any_of(state->decoders,
+      [](const Decoder& d) { return std::holds_alternative<DecodeByteFallback>(d); });
   read_model(file, *state, ranks);
 
-  RegexScratch scratch;
-  std::vector<std::pair<std::string, const AddedToken*>> raw, normalized;
   for (const auto& [id, token] : state->added) {
     if (!token.normalized) {
-      raw.emplace_back(token.content, &token);
+      state->raw_added.add(token.content, &token);
       continue;
     }
-    std::vector<std::unique_ptr<Rewriter>> storage;
-    const Text content{token.content, token.content};
-    normalized.emplace_back(state->normalize(content, false, scratch, storage).text, &token);
+    std::list<Rewriter> storage;
+    const Text content = state->normalize({token.content}, false, storage);
+    state->normalized_added.add(std::string(content.text), &token);
   }
-  state->raw_added = AddedTokenMatcher(std::move(raw));
-  state->normalized_added = AddedTokenMatcher(std::move(normalized));
   if (!config.empty()) read_config(config, *state);
   if (!chat_template.empty()) state->chat_template = chat_template;
   state->json = std::move(json);

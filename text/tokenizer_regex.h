@@ -7,38 +7,42 @@
 #include <string>
 #include <string_view>
 
+#include "text/unicode.h"
+
 namespace pith {
-
-// What one thread needs to match. Shared by all regexes of a tokenizer.
-class RegexScratch {
- public:
-  RegexScratch();
-
- private:
-  friend class Regex;
-  std::shared_ptr<pcre2_match_data> data_;
-  std::shared_ptr<pcre2_match_context> context_;
-  std::shared_ptr<pcre2_jit_stack> stack_;
-};
 
 class Regex {
  public:
-  // tokenizer.json is written for Oniguruma, .tiktoken patterns for Rust's fancy-regex.
-  enum class Dialect { kOniguruma, kRust };
-  // Constructs that PCRE2 would read otherwise are translated, or refused by name.
+  // tokenizer.json is written for Oniguruma, .tiktoken patterns for Rust's fancy-regex: what PCRE2
+  // would read otherwise is translated, or refused by name. kPcre2 is for tables of this program
+  // that know every code point: it matches the text as it is, the others see stand-ins.
+  enum class Dialect { kOniguruma, kRust, kPcre2 };
   explicit Regex(std::string_view pattern, Dialect dialect = Dialect::kOniguruma);
-  // Matches this text and nothing else.
-  static Regex literal(std::string_view text);
+  // Matches this text and nothing else. `text` is not empty.
+  static Regex literal(std::string text);
 
-  // The first match at or behind `from`. `subject` is UTF-8 with stand-ins (unicode_substitute).
-  bool find(std::string_view subject, size_t from, RegexScratch& scratch, size_t& begin,
-      size_t& end) const;
-  // The translation, for tests and messages.
-  static std::string translate(std::string_view pattern, Dialect dialect);
+  // Calls match(begin, end) for every match in well-formed UTF-8, from left to right.
+  template <class Match>
+  void for_each_match(std::string_view text, Match match) const {
+    std::string substitute;
+    if (stand_ins_ && unicode_substitute(text, substitute)) text = substitute;
+    size_t from = 0, begin = 0, end = 0, last = SIZE_MAX;
+    while (from <= text.size() && find(text, from, begin, end)) {
+      const bool empty = begin == end;
+      if (!(empty && begin == last)) match(begin, end);  // an empty match never follows a match
+      last = from = end;
+      if (!empty) continue;
+      do ++from;
+      while (from < text.size() && utf8_continues(text[from]));
+    }
+  }
 
  private:
+  Regex() = default;
+  bool find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
+  std::string literal_;  // instead of code_
   std::shared_ptr<pcre2_code> code_;
-  bool jit_ = false;
+  bool jit_ = false, stand_ins_ = false;
 };
 
 }  // namespace pith

@@ -1,43 +1,103 @@
-#include "text/tokenizer_stages.h"
-
 #include <charconv>
 
+#include "text/tokenizer_state.h"
+
 namespace pith {
+
+TokenSpan Text::origin_of(size_t begin, size_t end) const {
+  if (origin) return {origin[begin].begin, origin[end - 1].end};
+  while (begin > 0 && utf8_continues(text[begin])) --begin;
+  while (end < text.size() && utf8_continues(text[end])) ++end;
+  return {base + static_cast<uint32_t>(begin), base + static_cast<uint32_t>(end)};
+}
+
+void Rewriter::copy(size_t end) {
+  text_.append(from_.text.substr(copied_, end - copied_));
+  if (track_ && from_.origin) {
+    origin_.insert(origin_.end(), from_.origin + copied_, from_.origin + end);
+  } else if (track_) {
+    for (size_t i = copied_; i < end; ++i) origin_.push_back(from_.origin_of(i, i + 1));
+  }
+  copied_ = end;
+}
+
+void Rewriter::replace(size_t begin, size_t end, std::span<const Change> changes, size_t skipped) {
+  copy(begin);
+  size_t at = begin + skipped;  // in the old text
+  for (const Change& change : changes) {
+    TokenSpan place{from_.base, from_.base};
+    if (track_ && change.moved > 0 && at > 0) place = from_.origin_of(at - 1, at);
+    if (track_ && change.moved <= 0 && at < from_.text.size()) place = from_.origin_of(at, at + 1);
+    for (int moved = change.moved; moved <= 0 && at < from_.text.size(); ++moved)
+      utf8_next(from_.text, at);
+    const size_t before = text_.size();
+    utf8_append(change.code, text_);
+    if (track_) origin_.insert(origin_.end(), text_.size() - before, place);
+  }
+  copied_ = end;
+  changed_ = true;
+}
+
+void Rewriter::prepend(std::string_view added) {
+  if (from_.text.empty()) return;
+  text_.append(added);
+  if (track_) origin_.insert(origin_.end(), added.size(), from_.origin_of(0, 1));
+  changed_ = true;
+}
+
+Text Rewriter::finish() {
+  if (!changed_) return from_;
+  copy(from_.text.size());
+  return {text_, track_ ? origin_.data() : nullptr, from_.base};
+}
+
+Text apply(const Stage& stage, const Text& text, Rewriter& out) {
+  if (const auto* form = std::get_if<NormalForm>(&stage)) {
+    normalize(text, *form, out);
+  } else if (std::holds_alternative<Lowercase>(stage)) {
+    lowercase(text, out);
+  } else if (const auto* replace = std::get_if<Replace>(&stage)) {
+    std::vector<Change> changes;
+    for (size_t at = 0; at < replace->content.size();)
+      changes.push_back({utf8_next(replace->content, at), 1});
+    replace->pattern.for_each_match(text.text,
+        [&](size_t begin, size_t end) { out.replace(begin, end, changes, end - begin); });
+  } else if (const auto* prepend = std::get_if<Prepend>(&stage)) {
+    const bool there = prepend->unless_there && text.text.starts_with(prepend->content);
+    if (!there && !(prepend->only_at_start && text.base > 0)) out.prepend(prepend->content);
+  }
+  return out.finish();
+}
+
+int fallback_byte(const std::string& token) {
+  if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
+  int byte = 0;
+  return std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5] ? byte : -1;
+}
+
 namespace {
 
 using Tokens = std::vector<std::string>;
 
-void normalize(Lowercase, const Text& text, RegexScratch&, Rewriter& out) { lowercase(text, out); }
-void normalize(NormalForm form, const Text& text, RegexScratch&, Rewriter& out) {
-  normalize(text, form, out);
-}
-void normalize(const Prepend& n, const Text&, RegexScratch&, Rewriter& out) {
-  out.prepend(n.content);
-}
-void normalize(const Replace& n, const Text& text, RegexScratch& scratch, Rewriter& out) {
-  const std::vector<Change> changes = inserted(n.content);
-  for_each_match_in(text.text, n.pattern, scratch,
-      [&](size_t begin, size_t end) { out.replace(begin, end, changes, end - begin); });
+void fuse(Tokens& tokens) {
+  std::string all;
+  for (const std::string& token : tokens) all += token;
+  tokens.assign(1, std::move(all));
 }
 
-void decode(DecodeByteLevel, Tokens& tokens, RegexScratch&) {
-  std::string bytes, text;
-  for (const std::string& token : tokens)  // what is not spelled in bytes stands for itself
-    bytes += spelled_bytes(token).value_or(token);
-  utf8_replace_invalid(bytes, text);
-  tokens.assign(1, std::move(text));
-}
+void decode(DecodeFuse, Tokens& tokens) { fuse(tokens); }
 
-// The byte of "<0x41>", or -1.
-int fallback_byte(const std::string& token) {
-  if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
-  unsigned byte = 0;
-  return std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5] ? static_cast<int>(byte)
-                                                                          : -1;
+void decode(DecodeByteLevel, Tokens& tokens) {
+  std::string text;
+  for (std::string& token : tokens)  // what is not spelled in bytes stands for itself
+    if (auto bytes = spelled_bytes(token)) token.swap(*bytes);
+  fuse(tokens);
+  utf8_replace_invalid(tokens[0], text);
+  tokens[0].swap(text);
 }
 
 // A run of byte tokens is one text when it is UTF-8 as a whole, else one U+FFFD a byte.
-void decode(DecodeByteFallback, Tokens& tokens, RegexScratch&) {
+void decode(DecodeByteFallback, Tokens& tokens) {
   Tokens out;
   std::string run;
   auto flush = [&] {
@@ -61,13 +121,7 @@ void decode(DecodeByteFallback, Tokens& tokens, RegexScratch&) {
   tokens.swap(out);
 }
 
-void decode(DecodeFuse, Tokens& tokens, RegexScratch&) {
-  std::string all;
-  for (const std::string& token : tokens) all += token;
-  tokens.assign(1, std::move(all));
-}
-
-void decode(const DecodeStrip& d, Tokens& tokens, RegexScratch&) {
+void decode(const DecodeStrip& d, Tokens& tokens) {
   const size_t size = d.content.size();
   for (std::string& token : tokens) {
     for (size_t i = 0; i < d.start && token.starts_with(d.content); ++i) token.erase(0, size);
@@ -76,11 +130,11 @@ void decode(const DecodeStrip& d, Tokens& tokens, RegexScratch&) {
   }
 }
 
-void decode(const Replace& d, Tokens& tokens, RegexScratch& scratch) {
+void decode(const Replace& d, Tokens& tokens) {
   for (std::string& token : tokens) {
     std::string out;
     size_t done = 0;
-    for_each_match_in(token, d.pattern, scratch, [&](size_t begin, size_t end) {
+    d.pattern.for_each_match(token, [&](size_t begin, size_t end) {
       out.append(token, done, begin - done).append(d.content);
       done = end;
     });
@@ -88,7 +142,7 @@ void decode(const Replace& d, Tokens& tokens, RegexScratch& scratch) {
   }
 }
 
-void decode(const DecodeMetaspace& d, Tokens& tokens, RegexScratch&) {
+void decode(const DecodeMetaspace& d, Tokens& tokens) {
   for (size_t i = 0; i < tokens.size(); ++i) {
     const size_t spaces = i == 0 && d.drops_first ? 0 : 1;
     for (size_t at = 0; (at = tokens[i].find(d.replacement, at)) != std::string::npos; at += spaces)
@@ -98,18 +152,8 @@ void decode(const DecodeMetaspace& d, Tokens& tokens, RegexScratch&) {
 
 }  // namespace
 
-std::vector<Change> inserted(std::string_view text) {
-  std::vector<Change> changes;
-  for (size_t at = 0; at < text.size();) changes.push_back({utf8_next(text, at), 1});
-  return changes;
-}
-
-void apply(const Normalizer& normalizer, const Text& text, RegexScratch& scratch, Rewriter& out) {
-  std::visit([&](const auto& n) { normalize(n, text, scratch, out); }, normalizer);
-}
-
-void apply(const Decoder& decoder, std::vector<std::string>& tokens, RegexScratch& scratch) {
-  std::visit([&](const auto& d) { decode(d, tokens, scratch); }, decoder);
+void apply(const Decoder& decoder, Tokens& tokens) {
+  std::visit([&](const auto& d) { decode(d, tokens); }, decoder);
 }
 
 }  // namespace pith

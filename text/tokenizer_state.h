@@ -1,13 +1,138 @@
-// What a loaded tokenizer consists of. Private to text/.
+// What a loaded tokenizer consists of. Private to text/: tokenizer_load.cpp makes a State from
+// files, tokenizer.cpp runs it, tokenizer_stages.cpp holds what happens to text before the model
+// and to tokens when they are decoded.
 #pragma once
+#include <bitset>
+#include <functional>
+#include <future>
+#include <list>
 #include <map>
 #include <mutex>
+#include <span>
+#include <variant>
 
 #include "text/bpe.h"
 #include "text/tokenizer.h"
-#include "text/tokenizer_stages.h"
+#include "text/tokenizer_regex.h"
 
 namespace pith {
+
+// Well-formed UTF-8 on its way to the model.
+struct Text {
+  std::string_view text;
+  const TokenSpan* origin = nullptr;  // input bytes behind each byte; null: those from `base` on
+  uint32_t base = 0;                  // where in the input it begins
+
+  Text slice(size_t begin, size_t end) const {
+    const std::string_view part = text.substr(begin, end - begin);
+    if (origin) return {part, origin + begin, origin[begin].begin};
+    return {part, nullptr, base + static_cast<uint32_t>(begin)};
+  }
+  // Input bytes of text[begin, end), grown to whole characters.
+  TokenSpan origin_of(size_t begin, size_t end) const;
+};
+
+// A character of changed text and how the old text moved on: +1 the character is new and shares the
+// place of the old character before it; 0 it stands for one old character; -n for one and the n
+// after it.
+struct Change {
+  char32_t code;
+  int moved;
+};
+
+// Builds a changed copy of a Text from left to right. Places are kept only when `track` is set.
+class Rewriter {
+ public:
+  Rewriter(const Text& from, bool track) : from_(from), track_(track) {}
+  // Replaces bytes [begin, end), which lie behind all replaced before. Dropped characters that
+  // stand before the first change are counted in bytes by `skipped`.
+  void replace(size_t begin, size_t end, std::span<const Change> changes, size_t skipped = 0);
+  // Puts new text before everything, at the place of the first character.
+  void prepend(std::string_view text);
+  Text finish();  // copies the rest, if anything changed; the result views this object
+
+ private:
+  void copy(size_t end);
+  const Text from_;
+  const bool track_;
+  bool changed_ = false;
+  size_t copied_ = 0;
+  std::string text_;
+  std::vector<TokenSpan> origin_;
+};
+
+// Stages: normalizers and pre-tokenizers. Only the latter split.
+enum class NormalForm { kNfc, kNfd, kNfkc, kNfkd };
+struct Lowercase {};
+struct Replace {
+  Regex pattern;
+  std::string content;
+};
+struct Prepend {
+  std::string content;
+  bool unless_there = false;   // only to text that does not begin with it
+  bool only_at_start = false;  // only where the input begins
+};
+// What becomes of the matches that a text is split at:
+enum class SplitBehavior { kIsolated, kRemoved, kMergedWithPrevious, kMergedWithNext, kContiguous };
+struct Split {
+  Regex pattern;
+  SplitBehavior behavior;
+  bool invert = false;  // matches are what lies between
+};
+using Stage = std::variant<NormalForm, Lowercase, Replace, Prepend, Split>;
+
+// The text after a stage that is not Split; it may view `out`.
+Text apply(const Stage& stage, const Text& text, Rewriter& out);
+// The forms and the lower case of Hugging Face `tokenizers`, whose normaliser knows Unicode 12,
+// with its places. They write only what has to change.
+void normalize(const Text& text, NormalForm form, Rewriter& out);
+void lowercase(const Text& text, Rewriter& out);
+
+// Calls sink(begin, end) for the pieces of `text`.
+template <class Sink>
+void split_text(const Split& split, std::string_view text, Sink sink) {
+  size_t begin = 0, done = 0;  // text[begin, done) waits for what may join it
+  bool is_match = false;       // and is, or ends in, a match
+  auto cut = [&] {
+    if (begin < done && !(is_match && split.behavior == SplitBehavior::kRemoved)) sink(begin, done);
+    begin = done;
+  };
+  auto add = [&](size_t end, bool match) {
+    using enum SplitBehavior;
+    const bool joins = (split.behavior == kContiguous && match == is_match) ||
+                       (split.behavior == kMergedWithPrevious && match && !is_match) ||
+                       (split.behavior == kMergedWithNext && !match && is_match);
+    if (!joins) cut();
+    done = end;
+    is_match = match;
+  };
+  split.pattern.for_each_match(text, [&](size_t match_begin, size_t match_end) {
+    if (match_begin > done) add(match_begin, split.invert);
+    add(match_end, !split.invert);
+  });
+  if (text.size() > done) add(text.size(), split.invert);
+  cut();
+}
+
+// Decoders
+struct DecodeByteLevel {};
+struct DecodeByteFallback {};
+struct DecodeFuse {};
+struct DecodeStrip {
+  std::string content;  // one character
+  size_t start, stop;
+};
+struct DecodeMetaspace {
+  std::string replacement;
+  bool drops_first;  // the space that encoding put before the text
+};
+using Decoder = std::variant<DecodeByteLevel, DecodeByteFallback, DecodeFuse, DecodeStrip, Replace,
+    DecodeMetaspace>;
+
+// Applies one decoder to the spelled tokens of a text.
+void apply(const Decoder& decoder, std::vector<std::string>& tokens);
+int fallback_byte(const std::string& token);  // of "<0x41>"; -1: it is none
 
 struct AddedToken {
   std::string content;
@@ -18,34 +143,18 @@ struct AddedToken {
 // Finds the leftmost, then longest, of a set of strings.
 class AddedTokenMatcher {
  public:
-  AddedTokenMatcher() = default;
-  explicit AddedTokenMatcher(std::vector<std::pair<std::string, const AddedToken*>> tokens);
+  void add(const std::string& text, const AddedToken* token) {
+    if (text.empty()) return;
+    tokens_.try_emplace(text, token);
+    starts_.set(static_cast<uint8_t>(text[0]));
+  }
   // The first match at or behind `from`; nullptr when there is none.
   const AddedToken* find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
-  bool empty() const { return patterns_.empty(); }
 
  private:
-  struct Pattern {
-    std::string text;
-    const AddedToken* token;
-    int prefix;  // the longest other pattern that this one begins with, or -1
-  };
-  const Pattern& at(int i) const { return patterns_[static_cast<size_t>(i)]; }
-  std::vector<Pattern> patterns_;  // sorted
-  bool starts_[256] = {};
+  std::map<std::string, const AddedToken*, std::less<>> tokens_;
+  std::bitset<256> starts_;
 };
-
-struct TokenizerScratch {
-  Bpe::Scratch bpe;
-  RegexScratch regex;
-  std::vector<uint32_t> lengths;
-};
-
-// A tokenizer.json of a byte-level BPE whose tokens are spelled in byte_to_char, by id ("": none).
-std::string byte_level_json(const std::vector<std::string>& vocabulary,
-    const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
-    bool ignore_merges, const std::vector<std::pair<std::string, int32_t>>& special);
-std::string tokenizer_config_json(std::string_view end_of_text);
 
 struct Tokenizer::State {
   std::string json, config, chat_template_file;  // as they were read: save() writes them back
@@ -55,31 +164,47 @@ struct Tokenizer::State {
   std::map<int32_t, AddedToken> added;
   AddedTokenMatcher raw_added, normalized_added;
 
-  std::vector<Normalizer> normalizers;
-  std::vector<PreTokenizer> pre_tokenizers;
+  std::vector<Stage> normalizers, pre_tokenizers;
   std::vector<Decoder> decoders;
-  bool no_decoder = false;  // tokens are joined with spaces then
+  bool no_decoder = false;      // tokens are joined with spaces then
+  bool fallback_bytes = false;  // a decoder joins the bytes of <0xNN> tokens
+  bool byte_level = false;      // the model reads bytes
   Bpe bpe;
   std::vector<int32_t> prefix, suffix;  // ids that the post-processor puts around a text
   bool trim_offsets = false, trim_keeps_prefix_space = false;
   bool needs_places = false;  // even when the caller asks for no offsets
-  bool uses_subject = false;  // some pre-tokenizer matches a regex
 
   std::optional<int32_t> bos, eos, pad;
   std::string chat_template;
   uint64_t hash = 0;
 
+  const std::string& spelling(int32_t id) const;  // fails outside the vocabulary
+
   // Scratch is lent to one encode at a time, so that caches stay warm between calls.
   mutable std::mutex mutex;
-  mutable std::vector<std::unique_ptr<TokenizerScratch>> idle;
-  std::unique_ptr<TokenizerScratch> borrow() const;
-  void give_back(std::unique_ptr<TokenizerScratch> scratch) const;
-
-  bool decodes_bytes() const;  // the only decoder is ByteLevel
+  mutable std::vector<std::unique_ptr<Bpe::Scratch>> idle;
 
   // Text after all normalizers. `storage` keeps what they wrote.
-  Text normalize(Text text, bool track, RegexScratch& scratch,
-      std::vector<std::unique_ptr<Rewriter>>& storage) const;
+  Text normalize(Text text, bool track, std::list<Rewriter>& storage) const {
+    for (const Stage& stage : normalizers)
+      text = apply(stage, text, storage.emplace_back(text, track));
+    return text;
+  }
 };
+
+// A tokenizer.json of a byte-level BPE whose tokens are spelled in byte_to_char, by id ("": none).
+std::string byte_level_json(const std::vector<std::string>& vocabulary,
+    const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
+    bool ignore_merges, const std::vector<std::pair<std::string, int32_t>>& special);
+std::string tokenizer_config_json(std::string_view end_of_text);
+
+// Calls work(thread) on several threads at once, the caller's among them.
+template <class Work>
+void on_threads(int threads, Work work) {
+  std::vector<std::future<void>> helpers;
+  for (int i = 1; i < threads; ++i) helpers.push_back(std::async(std::launch::async, work, i));
+  work(0);
+  for (std::future<void>& helper : helpers) helper.get();
+}
 
 }  // namespace pith

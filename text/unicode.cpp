@@ -5,71 +5,100 @@
 
 #include <algorithm>
 #include <bitset>
-#include <cstring>
+#include <cstdlib>
+#include <vector>
 
 #include "text/unicode_tables.h"
 
 namespace pith {
+namespace {
 
-int utf8_sequence(std::string_view text, size_t at, bool* truncated) {
+// Bytes of the UTF-8 sequence that starts at text[at]: its length if it is well formed, else minus
+// the number of bytes that Python's errors="replace" turns into one U+FFFD.
+int sequence_at(std::string_view text, size_t at) {
   auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
   const uint8_t lead = byte(at);
   if (lead < 0x80) return 1;
   if (lead < 0xC2 || lead > 0xF4) return -1;
   const int length = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
   // The second byte has a narrower range after four leads: not overlong, no surrogate, <= 10FFFF.
-  const uint8_t low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
-  const uint8_t high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
-  for (int i = 1; i < length; ++i) {
-    if (at + static_cast<size_t>(i) == text.size()) {
-      if (truncated) *truncated = true;
-      return -i;
-    }
-    const uint8_t next = byte(at + static_cast<size_t>(i));
-    if (next < (i == 1 ? low : 0x80) || next > (i == 1 ? high : 0xBF)) return -i;
+  uint8_t low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
+  uint8_t high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
+  for (int i = 1; i < length; ++i, low = 0x80, high = 0xBF) {
+    ++at;
+    if (at == text.size() || byte(at) < low || byte(at) > high) return -i;
   }
   return length;
 }
 
+struct CodeRange {
+  char32_t first, last;
+  uint32_t value;
+};
+using Table = std::vector<CodeRange>;  // sorted
+
+Table read_table(std::string_view text) {  // the texts of unicode_tables.h end in a space
+  Table table;
+  uint32_t value = 0;
+  for (const char* at = text.data(); at < text.data() + text.size();) {
+    char* end;
+    const auto first = static_cast<char32_t>(std::strtoul(at, &end, 16));
+    char32_t last = first;
+    if (*end == '-') last = static_cast<char32_t>(std::strtoul(end + 1, &end, 16));
+    if (*end == ':') {
+      value = first;
+      ++end;
+    } else {
+      table.push_back({first, last, value});
+    }
+    at = end + 1;
+  }
+  std::ranges::sort(table, {}, &CodeRange::first);
+  return table;
+}
+
+const CodeRange* find_range(const Table& table, char32_t code) {
+  const auto row = std::ranges::lower_bound(table, code, {}, &CodeRange::last);
+  return row != table.end() && row->first <= code ? &*row : nullptr;
+}
+
+const Table stand_ins = read_table(kStandIns);
+const Table inert = read_table(kInert);
+const Table lower_delta = read_table(kLowerDelta);
+
+// Blocks of 128 code points in which some have a stand-in: most text is dismissed here.
+const auto stand_in_blocks = [] {
+  std::bitset<0x110000 / 128> blocks;
+  for (const CodeRange& range : stand_ins)
+    for (char32_t block = range.first / 128; block <= range.last / 128; ++block) blocks.set(block);
+  return blocks;
+}();
+
+}  // namespace
+
 size_t utf8_valid_prefix(std::string_view text) {
   if (simdjson::validate_utf8(text)) return text.size();
   size_t at = 0;
-  for (int length; (length = utf8_sequence(text, at)) > 0;) at += static_cast<size_t>(length);
+  for (int length; (length = sequence_at(text, at)) > 0;) at += static_cast<size_t>(length);
   return at;
 }
 
 int64_t utf8_replace_invalid(std::string_view text, std::string& out) {
   out.clear();
-  int64_t replaced = 0;
-  for (size_t at = utf8_valid_prefix(text), good = 0;; good = at) {
-    int length = 0;
-    while (at < text.size() && (length = utf8_sequence(text, at)) > 0)
-      at += static_cast<size_t>(length);
-    out.append(text, good, at - good);
-    if (at == text.size()) return replaced;
-    at += static_cast<size_t>(-length);
+  for (int64_t replaced = 0;; ++replaced) {
+    const size_t good = utf8_valid_prefix(text);
+    out.append(text, 0, good);
+    if (good == text.size()) return replaced;
     out += "\uFFFD";
-    ++replaced;
+    text.remove_prefix(good + static_cast<size_t>(-sequence_at(text, good)));
   }
 }
 
-char32_t utf8_next(std::string_view text, size_t& at) {
-  auto tail = [&](size_t i) { return static_cast<char32_t>(text[at + i]) & 0x3Fu; };
-  const uint8_t lead = static_cast<uint8_t>(text[at]);
-  char32_t code = lead;
-  if (lead < 0x80) {
-    at += 1;
-  } else if (lead < 0xE0) {
-    code = (lead & 0x1Fu) << 6 | tail(1);
-    at += 2;
-  } else if (lead < 0xF0) {
-    code = (lead & 0x0Fu) << 12 | tail(1) << 6 | tail(2);
-    at += 3;
-  } else {
-    code = (lead & 0x07u) << 18 | tail(1) << 12 | tail(2) << 6 | tail(3);
-    at += 4;
-  }
-  return code;
+char32_t utf8_previous(std::string_view text, size_t& at) {
+  do --at;
+  while (at > 0 && utf8_continues(text[at]));
+  size_t next = at;
+  return utf8_next(text, next);
 }
 
 void utf8_append(char32_t code, std::string& out) {
@@ -78,35 +107,14 @@ void utf8_append(char32_t code, std::string& out) {
   out.append(reinterpret_cast<const char*>(bytes), static_cast<size_t>(count));
 }
 
-namespace {
-
-// Blocks of 128 code points in which some have a stand-in: most text is dismissed here.
-const std::bitset<0x110000 / 128>& stand_in_blocks() {
-  static const auto blocks = [] {
-    std::bitset<0x110000 / 128> set;
-    for (const CodeRange& range : kStandIns) {
-      for (char32_t code = range.first; code <= range.last; ++code) set.set(code / 128);
-    }
-    return set;
-  }();
-  return blocks;
-}
-
-// "Lu", "Nd", ...
-std::string_view category(char32_t code) {
-  return utf8proc_category_string(static_cast<utf8proc_int32_t>(unicode_stand_in(code)));
-}
-
-}  // namespace
-
 char32_t unicode_stand_in(char32_t code) {
-  if (code < 0x800 || !stand_in_blocks()[code / 128]) return code;
-  const CodeRange* range = find_range(kStandIns, code);
+  if (code < 0x800 || !stand_in_blocks[code / 128]) return code;
+  const CodeRange* range = find_range(stand_ins, code);
   return range ? range->value : code;
 }
 
 bool unicode_stand_ins_respect(char32_t first, char32_t last) {
-  return std::all_of(std::begin(kStandIns), std::end(kStandIns), [&](const CodeRange& range) {
+  return std::ranges::all_of(stand_ins, [&](const CodeRange& range) {
     const bool other_inside = first <= range.value && range.value <= last;
     if (other_inside) return first <= range.first && range.last <= last;
     return range.first > last || first > range.last;
@@ -114,6 +122,9 @@ bool unicode_stand_ins_respect(char32_t first, char32_t last) {
 }
 
 bool unicode_substitute(std::string_view text, std::string& out) {
+  uint8_t highest = 0;  // a loop that compilers vectorise: most text ends here
+  for (const char byte : text) highest = std::max(highest, static_cast<uint8_t>(byte));
+  if (highest < 0xE0) return false;
   out.clear();
   size_t copied = 0;
   for (size_t at = 0; at < text.size();) {
@@ -128,49 +139,37 @@ bool unicode_substitute(std::string_view text, std::string& out) {
     utf8_append(other, out);
     copied = at;
   }
-  if (copied == 0) return false;
-  out.append(text.substr(copied));
-  return true;
+  if (copied > 0) out.append(text.substr(copied));
+  return copied > 0;
+}
+
+bool unicode_is_inert(char32_t code) {
+  return find_range(inert, code) || unicode_stand_in(code) != code;
+}
+
+char32_t unicode_lower(char32_t code) {
+  if (const CodeRange* range = find_range(lower_delta, code)) return code + range->value;
+  return static_cast<char32_t>(utf8proc_tolower(static_cast<utf8proc_int32_t>(code)));
 }
 
 bool is_white_space(char32_t code) {
-  return (code >= 9 && code <= 13) || code == ' ' || code == 0x85 || code == 0xA0 ||
-         code == 0x1680 || (code >= 0x2000 && code <= 0x200A) || code == 0x2028 || code == 0x2029 ||
-         code == 0x202F || code == 0x205F || code == 0x3000;
+  const auto category = utf8proc_category(static_cast<utf8proc_int32_t>(unicode_stand_in(code)));
+  return (code >= 9 && code <= 13) || code == 0x85 || category == UTF8PROC_CATEGORY_ZS ||
+         category == UTF8PROC_CATEGORY_ZL || category == UTF8PROC_CATEGORY_ZP;
 }
 
-bool is_word(char32_t code) {
-  const std::string_view kind = category(code);
-  if (kind[0] == 'L' || kind[0] == 'M' || kind == "Nd" || kind == "Nl" || kind == "Pc" ||
-      code == 0x200C || code == 0x200D)
-    return true;
-  // Letters in circles and squares are alphabetic although their category is So.
-  return (code >= 0x24B6 && code <= 0x24E9) || (code >= 0x1F130 && code <= 0x1F149) ||
-         (code >= 0x1F150 && code <= 0x1F169) || (code >= 0x1F170 && code <= 0x1F189);
-}
-
-bool is_numeric(char32_t code) { return category(code)[0] == 'N' || find_range(kNumeric, code); }
-
-bool is_punctuation(char32_t code) {
-  if (const CodeRange* range = find_range(kPunctuationDiffers, code)) return range->value == 1;
-  if (category(code)[0] == 'P') return true;
-  return code < 0x80 && std::strchr("$+<=>^`|~", static_cast<int>(code)) && code != 0;
-}
-
-// Bytes that print in Latin-1 stand for themselves; the other 68 are numbered upwards from U+0100.
 namespace {
-bool stands_for_itself(int byte) {
-  return (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte <= 0xAC) || byte >= 0xAE;
-}
+// Bytes that print in Latin-1 stand for themselves; the other 68 are numbered upwards from U+0100.
 struct ByteAlphabet {
   char32_t character[256];
   int16_t byte[0x144];
   ByteAlphabet() {
-    for (int16_t& b : byte) b = -1;
+    std::ranges::fill(byte, int16_t{-1});
     char32_t next = 0x100;
-    for (int b = 0; b < 256; ++b) {
-      character[b] = stands_for_itself(b) ? static_cast<char32_t>(b) : next++;
-      byte[character[b]] = static_cast<int16_t>(b);
+    for (int16_t b = 0; b < 256; ++b) {
+      const bool prints = (b > 0x20 && b < 0x7F) || (b > 0xA0 && b != 0xAD);
+      character[b] = prints ? static_cast<char32_t>(b) : next++;
+      byte[character[b]] = b;
     }
   }
 };

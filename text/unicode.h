@@ -7,19 +7,23 @@
 
 namespace pith {
 
-// Bytes of the UTF-8 sequence that starts at text[at]: its length if it is well formed, else minus
-// the number of bytes that Python's errors="replace" turns into one U+FFFD. `truncated` is set when
-// the sequence is ill formed only because the text ends.
-int utf8_sequence(std::string_view text, size_t at, bool* truncated = nullptr);
-
 // Length of the well-formed prefix.
 size_t utf8_valid_prefix(std::string_view text);
-
-// Replaces every ill-formed sequence by U+FFFD and returns how many there were.
+// Replaces every ill-formed sequence by U+FFFD, as Python's errors="replace" counts them, and
+// returns how many there were.
 int64_t utf8_replace_invalid(std::string_view text, std::string& out);
 
-// The code point at text[at] of well-formed UTF-8; `at` moves behind it.
-char32_t utf8_next(std::string_view text, size_t& at);
+// The code point behind or before text[at] of well-formed UTF-8; `at` moves over it.
+inline char32_t utf8_next(std::string_view text, size_t& at) {
+  auto next = [&] { return static_cast<uint8_t>(text[at++]); };
+  const uint8_t lead = next();
+  if (lead < 0x80) return lead;
+  char32_t code = lead & (lead < 0xE0 ? 0x1Fu : lead < 0xF0 ? 0x0Fu : 0x07u);
+  if (lead >= 0xF0) code = code << 6 | (next() & 0x3Fu);
+  if (lead >= 0xE0) code = code << 6 | (next() & 0x3Fu);
+  return code << 6 | (next() & 0x3Fu);
+}
+char32_t utf8_previous(std::string_view text, size_t& at);
 inline bool utf8_continues(char byte) { return (static_cast<uint8_t>(byte) & 0xC0) == 0x80; }
 void utf8_append(char32_t code, std::string& out);
 
@@ -30,12 +34,15 @@ char32_t unicode_stand_in(char32_t code);
 bool unicode_stand_ins_respect(char32_t first, char32_t last);
 // Copies `text` with stand-ins in place and returns true; returns false when nothing needs one.
 bool unicode_substitute(std::string_view text, std::string& out);
+// Younger than Hugging Face's normaliser: it neither decomposes, composes nor moves the code point.
+bool unicode_is_inert(char32_t code);
 
-// Character classes as the pre-tokenizers of Hugging Face see them.
+char32_t unicode_lower(char32_t code);
 bool is_white_space(char32_t code);
-bool is_word(char32_t code);
-bool is_numeric(char32_t code);
-bool is_punctuation(char32_t code);
+// What is a word to Hugging Face, as members of a regex class.
+inline constexpr std::string_view kWordMembers =
+    "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{200C}\\x{200D}\\x{24B6}-\\x{24E9}"
+    "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 
 // GPT-2's printable stand-in for each byte, and the bytes of a token that is spelled in them.
 char32_t byte_to_char(uint8_t byte);

@@ -1,24 +1,52 @@
-// The generated tables of unicode_tables.inc and their look-up.
+// Where Hugging Face tokenizers departs from Unicode 14. Written by
+// tests/oracle/tokenizers/unicode_tables.py from tokenizers 0.22.2.
+// A table is a text of hexadecimal numbers: a value, then the code points that have it.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <iterator>
+#include <string_view>
 
 namespace pith {
 
-struct CodeRange {
-  char32_t first, last;
-  uint32_t value;
-};
+// Code points whose category differs: one of Unicode 14 with that category and length.
+inline constexpr std::string_view kStandIns =
+    "206F: 180E A7F5: 1C89 A7CB-A7CC A7DA A7DC AA79: 2427-2429 2FFC-2FFF 31E4-31E5 31EF ABBF: 1C8A "
+    "A7CD A7DB ABEB: 1B4E-1B4F 1B7F ABEC: CF3 ABED: 897 ECE 10000: 105C0-105F3 10D4A-10D4D 10D4F "
+    "10EC2-10EC4 1123F-11240 11380-11389 1138B 1138E 11390-113B5 113B7 113D1 113D3 11BC0-11BE0 "
+    "11F02 11F04-11F10 11F12-11F33 1342F 13441-13446 13460-143FA 16100-1611D 16D43-16D6A 18CFF "
+    "1B132 1B155 1E4D0-1E4EA 1E5D0-1E5ED 1E5F0 2B739 2EBF0-2EE5D 31350-323AF 10100: 113D4-113D5 "
+    "113D7-113D8 11B00-11B09 11BE1 11F43-11F4F 16D6D-16D6F 1E5FF 10107: 1D2C0-1D2D3 10137: "
+    "1CC00-1CCEF 1CD00-1CEB3 1F6DC 1F774-1F776 1F77B-1F77F 1F7D9 1F8B2-1F8BB 1F8C0-1F8C1 "
+    "1FA75-1FA77 1FA87-1FA89 1FA8F 1FAAD-1FAAF 1FABB-1FABF 1FAC6 1FACE-1FACF 1FADA-1FADC 1FADF "
+    "1FAE8-1FAE9 1FAF7-1FAF8 1FBCB-1FBEF 101FD: 10D69-10D6D 10EFC-10EFF 11241 113BB-113C0 113CE "
+    "113D0 113D2 113E1-113E2 11F00-11F01 11F36-11F3A 11F40 11F42 11F5A 13440 13447-13455 "
+    "1611E-16129 1612D-1612F 1E08F 1E4EC-1E4EF 1E5EE-1E5EF 10400: 10D50-10D65 10428: 10D70-10D85 "
+    "1DF25-1DF2A 104A0: 10D40-10D49 116D0-116E3 11BF0-11BF9 11F50-11F59 16130-16139 16D70-16D79 "
+    "1CCF0-1CCF9 1E4F0-1E4F9 1E5F1-1E5FA 10780: 10D4E 10D6F 16D40-16D42 16D6B-16D6C 1E030-1E06D "
+    "1E4EB 10EAD: 10D6E 11000: 113B8-113BA 113C2 113C5 113C7-113CA 113CC-113CD 113CF 1171E 11F03 "
+    "11F34-11F35 11F3E-11F3F 11F41 1612A-1612C 110BD: 13439-1343F 1D6C1: 10D8E-10D8F ";
 
-#include "text/unicode_tables.inc"
+// Code points that normalisation leaves alone: they are younger than its tables.
+inline constexpr std::string_view kInert =
+    "0: 7FD 898-89F 8CA-8D3 9FE C3C D3B-D3C EBA 1715 1ABF-1ACE 1DF6-1DFA 32FF A7F2-A7F4 A82C AB69 "
+    "10781-10785 10787-107B0 107B2-107BA 10D24-10D27 10EAB-10EAC 10F46-10F50 10F82-10F85 11070 "
+    "1133B 1145E 11839-1183A 11938 1193D-1193E 11943 119E0 11A34 11A47 11A99 11D42 11D44-11D45 "
+    "11D97 16FF0-16FF1 1E130-1E136 1E2AE 1E2EC-1E2EF 1F16C 1FBF0-1FBF9 ";
 
-// The row that holds `code`, or nullptr. Rows are sorted.
-template <size_t N>
-const CodeRange* find_range(const CodeRange (&table)[N], char32_t code) {
-  const CodeRange* row = std::lower_bound(std::begin(table), std::end(table), code,
-      [](const CodeRange& r, char32_t c) { return r.last < c; });
-  return row != std::end(table) && row->first <= code ? row : nullptr;
-}
+// Letters with a lower case since Unicode 14: the distance to it, modulo 2^32.
+inline constexpr std::string_view kLowerDelta =
+    "1: 1C89 A7CC A7CE A7D2 A7D4 A7DA 1B: 16EA0-16EB8 20: 10D50-10D65 FFFF59BF: A7DC FFFF5A99: "
+    "A7CB ";
+
+// Numbers, for text with stand-ins.
+inline constexpr std::string_view kDigitPattern =
+    "[\\p{N}\\x{11DE0}-\\x{11DE9}\\x{16FF4}-\\x{16FF6}]";
+
+// Punctuation, for text without stand-ins.
+inline constexpr std::string_view kPunctuationPattern =
+    "[$+<=>^`|~\\p{P}\\x{166D}\\x{111C9}](?<![\\x{61D}\\x{9FD}\\x{A76}\\x{C77}\\x{C84}"
+    "\\x{1B7D}-\\x{1B7E}\\x{2E43}-\\x{2E4F}\\x{2E52}-\\x{2E5D}\\x{10EAD}\\x{10F55}-\\x{10F59}"
+    "\\x{10F86}-\\x{10F89}\\x{1144B}-\\x{1144F}\\x{1145A}-\\x{1145B}\\x{1145D}\\x{11660}-\\x{1166C}"
+    "\\x{116B9}\\x{1183B}\\x{11944}-\\x{11946}\\x{119E2}\\x{11A3F}-\\x{11A46}\\x{11A9A}-\\x{11A9C}"
+    "\\x{11A9E}-\\x{11AA2}\\x{11C41}-\\x{11C45}\\x{11C70}-\\x{11C71}\\x{11EF7}-\\x{11EF8}\\x{11FFF}"
+    "\\x{12FF1}-\\x{12FF2}\\x{16E97}-\\x{16E9A}\\x{16FE2}\\x{1E95E}-\\x{1E95F}])";
 
 }  // namespace pith

@@ -120,17 +120,40 @@ TEST(BpeTrainer, DoesNotDependOnThreadsOrOrder) {
   }
 }
 
-TEST(Regex, TranslatesOrRefuses) {
-  auto translate = [](std::string_view pattern) {
-    return Regex::translate(pattern, Regex::Dialect::kOniguruma);
+TEST(Regex, MatchesAsItsDialectOrRefuses) {
+  using Texts = std::vector<std::string>;
+  using enum Regex::Dialect;
+  auto matches = [](std::string_view pattern, std::string_view text,
+                     Regex::Dialect dialect = kOniguruma) {
+    Texts found;
+    Regex(pattern, dialect).for_each_match(text, [&](size_t begin, size_t end) {
+      if (begin < end) found.emplace_back(text.substr(begin, end - begin));
+    });
+    return found;
   };
-  EXPECT_EQ(translate("\\d{1,2}+x"), "(?:\\d{1,2})+x");  // repeated, not possessive
-  EXPECT_EQ(translate("(ab){,3}"), "(ab){0,3}");
-  EXPECT_EQ(translate("^a$"), "(?m:^)a(?m:$)");
-  EXPECT_EQ(Regex::translate("\\p{N}{1,3}+", Regex::Dialect::kRust), "\\p{N}{1,3}+");
-  for (const char* pattern :
-      {"\\p{Han}", "[a&&b]", "[[:alpha:]]", "(?<n>a)", "a(?i)b", "\\R", "\\1", "a{2}?", "\\pL"})
+  EXPECT_EQ(matches("\\d{1,2}+x", "12345x"), Texts{"12345x"});  // repeated, not possessive
+  EXPECT_EQ(matches("\\d{1,2}+2", "12", kRust), Texts{});       // possessive
+  EXPECT_EQ(matches("\\p{N}{1,3}+", "12345", kRust), (Texts{"123", "45"}));
+  EXPECT_EQ(matches("(ab){2}+", "abababab"), Texts{"abababab"});
+  EXPECT_EQ(matches("(ab){,3}", "ababababx"), (Texts{"ababab", "ab"}));
+  EXPECT_EQ(matches("a{,", "aa{,"), Texts{"a{,"});
+  EXPECT_EQ(matches("^a$", "b\na\nab"), Texts{"a"});  // at every line
+  EXPECT_EQ(matches("^a$", "a\n", kRust), Texts{});   // the end is the end
+  EXPECT_EQ(matches("(?i)k|[]\\x{E9}\\u0041-C\\]]+", "K]\u00e9aBC"), (Texts{"K", "]\u00e9aBC"}));
+  EXPECT_EQ(matches("\\w+\\b|\\h", "a\u0300\u00b2 \u20ac"), (Texts{"a\u0300\u00b2"}));
+  EXPECT_EQ(matches("\\p{^L}+", "a12b"), Texts{"12"});
+  for (const char* pattern : {"\\p{Han}", "[a&&b]", "[[:alpha:]]", "(?<n>a)", "a(?i)b", "\\R",
+           "\\1", "a{2}?", "\\pL", "a)", "[b-a]", "[a", "\\x{FFFFFFFFF}", "\\uD800", "\\x4", "a\\"})
     EXPECT_THROW(Regex{pattern}, Error) << pattern;
+}
+
+TEST(Regex, LiteralMatchesItsTextAlone) {
+  std::vector<size_t> places;
+  Regex::literal("a.").for_each_match("a.ab a.a.", [&](size_t begin, size_t end) {
+    EXPECT_EQ(end, begin + 2);
+    places.push_back(begin);
+  });
+  EXPECT_EQ(places, (std::vector<size_t>{0, 5, 7}));
 }
 
 }  // namespace

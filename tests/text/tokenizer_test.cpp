@@ -1,8 +1,10 @@
 #include "text/tokenizer.h"
 
+#include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <random>
 
 #include "core/error.h"
 
@@ -43,6 +45,39 @@ TEST(StreamingDecoder, NeverEmitsHalfACharacter) {
   EXPECT_EQ(decoder.push('x'), "\uFFFDx");
   EXPECT_EQ(decoder.push(0xF0), "");
   EXPECT_EQ(decoder.finish(), "\uFFFD");
+}
+
+// Any ids, pushed one by one, give the text that decode gives: byte tokens that are no UTF-8 too.
+TEST(StreamingDecoder, EqualsDecode) {
+  std::string vocab = R"("\u2581a":0,"\u4e2d":1,"b":2,"\u2581":3,"</s>":4)";
+  int count = 5;
+  for (const char* byte : {"E4", "B8", "AD", "FF", "41", "F0"})
+    vocab += fmt::format(R"(,"<0x{}>":{})", byte, count++);
+  const std::string replace = R"({"type":"Replace","pattern":{"String":"\u2581"},"content":" "},)";
+  const std::string fallback = R"({"type":"ByteFallback"})";
+  const Tokenizer bytes = Tokenizer::bytes();
+  std::mt19937 random(11);
+  for (const std::string& decoders : {replace + fallback,
+           replace + fallback +
+               R"(,{"type":"Fuse"},{"type":"Strip","content":" ","start":1,"stop":0})",
+           fallback + R"(,{"type":"Metaspace","replacement":"\u2581"})"}) {
+    const Tokenizer tokenizer = Tokenizer::from_json(
+        R"({"model":{"type":"BPE","byte_fallback":true,"merges":[],"vocab":{)" + vocab +
+        R"(}},"added_tokens":[{"id":4,"content":"</s>","special":true}],)" +
+        R"("decoder":{"type":"Sequence","decoders":[)" + decoders + "]}}");
+    for (int round = 0; round < 3000; ++round) {
+      std::vector<int32_t> ids(random() % 20);
+      for (int32_t& id : ids) id = static_cast<int32_t>(random() % static_cast<unsigned>(count));
+      StreamingDecoder stream(tokenizer);
+      std::string all;
+      for (const int32_t id : ids) {
+        const std::string text = stream.push(id);
+        ASSERT_NO_THROW(bytes.encode(text, {.strict = true})) << "half a character";
+        all += text;
+      }
+      ASSERT_EQ(all + stream.finish(), tokenizer.decode(ids)) << fmt::format("{}", ids);
+    }
+  }
 }
 
 TEST(Tokenizer, RefusesByName) {

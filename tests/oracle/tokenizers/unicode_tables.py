@@ -1,10 +1,10 @@
-"""Writes text/unicode_tables.inc: where Hugging Face `tokenizers` departs from Unicode 14.
+"""Writes text/unicode_tables.h: where Hugging Face `tokenizers` departs from Unicode 14.
 
 PCRE2 10.42 and utf8proc 2.8 know Unicode 14. The regex engine of `tokenizers` is newer, its
 normaliser older, and its punctuation older still. Everything is asked of the oracle itself, one
 code point at a time. Needs Python 3.11, whose unicodedata is version 14, and the `tokenizers` wheel.
 
-    python tests/oracle/tokenizers/unicode_tables.py > text/unicode_tables.inc
+    python tests/oracle/tokenizers/unicode_tables.py > text/unicode_tables.h
 """
 
 import unicodedata
@@ -49,16 +49,29 @@ def ranges(values):
     return found
 
 
-def show(name, comment, values):
-    rows = ["{0x%X, 0x%X, 0x%X}" % tuple(r) for r in ranges(values)]
-    print(f"// {comment}\nconstexpr CodeRange {name}[] = {{")
-    line = "   "
-    for row in rows:
-        if len(line) + len(row) + 2 > 100:
-            print(line)
-            line = "   "
-        line += f" {row},"
-    print(line + "\n};\n")
+def show(name, comment, words):
+    """A C++ string of the words, in lines of at most 100 columns."""
+    print(f"\n// {comment}\ninline constexpr std::string_view {name} =")
+    lines = [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > 94:
+            lines.append("")
+        lines[-1] += word
+    print("\n".join(f'    "{line}"' for line in lines) + ";")
+
+
+def table(values):
+    """Words of a dict from code point to value, ordered by value."""
+    for value in sorted(set(values.values())):
+        yield f"{value:X}: "
+        for first, last, _ in ranges({c: 0 for c in values if values[c] == value}):
+            yield f"{first:X}-{last:X} " if last > first else f"{first:X} "
+
+
+def members_of(codes):
+    """Words of code points as members of a regex class."""
+    for first, last, _ in ranges({c: 0 for c in codes}):
+        yield rf"\\x{{{first:X}}}" + (rf"-\\x{{{last:X}}}" if last > first else "")
 
 
 def stand_ins():
@@ -99,11 +112,10 @@ def inert_marks():
 
 def main():
     changed, old = stand_ins()
-    newer = {c: old[r] for c, r in changed.items()}
-    category = lambda c: newer.get(c, old[c])
     punctuation = isolated(pre_tokenizers.Punctuation("isolated"))
-    expected = {c for c in POINTS if category(c)[0] == "P"} | ASCII_SYMBOLS
+    known = {c for c in POINTS if old[c][0] == "P"} | ASCII_SYMBOLS
     numeric = isolated(pre_tokenizers.Digits(True))
+    category = lambda c: old[changed.get(c, c)]
     assert not {c for c in POINTS if category(c)[0] == "N"} - numeric
     lower = normalizers.Lowercase()
     lowered = {}
@@ -112,32 +124,43 @@ def main():
         if new != chr(c).lower():
             lowered[c] = ord(new) - c & 0xFFFFFFFF
     print(
-        "// Written by tests/oracle/tokenizers/unicode_tables.py "
-        f"from tokenizers {tokenizers.__version__}."
+        "// Where Hugging Face tokenizers departs from Unicode 14. Written by\n"
+        f"// tests/oracle/tokenizers/unicode_tables.py from tokenizers {tokenizers.__version__}.\n"
+        "// A table is a text of hexadecimal numbers: a value, then the code points that have it.\n"
+        "#pragma once\n#include <string_view>\n\nnamespace pith {"
     )
-    print("// Each row: first code point, last code point, value.\n")
     show(
         "kStandIns",
-        "Code points whose category differs from Unicode 14: "
-        "one of 14 with that category and length.",
-        changed,
+        "Code points whose category differs: one of Unicode 14 with that category and length.",
+        table(changed),
     )
     show(
         "kInert",
         "Code points that normalisation leaves alone: they are younger than its tables.",
-        inert_marks(),
+        table(inert_marks()),
     )
     show(
         "kLowerDelta",
         "Letters with a lower case since Unicode 14: the distance to it, modulo 2^32.",
-        lowered,
+        table(lowered),
     )
-    show("kNumeric", "Numbers beyond category N.", {c: 0 for c in numeric if category(c)[0] != "N"})
     show(
-        "kPunctuationDiffers",
-        "Where punctuation is not category P or an ASCII symbol: 1 is, 0 is not.",
-        {c: int(c in punctuation) for c in punctuation ^ expected},
+        "kDigitPattern",
+        "Numbers, for text with stand-ins.",
+        ["[\\\\p{N}", *members_of(c for c in numeric if category(c)[0] != "N"), "]"],
     )
+    show(
+        "kPunctuationPattern",
+        "Punctuation, for text without stand-ins.",
+        [
+            "[$+<=>^`|~\\\\p{P}",
+            *members_of(punctuation - known),
+            "](?<![",
+            *members_of(known - punctuation),
+            "])",
+        ],
+    )
+    print("\n}  // namespace pith")
 
 
 if __name__ == "__main__":
