@@ -100,6 +100,35 @@ void rotary(const void* x, const int32_t* positions, const float* cos, const flo
     int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
     int64_t table_rows, bool inverse, bool is_bf16, CUstream_st* stream);
 
+// --- router ---
+
+// Softmax of logits (rows, E), their top-k (or `forced` (rows, k) copied, when not null) and its
+// weights.
+void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
+    float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize,
+    CUstream_st* stream);
+
+// dlogits from dprobabilities (may be null) and dweight (may be null).
+void route_backward(const float* probabilities, const int64_t* idx, const float* dprobabilities,
+    const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
+    bool normalize, CUstream_st* stream);
+
+// A row's tokens are summed in this many parts.
+inline constexpr int64_t kBalanceParts = 32;
+
+// sum and count (num_rows, kBalanceParts, E) of probabilities and choices; start (num_rows + 1):
+// first token of each row.
+void balance_parts(const float* probabilities, const int64_t* idx, const int32_t* row_id,
+    float* sum, int32_t* count, int32_t* start, int64_t tokens, int64_t num_experts, int64_t k,
+    int64_t num_rows, CUstream_st* stream);
+
+// loss (scalar) and coefficient (num_rows, E) = dloss / dprobability of any token of that row, from
+// balance_parts. `global` (num_rows, E + 1), where not null: counts and, last, tokens of the rows,
+// which are then not taken from count and start.
+void balance_total(const float* sum, const int32_t* count, const int32_t* start,
+    const int64_t* global, float* loss, float* coefficient, int64_t num_experts, int64_t k,
+    int64_t num_rows, CUstream_st* stream);
+
 // --- swiglu ---
 
 // gate_up (rows, 2 width) -> y (rows, width).

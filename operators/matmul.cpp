@@ -14,9 +14,10 @@ std::vector<WeightGradient>* deferred = nullptr;
 
 }  // namespace
 
-void mm_wide_out(Tensor& out, const Tensor& a, const Tensor& b) {
+void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
+  const at::NoGradGuard no_grad;
   if (widen_first(a)) {
-    at::mm_out(out, a.to(at::kFloat), b.to(at::kFloat));
+    out.copy_(at::mm(a.to(at::kFloat), b.to(at::kFloat)));
   } else if (a.scalar_type() == out.scalar_type()) {
     at::mm_out(out, a, b);
   } else {
@@ -24,23 +25,9 @@ void mm_wide_out(Tensor& out, const Tensor& a, const Tensor& b) {
   }
 }
 
-Tensor mm_wide(const Tensor& a, const Tensor& b) {
-  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(wide_dtype(a.scalar_type())));
-  mm_wide_out(out, a, b);
-  return out;
-}
-
-void mm_rounded_out(Tensor& out, const Tensor& a, const Tensor& b) {
-  if (widen_first(a)) {
-    out.copy_(mm_wide(a, b));
-  } else {
-    at::mm_out(out, a, b);
-  }
-}
-
-Tensor mm_rounded(const Tensor& a, const Tensor& b) {
-  Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
-  mm_rounded_out(out, a, b);
+Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(dtype));
+  multiply_into(out, a, b);
   return out;
 }
 
