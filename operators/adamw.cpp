@@ -1,9 +1,5 @@
 #include "operators/adamw.h"
 
-#include <ATen/ops/empty.h>
-
-#include <cmath>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -55,8 +51,7 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
   const bool bf16 = is_bf16(value) && wide == at::kFloat;
   const auto check = [&](const Tensor& tensor, const char* name, at::ScalarType dtype,
                          std::initializer_list<int64_t> shape) {
-    check_shape(tensor, name, shape);
-    check_dtype(tensor, name, dtype);
+    check_tensor(tensor, name, dtype, shape);
     PITH_CHECK(tensor.is_contiguous() && tensor.device() == master.device(),
         "{} should be contiguous and on the device of {}", describe(tensor, name),
         describe(master, "adamw: master"));
@@ -71,10 +66,9 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
   PITH_CHECK(step.step >= 1, "adamw: steps count from 1, not {}", step.step);
   if (n == 0) return;
   PITH_IF_CUDA (master) {
-    return cuda::adamw_update(master.mutable_data_ptr<float>(), exp_avg.mutable_data_ptr<float>(),
-        exp_avg_sq.mutable_data_ptr<float>(), grad.const_data_ptr<float>(),
-        value.mutable_data_ptr(), n, grad_scale.const_data_ptr<float>(), scalars_of<float>(step),
-        bf16, current_stream());
+    return cuda::adamw_update(write<float>(master), write<float>(exp_avg), write<float>(exp_avg_sq),
+        read<float>(grad), write(value), n, read<float>(grad_scale), scalars_of<float>(step), bf16,
+        current_stream());
   }
   (wide == at::kDouble ? update_cpu<double> : update_cpu<float>)(master, exp_avg, exp_avg_sq, grad,
       grad_scale, step);
@@ -82,15 +76,14 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
 }
 
 Tensor sum_of_squares(const Tensor& grad) {
-  check_shape(grad, "sum_of_squares: grad", {-1});
-  check_dtype(grad, "sum_of_squares: grad", wide_dtype(grad.scalar_type()));
+  check_tensor(grad, "sum_of_squares: grad", wide_dtype(grad.scalar_type()), {-1});
   PITH_CHECK(
       grad.is_contiguous(), "{} should be contiguous", describe(grad, "sum_of_squares: grad"));
   Tensor result = at::empty({}, grad.options().dtype(at::kDouble));
   PITH_IF_CUDA (grad) {
     Tensor partial = at::empty({cuda::sum_of_squares_blocks()}, result.options());
-    cuda::sum_of_squares(grad.const_data_ptr<float>(), grad.numel(),
-        partial.mutable_data_ptr<double>(), result.mutable_data_ptr<double>(), current_stream());
+    cuda::sum_of_squares(read<float>(grad), grad.numel(), write<double>(partial),
+        write<double>(result), current_stream());
     return result;
   }
   return result.fill_(grad.scalar_type() == at::kDouble ? sum_of_squares_cpu<double>(grad)

@@ -1,21 +1,14 @@
 #include "operators/attention.h"
 
 #include <ATen/Context.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/_cudnn_attention_backward.h>
 #include <ATen/ops/_cudnn_attention_forward.h>
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
-#include <ATen/ops/bmm.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/logsumexp.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
-
-#include <limits>
 
 #include "operators/function.h"
 
@@ -31,24 +24,31 @@ struct Run {
   bool causal;
 };
 
+// Calls f(document, first query, queries, first key, keys).
+template <class F>
+void for_documents(const AttentionSpan& span, F&& f) {
+  const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
+  const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
+  for (int64_t d = 0; d + 1 < span.cu_q_host.numel(); ++d)
+    f(d, q[d], q[d + 1] - q[d], k[d], k[d + 1] - k[d]);
+}
+
 // Documents with queries, neighbours of equal shape together, at most `limit` scores (n * m) in a
 // run.
 std::vector<Run> runs_of(const AttentionSpan& span, bool causal, int64_t limit) {
-  const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
-  const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
   std::vector<Run> runs;
-  for (int64_t d = 0; d + 1 < span.cu_q_host.numel(); ++d) {
-    const int64_t n = q[d + 1] - q[d], m = k[d + 1] - k[d];
-    if (n == 0) continue;
-    const bool joins = !runs.empty() && runs.back().n == n && runs.back().m == m &&
-                       runs.back().first_k + runs.back().count * m == k[d] &&
-                       (runs.back().count + 1) * n * m <= limit;
-    if (joins) {
-      ++runs.back().count;
-    } else {
-      runs.push_back({q[d], k[d], 1, n, m, causal});
+  for_documents(span, [&](int64_t, int64_t first_q, int64_t n, int64_t first_k, int64_t m) {
+    if (n == 0) return;
+    if (!runs.empty()) {
+      Run& last = runs.back();
+      if (last.n == n && last.m == m && last.first_k + last.count * m == first_k &&
+          (last.count + 1) * n * m <= limit) {
+        ++last.count;
+        return;
+      }
     }
-  }
+    runs.push_back({first_q, first_k, 1, n, m, causal});
+  });
   return runs;
 }
 
@@ -88,67 +88,7 @@ bool is_blocked(Path path, const Run& run) {
   return path == Path::cpu && (run.n == run.m || !run.causal);
 }
 
-// --- Plain matrix products: decoding on a CPU, FP32 on a GPU ---
-
-// x (count * n, heads, D) -> (count * groups, heads / groups * n, D): the heads of a group stacked.
-Tensor stack_heads(const Tensor& x, int64_t count, int64_t groups) {
-  const int64_t n = x.size(0) / count, per_group = x.size(1) / groups;
-  return x.view({count, n, groups, per_group, x.size(2)})
-      .permute({0, 2, 3, 1, 4})
-      .reshape({count * groups, per_group * n, x.size(2)})
-      .to(wide_dtype(x.scalar_type()));
-}
-
-// The inverse of stack_heads, into rows of `heads` heads.
-Tensor unstack_heads(const Tensor& x, int64_t count, int64_t heads) {
-  const int64_t groups = x.size(0) / count, per_group = heads / groups, n = x.size(1) / per_group;
-  return x.view({count, groups, per_group, n, x.size(2)})
-      .permute({0, 3, 1, 2, 4})
-      .reshape({count * n, heads, x.size(2)});
-}
-
-// q, k as stacked -> scale * q k^T with -inf above the causal diagonal, (count * groups, per_group
-// * n, m).
-Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double scale) {
-  Tensor scores = at::bmm(q, k.transpose(1, 2)).mul_(scale);
-  const int64_t n = run.n, m = run.m;
-  if (n > 1 && run.causal) {
-    const Tensor hidden = at::ones({n, m}, q.options().dtype(at::kBool)).triu(m - n + 1);
-    scores.view({q.size(0), -1, n, m})
-        .masked_fill_(hidden, -std::numeric_limits<double>::infinity());
-  }
-  return scores;
-}
-
-AttentionPart products_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
-  const int64_t groups = k.size(1);
-  Tensor p = masked_scores(
-      stack_heads(q, run.count, groups), stack_heads(k, run.count, groups), run, scale);
-  const Tensor lse = at::logsumexp(p, -1, true);
-  p.sub_(lse).exp_();
-  return {unstack_heads(at::bmm(p, stack_heads(v, run.count, groups)), run.count, q.size(1)),
-      unstack_heads(lse, run.count, q.size(1))};
-}
-
-// dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale dS^T Q.
-AttentionGradients products_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-    const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
-  const int64_t groups = k.size(1);
-  const Tensor qs = stack_heads(q, run.count, groups), ks = stack_heads(k, run.count, groups);
-  const Tensor d = stack_heads(dout, run.count, groups),
-               o = stack_heads(part.out, run.count, groups);
-  const Tensor lse = stack_heads(part.lse, run.count, groups);
-  const Tensor p = masked_scores(qs, ks, run, scale).sub_(lse).exp_();
-  const Tensor dv = at::bmm(p.transpose(1, 2), d);
-  Tensor ds = at::bmm(d, stack_heads(v, run.count, groups).transpose(1, 2));
-  ds.sub_((d * o).sum(-1, true)).mul_(p).mul_(scale);
-  return {unstack_heads(at::bmm(ds, ks), run.count, q.size(1)),
-      unstack_heads(at::bmm(ds.transpose(1, 2), qs), run.count, groups),
-      unstack_heads(dv, run.count, groups)};
-}
-
-// --- Kernels of batches: LibTorch's blocked one on the CPU, cuDNN ---
+// --- Heads as batches ---
 
 // (count * n, heads, D) -> (count, heads * repeat, n, D); each head repeated where there are fewer
 // keys' heads.
@@ -167,7 +107,55 @@ Tensor unbatch_heads(const Tensor& x, int64_t repeat = 1) {
   return heads.transpose(1, 2).reshape({-1, heads.size(1), heads.size(3)});
 }
 
-// One run.
+// --- Plain matrix products: decoding on a CPU, FP32 on a GPU. The heads of a group are stacked.
+// ---
+
+// (count * n, heads, D) -> (count, groups, heads / groups * n, D)
+Tensor stack_heads(const Tensor& x, int64_t count, int64_t groups) {
+  return widen(batch_heads(x, count).reshape({count, groups, -1, x.size(2)}));
+}
+
+// The inverse of stack_heads, into rows of `heads` heads.
+Tensor unstack_heads(const Tensor& x, int64_t heads) {
+  return unbatch_heads(x.reshape({x.size(0), heads, -1, x.size(3)}));
+}
+
+// q, k as stacked -> scale * q k^T with -inf above the causal diagonal, (count, groups, heads /
+// groups * n, m).
+Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double scale) {
+  Tensor scores = at::matmul(q, k.transpose(2, 3)).mul_(scale);
+  const int64_t n = run.n, m = run.m;
+  if (n > 1 && run.causal) {
+    const Tensor hidden = at::ones({n, m}, q.options().dtype(at::kBool)).triu(m - n + 1);
+    scores.view({-1, n, m}).masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+  }
+  return scores;
+}
+
+AttentionPart products_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
+  const auto stack = [&](const Tensor& x) { return stack_heads(x, run.count, k.size(1)); };
+  Tensor p = masked_scores(stack(q), stack(k), run, scale);
+  const Tensor lse = at::logsumexp(p, -1, true);
+  p.sub_(lse).exp_();
+  return {unstack_heads(at::matmul(p, stack(v)), q.size(1)), unstack_heads(lse, q.size(1))};
+}
+
+// dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale dS^T Q.
+AttentionGradients products_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+    const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
+  const auto stack = [&](const Tensor& x) { return stack_heads(x, run.count, k.size(1)); };
+  const Tensor qs = stack(q), ks = stack(k), d = stack(dout);
+  const Tensor p = masked_scores(qs, ks, run, scale).sub_(stack(part.lse)).exp_();
+  Tensor ds = at::matmul(d, stack(v).transpose(2, 3));
+  ds.sub_((d * stack(part.out)).sum(-1, true)).mul_(p).mul_(scale);
+  return {unstack_heads(at::matmul(ds, ks), q.size(1)),
+      unstack_heads(at::matmul(ds.transpose(2, 3), qs), k.size(1)),
+      unstack_heads(at::matmul(p.transpose(2, 3), d), k.size(1))};
+}
+
+// --- One run; LibTorch's blocked kernel on the CPU, cuDNN ---
+
 AttentionPart run_forward(
     Path path, const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
   const int64_t count = run.count, repeat = q.size(1) / k.size(1);
@@ -271,46 +259,39 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
 // The flash kernels are kept away from empty documents, whose backward has read out of bounds in
 // the past.
 AttentionSpan without_empty(const AttentionSpan& span, bool record) {
-  const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
-  const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
   std::vector<int32_t> cu_q{0}, cu_k{0};
-  const int64_t documents = span.cu_q_host.numel() - 1;
-  for (int64_t d = 0; d < documents; ++d) {
-    if (q[d + 1] == q[d] && k[d + 1] == k[d]) continue;
-    PITH_CHECK(!record || q[d + 1] > q[d],
+  for_documents(span, [&](int64_t d, int64_t, int64_t n, int64_t, int64_t m) {
+    if (n == 0 && m == 0) return;
+    PITH_CHECK(!record || n > 0,
         "attention: document {} has {} keys and no queries, for which there is no backward here", d,
-        k[d + 1] - k[d]);
-    cu_q.push_back(q[d + 1]);
-    cu_k.push_back(k[d + 1]);
-  }
+        m);
+    cu_q.push_back(narrow<int32_t>(cu_q.back() + n));
+    cu_k.push_back(narrow<int32_t>(cu_k.back() + m));
+  });
   AttentionSpan kept = span;
-  if (std::ssize(cu_q) == documents + 1) return kept;
+  if (std::ssize(cu_q) == span.cu_q_host.numel()) return kept;
   kept.cu_q = at::tensor(cu_q, at::kInt).to(span.cu_q.device());
   kept.cu_k = at::tensor(cu_k, at::kInt).to(span.cu_q.device());
   return kept;
 }
 
 void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k) {
-  for (const Tensor* cu : {&span.cu_q_host, &span.cu_k_host}) {
-    check_shape(*cu, "attention: cu_seqlens on the host", {-1});
-    check_dtype(*cu, "attention: cu_seqlens on the host", at::kInt);
-    PITH_CHECK(cu->is_cpu() && cu->numel() >= 1 && cu->numel() == span.cu_q_host.numel(),
-        "attention: {}", describe(*cu, "cu_seqlens on the host"));
-  }
-  const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
-  const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
-  const int64_t documents = span.cu_q_host.numel() - 1;
-  PITH_CHECK(q[0] == 0 && k[0] == 0 && q[documents] == rows_q && k[documents] == rows_k,
-      "attention: documents cover queries {}..{} and keys {}..{}, but q has {} rows and k {}", q[0],
-      q[documents], k[0], k[documents], rows_q, rows_k);
-  for (int64_t d = 0; d < documents; ++d) {
-    const int64_t n = q[d + 1] - q[d], m = k[d + 1] - k[d];
+  const auto check = [&](const Tensor& cu, const char* name, int64_t rows) {
+    check_tensor(cu, "attention: cu_seqlens on the host", at::kInt, {span.cu_q_host.numel()});
+    PITH_CHECK(cu.is_cpu() && cu.numel() >= 1, "attention: {}", describe(cu, "cu_seqlens"));
+    const int32_t *border = cu.const_data_ptr<int32_t>(), first = border[0];
+    const int32_t last = border[cu.numel() - 1];
+    PITH_CHECK(first == 0 && last == rows,
+        "attention: documents cover rows {}..{}, but {} has {} rows", first, last, name, rows);
+  };
+  check(span.cu_q_host, "q", rows_q);
+  check(span.cu_k_host, "k", rows_k);
+  for_documents(span, [&](int64_t d, int64_t, int64_t n, int64_t, int64_t m) {
     PITH_CHECK(n >= 0 && m >= n && n <= span.max_q && m <= span.max_k,
-        "attention: document {} has {} queries and {} keys (longest said to be {} and {}); it "
-        "needs "
-        "at least as many keys as queries",
+        "attention: document {} has {} queries and {} keys, not as many keys as queries or more; "
+        "longest said to be {} and {}",
         d, n, m, span.max_q, span.max_k);
-  }
+  });
 }
 
 }  // namespace
@@ -363,17 +344,10 @@ AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, 
 }
 
 const char* attention_path(const Tensor& q, const AttentionSpan& span) {
-  switch (choose_path(q, span)) {
-    case Path::cudnn:
-      return "cuDNN attention, dense batches of equal documents";
-    case Path::flash:
-      return "FlashAttention 2, packed documents";
-    case Path::cpu:
-      return "blocked CPU attention per run of equal documents";
-    case Path::products:
-      return "matrix products per document";
-  }
-  return "unknown";
+  constexpr const char* kNames[] = {"cuDNN attention, dense batches of equal documents",
+      "FlashAttention 2, packed documents", "blocked CPU attention per run of equal documents",
+      "matrix products per document"};
+  return kNames[static_cast<size_t>(choose_path(q, span))];
 }
 
 }  // namespace pith

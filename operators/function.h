@@ -6,6 +6,7 @@
 #endif
 
 #include <functional>
+#include <type_traits>
 #include <vector>
 
 #include "operators/kernels.h"
@@ -46,10 +47,22 @@ inline bool has_kernel(const Tensor& tensor) {
   if constexpr (!::pith::kCuda) { \
   } else if (::pith::has_kernel(tensor))
 
-// Data of a tensor that may be undefined.
-template <class T>
-const T* data_or_null(const Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
+// Data for a kernel to read or to write; null where the tensor is undefined.
+template <class T = void>
+const T* read(const Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  if constexpr (std::is_void_v<T>)
+    return tensor.const_data_ptr();
+  else
+    return tensor.const_data_ptr<T>();
+}
+template <class T = void>
+T* write(const Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  if constexpr (std::is_void_v<T>)
+    return tensor.mutable_data_ptr();
+  else
+    return tensor.mutable_data_ptr<T>();
 }
 
 // Throws where an id (int32 or int64, one or two dimensions) is neither `none` nor in [0, end).

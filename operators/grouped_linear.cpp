@@ -1,7 +1,6 @@
 #include "operators/grouped_linear.h"
 
 #include <ATen/ops/_grouped_mm.h>
-#include <ATen/ops/empty.h>
 
 #include "operators/function.h"
 
@@ -34,8 +33,8 @@ Tensor multiply_grouped(const Tensor& x, const Tensor& matrices, const ExpertPla
 
 Tensor grouped_linear(const Tensor& given, Parameter& weight, const ExpertPlan& plan) {
   check_shape(weight.value, weight.name, {plan.offsets_host.numel(), -1, -1});
-  check_shape(given, "grouped_linear: x", {plan.num_slots, weight.value.size(2)});
-  check_dtype(given, "grouped_linear: x", weight.value.scalar_type());
+  check_tensor(given, "grouped_linear: x", weight.value.scalar_type(),
+      {plan.num_slots, weight.value.size(2)});
   const Tensor x = given.contiguous();
   return record(multiply_grouped(x, weight.value.transpose(1, 2), plan), {x, weight.value},
       [x, &weight, plan, trained = weight.value.requires_grad()](const Tensor& given_dy) {

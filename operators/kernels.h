@@ -11,7 +11,6 @@ namespace pith::cuda {
 [[noreturn]] void fail(const char* what, const char* error, const char* file, unsigned line);
 
 // --- adamw ---
-
 // A step's scalars, computed on the host in FP64.
 template <class T>
 struct AdamWScalars {
@@ -33,20 +32,17 @@ void sum_of_squares(
     const float* x, int64_t n, double* partial, double* result, CUstream_st* stream);
 
 // --- embedding ---
-
 // grad (V, H) float32 += the rows of dy (T, H) summed by token; `sorted` (T) tokens ascending,
 // `position` (T) where each came from.
 void add_rows_by_token(const int64_t* sorted, const int64_t* position, const void* dy, float* grad,
     int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream);
 
 // --- linear ---
-
 // dy (rows, columns) float32 -> parts (rows, 3 columns) bfloat16: [high | middle | low], whose sum
 // is dy to its last bit (short of underflow).
 void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns, CUstream_st* stream);
 
 // --- linear_cross_entropy ---
-
 // logits (rows, V) float32: writes logprobs (rows) and, with `gradient`, softmax - onehot(label)
 // over the logits, row by row at the same start, 0 for label -100; in BF16 a row fills the first
 // half of its float row.
@@ -54,7 +50,6 @@ void cross_entropy_rows(float* logits, const int64_t* labels, float* logprobs, i
     int64_t vocabulary, bool gradient, bool is_bf16, CUstream_st* stream);
 
 // --- permute ---
-
 // Bytes of scratch that expert_plan needs for R * K entries.
 int64_t expert_plan_workspace(int64_t entries, int64_t num_experts);
 
@@ -77,7 +72,6 @@ void unpermute_backward(void* dslots, float* dweight, const void* dout, const vo
     bool is_bf16, CUstream_st* stream);
 
 // --- rms_norm ---
-
 // Row r of x starts at element (r / inner) * outer_stride + (r % inner) * inner_stride; everything
 // else that has rows is contiguous.
 struct NormRows {
@@ -93,7 +87,6 @@ void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, 
     const void* dy, void* dx, float* partial, float* dweight, bool is_bf16, CUstream_st* stream);
 
 // --- rotary ---
-
 // x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, contiguous;
 // cos and sin (table_rows, dim / 2).
 void rotary(const void* x, const int32_t* positions, const float* cos, const float* sin, void* y,
@@ -101,7 +94,6 @@ void rotary(const void* x, const int32_t* positions, const float* cos, const flo
     int64_t table_rows, bool inverse, bool is_bf16, CUstream_st* stream);
 
 // --- router ---
-
 // Softmax of logits (rows, E), their top-k (or `forced` (rows, k) copied, when not null) and its
 // weights.
 void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
@@ -130,7 +122,6 @@ void balance_total(const float* sum, const int32_t* count, const int32_t* start,
     int64_t num_rows, CUstream_st* stream);
 
 // --- swiglu ---
-
 // gate_up (rows, 2 width) -> y (rows, width).
 void swiglu_forward(
     const void* gate_up, void* y, int64_t rows, int64_t width, bool is_bf16, CUstream_st* stream);

@@ -1,8 +1,5 @@
 #include "operators/linear.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -23,8 +20,7 @@ Tensor backward(const Tensor& x, Parameter& weight, const Tensor& dy, bool needs
     // tensor cores with three times the columns has the precision of FP32.
     const int64_t tokens = dy.size(0), out = value.size(0), in = value.size(1);
     Tensor parts = at::empty({tokens, 3 * out}, value.options());
-    cuda::split_bf16x3(dy.contiguous().const_data_ptr<float>(), parts.mutable_data_ptr(), tokens,
-        out, current_stream());
+    cuda::split_bf16x3(read<float>(dy.contiguous()), write(parts), tokens, out, current_stream());
     if (needs_dx) dx = at::mm(parts, value.repeat({3, 1}));
     if (x.defined() && tokens > 0)
       weight.grad.add_(multiply(parts.t(), x, at::kFloat).view({3, out, in}).sum(0));
@@ -37,8 +33,8 @@ Tensor backward(const Tensor& x, Parameter& weight, const Tensor& dy, bool needs
 
 Tensor apply(const Tensor& x, Parameter& weight, at::ScalarType dtype) {
   check_shape(weight.value, weight.name, {-1, -1});
-  check_shape(x, "linear: input of " + weight.name, {-1, weight.value.size(1)});
-  check_dtype(x, "linear: input of " + weight.name, weight.value.scalar_type());
+  check_tensor(
+      x, "linear: input of " + weight.name, weight.value.scalar_type(), {-1, weight.value.size(1)});
   const Tensor kept = weight.value.requires_grad() ? x : Tensor();
   return record(multiply(x, weight.value.t(), dtype), {x, weight.value},
       [kept, &weight, needs_dx = x.requires_grad()](

@@ -1,12 +1,6 @@
 #include "operators/linear_cross_entropy.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/_log_softmax.h>
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/sum.h>
 
 #include "operators/function.h"
 
@@ -31,9 +25,8 @@ int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
 Tensor logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient,
     [[maybe_unused]] bool bf16) {
   PITH_IF_CUDA (logits) {
-    cuda::cross_entropy_rows(logits.mutable_data_ptr<float>(), labels.const_data_ptr<int64_t>(),
-        logprobs.mutable_data_ptr<float>(), logits.size(0), logits.size(1), gradient, bf16,
-        current_stream());
+    cuda::cross_entropy_rows(write<float>(logits), read<int64_t>(labels), write<float>(logprobs),
+        logits.size(0), logits.size(1), gradient, bf16, current_stream());
     return gradient && bf16 ? logits.view(at::kBFloat16).narrow(1, 0, logits.size(1)) : logits;
   }
   const Tensor ignored = labels.eq(kIgnored), column = labels.clamp_min(0).unsqueeze(1);
@@ -50,10 +43,9 @@ Tensor logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs
 CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const Tensor& labels,
     double scale, int64_t chunk_tokens) {
   const int64_t vocabulary = weight.value.size(0), num_tokens = given.size(0);
-  check_shape(given, "linear_cross_entropy: hidden", {-1, weight.value.size(1)});
-  check_dtype(given, "linear_cross_entropy: hidden", weight.value.scalar_type());
-  check_shape(labels, "linear_cross_entropy: labels", {num_tokens});
-  check_dtype(labels, "linear_cross_entropy: labels", at::kLong);
+  check_tensor(given, "linear_cross_entropy: hidden", weight.value.scalar_type(),
+      {-1, weight.value.size(1)});
+  check_tensor(labels, "linear_cross_entropy: labels", at::kLong, {num_tokens});
   check_ids(labels, "labels", vocabulary, kIgnored);
 
   const bool hidden_gradient = at::GradMode::is_enabled() && given.requires_grad();
@@ -101,8 +93,8 @@ CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const 
 }
 
 Tensor head_logits(const Tensor& hidden, const Parameter& weight) {
-  check_shape(hidden, "head_logits: hidden", {-1, weight.value.size(1)});
-  check_dtype(hidden, "head_logits: hidden", weight.value.scalar_type());
+  check_tensor(
+      hidden, "head_logits: hidden", weight.value.scalar_type(), {-1, weight.value.size(1)});
   return multiply(hidden, weight.value.t(), wide_dtype(hidden.scalar_type()));
 }
 

@@ -1,9 +1,5 @@
 #include "operators/matmul.h"
 
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-
 namespace pith {
 namespace {
 

@@ -4,11 +4,6 @@
 
 namespace pith {
 
-// Dtype that sums and logits of `dtype` tensors are kept in: FP64 for FP64, otherwise FP32.
-inline at::ScalarType wide_dtype(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 inline Tensor widen(const Tensor& x) { return x.to(wide_dtype(x.scalar_type())); }
 
 // out (M, N) = a (M, K) b (K, N), summed in FP32 (FP64 for FP64) and rounded once, to out's dtype:

@@ -1,12 +1,8 @@
 #include "operators/ring_attention.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
 
 #include "operators/attention.h"
 #include "operators/function.h"

@@ -1,8 +1,5 @@
 #include "operators/rms_norm.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -24,8 +21,8 @@ std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, double 
     Tensor y = at::empty(x.sizes(), x.options());
     Tensor rstd =
         at::empty(x.sizes().slice(0, x.sizes().size() - 1), x.options().dtype(at::kFloat));
-    cuda::rms_norm_forward(x.const_data_ptr(), rows_of(x), weight.const_data_ptr(), eps,
-        y.mutable_data_ptr(), rstd.mutable_data_ptr<float>(), is_bf16(x), current_stream());
+    cuda::rms_norm_forward(read(x), rows_of(x), read(weight), eps, write(y), write<float>(rstd),
+        is_bf16(x), current_stream());
     return {y, rstd};
   }
   const Tensor wide = widen(x), rstd = wide.square().mean(-1).add_(eps).rsqrt_();
@@ -41,11 +38,8 @@ Tensor backward(
     const cuda::NormRows rows = rows_of(x);
     if (x.requires_grad()) dx = at::empty(x.sizes(), x.options());
     Tensor partial = at::empty({cuda::rms_norm_blocks(rows), rows.dim}, rstd.options());
-    cuda::rms_norm_backward(x.const_data_ptr(), rows, weight.const_data_ptr(),
-        rstd.const_data_ptr<float>(), dy.contiguous().const_data_ptr(),
-        dx.defined() ? dx.mutable_data_ptr() : nullptr, partial.mutable_data_ptr<float>(),
-        dweight.defined() ? dweight.mutable_data_ptr<float>() : nullptr, is_bf16(x),
-        current_stream());
+    cuda::rms_norm_backward(read(x), rows, read(weight), read<float>(rstd), read(dy.contiguous()),
+        write(dx), write<float>(partial), write<float>(dweight), is_bf16(x), current_stream());
     return dx;
   }
   const Tensor scale = rstd.unsqueeze(-1), normal = widen(x) * scale, wide_dy = widen(dy);

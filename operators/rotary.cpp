@@ -1,9 +1,5 @@
 #include "operators/rotary.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 
@@ -17,10 +13,9 @@ Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table
   const at::NoGradGuard no_grad;
   PITH_IF_CUDA (x) {
     Tensor y = at::empty(x.sizes(), x.options());
-    cuda::rotary(x.const_data_ptr(), positions.const_data_ptr<int32_t>(),
-        table.cos.const_data_ptr<float>(), table.sin.const_data_ptr<float>(), y.mutable_data_ptr(),
-        x.size(0), x.size(1), x.size(2), x.stride(0), x.stride(1), table.cos.size(0), inverse,
-        is_bf16(x), current_stream());
+    cuda::rotary(read(x), read<int32_t>(positions), read<float>(table.cos), read<float>(table.sin),
+        write(y), x.size(0), x.size(1), x.size(2), x.stride(0), x.stride(1), table.cos.size(0),
+        inverse, is_bf16(x), current_stream());
     return y;
   }
   const Tensor wide = widen(x);
@@ -52,8 +47,7 @@ Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table
   PITH_CHECK(x.is_floating_point() && x.size(2) % 2 == 0 && (x.stride(2) == 1 || x.size(2) <= 1),
       "{}: floating-point heads of even size, contiguous each, are needed",
       describe(x, "rotary: x"));
-  check_shape(positions, "rotary: positions", {x.size(0)});
-  check_dtype(positions, "rotary: positions", at::kInt);
+  check_tensor(positions, "rotary: positions", at::kInt, {x.size(0)});
   check_shape(table.cos, "rotary: table.cos", {-1, x.size(2) / 2});
   check_ids(positions, "rotary: positions", table.cos.size(0));
   const Tensor turned_by = positions.contiguous();

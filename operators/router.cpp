@@ -1,17 +1,8 @@
 #include "operators/router.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/bincount.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/isnan.h>
-
-#include <algorithm>
-#include <numeric>
 
 #include "operators/function.h"
 
@@ -60,24 +51,23 @@ Routing route(const Tensor& given, int64_t k, bool normalize, const Tensor& give
   PITH_CHECK(k >= 1 && k <= logits.size(1), "route: k = {} of {} experts", k, logits.size(1));
   const Tensor forced = given_forced.defined() ? given_forced.contiguous() : given_forced;
   if (forced.defined()) {
-    check_shape(forced, "route: forced", {logits.size(0), k});
-    check_dtype(forced, "route: forced", at::kLong);
+    check_tensor(forced, "route: forced", at::kLong, {logits.size(0), k});
     check_ids(forced, "route: forced", logits.size(1));
   }
   PITH_IF_CUDA (logits) {
     const Tensor p = at::empty(logits.sizes(), logits.options());
     const Tensor weight = at::empty({p.size(0), k}, p.options());
     const Tensor idx = at::empty({p.size(0), k}, p.options().dtype(at::kLong));
-    cuda::route_forward(logits.const_data_ptr<float>(), data_or_null<int64_t>(forced),
-        p.mutable_data_ptr<float>(), idx.mutable_data_ptr<int64_t>(),
-        weight.mutable_data_ptr<float>(), p.size(0), p.size(1), k, normalize, current_stream());
+    cuda::route_forward(read<float>(logits), read<int64_t>(forced), write<float>(p),
+        write<int64_t>(idx), write<float>(weight), p.size(0), p.size(1), k, normalize,
+        current_stream());
     record({p, weight}, {logits}, [p = p.detach(), idx, normalize](const Tensors& grads) {
       const Tensor dp = grads[0].defined() ? grads[0].contiguous() : grads[0];
       const Tensor dweight = grads[1].defined() ? grads[1].contiguous() : grads[1];
       const Tensor dlogits = at::empty_like(p);
-      cuda::route_backward(p.const_data_ptr<float>(), idx.const_data_ptr<int64_t>(),
-          data_or_null<float>(dp), data_or_null<float>(dweight), dlogits.mutable_data_ptr<float>(),
-          p.size(0), p.size(1), idx.size(1), normalize, current_stream());
+      cuda::route_backward(read<float>(p), read<int64_t>(idx), read<float>(dp),
+          read<float>(dweight), write<float>(dlogits), p.size(0), p.size(1), idx.size(1), normalize,
+          current_stream());
       return Tensors{dlogits};
     });
     return {p, idx, weight};
@@ -97,19 +87,16 @@ Tensor sequence_balance_loss(const Tensor& given, const Tensor& topk_idx, const 
     int64_t num_rows, const Comm& context) {
   const Tensor p = given.contiguous(), idx = topk_idx.contiguous(), row_id = given_row.contiguous();
   check_scores(p, "sequence_balance_loss: probabilities");
-  check_shape(idx, "sequence_balance_loss: topk_idx", {p.size(0), -1});
-  check_dtype(idx, "sequence_balance_loss: topk_idx", at::kLong);
-  check_shape(row_id, "sequence_balance_loss: row_id", {p.size(0)});
-  check_dtype(row_id, "sequence_balance_loss: row_id", at::kInt);
+  check_tensor(idx, "sequence_balance_loss: topk_idx", at::kLong, {p.size(0), -1});
+  check_tensor(row_id, "sequence_balance_loss: row_id", at::kInt, {p.size(0)});
   const int64_t num_experts = p.size(1), k = idx.size(1);
   PITH_IF_CUDA (p) {
     const auto int32 = p.options().dtype(at::kInt);
     const Tensor sum = at::empty({num_rows, cuda::kBalanceParts, num_experts}, p.options());
     const Tensor count = at::empty(sum.sizes(), int32), start = at::empty({num_rows + 1}, int32);
-    cuda::balance_parts(p.const_data_ptr<float>(), idx.const_data_ptr<int64_t>(),
-        row_id.const_data_ptr<int32_t>(), sum.mutable_data_ptr<float>(),
-        count.mutable_data_ptr<int32_t>(), start.mutable_data_ptr<int32_t>(), p.size(0),
-        num_experts, k, num_rows, current_stream());
+    cuda::balance_parts(read<float>(p), read<int64_t>(idx), read<int32_t>(row_id),
+        write<float>(sum), write<int32_t>(count), write<int32_t>(start), p.size(0), num_experts, k,
+        num_rows, current_stream());
     Tensor global;
     if (context.size() > 1) {
       global = at::cat({count.sum(1), start.diff().unsqueeze(1).to(at::kLong)}, 1);
@@ -117,9 +104,8 @@ Tensor sequence_balance_loss(const Tensor& given, const Tensor& topk_idx, const 
     }
     const Tensor loss = at::empty({}, p.options());
     const Tensor coefficient = at::empty({num_rows, num_experts}, p.options());
-    cuda::balance_total(sum.const_data_ptr<float>(), count.const_data_ptr<int32_t>(),
-        start.const_data_ptr<int32_t>(), data_or_null<int64_t>(global),
-        loss.mutable_data_ptr<float>(), coefficient.mutable_data_ptr<float>(), num_experts, k,
+    cuda::balance_total(read<float>(sum), read<int32_t>(count), read<int32_t>(start),
+        read<int64_t>(global), write<float>(loss), write<float>(coefficient), num_experts, k,
         num_rows, current_stream());
     return record(loss, {p}, [coefficient, row_id](const Tensor& dloss) {
       return Tensors{at::index_select(coefficient * dloss, 0, row_id)};

@@ -1,8 +1,5 @@
 #include "operators/swiglu.h"
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 
@@ -15,8 +12,8 @@ Tensor forward(const Tensor& gate_up) {
   const at::NoGradGuard no_grad;
   PITH_IF_CUDA (gate_up) {
     Tensor y = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
-    cuda::swiglu_forward(gate_up.const_data_ptr(), y.mutable_data_ptr(), y.size(0), y.size(1),
-        is_bf16(y), current_stream());
+    cuda::swiglu_forward(
+        read(gate_up), write(y), y.size(0), y.size(1), is_bf16(y), current_stream());
     return y;
   }
   const auto parts = widen(gate_up).chunk(2, 1);
@@ -27,8 +24,8 @@ Tensor backward(const Tensor& gate_up, const Tensor& given) {
   PITH_IF_CUDA (gate_up) {
     const Tensor dy = given.contiguous();
     Tensor dgate_up = at::empty_like(gate_up);
-    cuda::swiglu_backward(gate_up.const_data_ptr(), dy.const_data_ptr(),
-        dgate_up.mutable_data_ptr(), dy.size(0), dy.size(1), is_bf16(dy), current_stream());
+    cuda::swiglu_backward(read(gate_up), read(dy), write(dgate_up), dy.size(0), dy.size(1),
+        is_bf16(dy), current_stream());
     return dgate_up;
   }
   const auto parts = widen(gate_up).chunk(2, 1);
