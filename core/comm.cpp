@@ -1,13 +1,8 @@
 #include "core/comm.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 #include <xxhash.h>
 
-#include <algorithm>
-#include <exception>
-#include <map>
-#include <numeric>
 #include <sstream>
 
 #include "core/transport.h"
@@ -173,25 +168,6 @@ Work Comm::exchange_async(const std::vector<P2P>& messages) const {
   }
   const Tensor& first = messages.front().tensor;
   return start({.name = "exchange", .out = first, .in = first, .messages = messages});
-}
-
-// A gather in which one member has something.
-Work Comm::broadcast_async(Tensor& tensor, int64_t root) const {
-  PITH_CHECK(root >= 0 && root < size(), "broadcast in group {} of {}: no member {}", name(),
-      size(), root);
-  std::vector<int64_t> recv(static_cast<size_t>(size()), 0);
-  recv[static_cast<size_t>(root)] = tensor.numel();
-  const Tensor in = rank() == root ? tensor : at::empty({0}, tensor.options());
-  return start({.name = "broadcast", .out = tensor, .in = in, .recv = recv});
-}
-
-Tensor Comm::all_to_all(const Tensor& in, std::span<const int64_t> recv_splits,
-    std::span<const int64_t> send_splits) const {
-  std::vector<int64_t> shape = in.sizes().vec();
-  shape.at(0) = std::reduce(recv_splits.begin(), recv_splits.end());
-  Tensor out = size() == 1 ? in : at::empty(shape, in.options());
-  all_to_all_async(out, in, recv_splits, send_splits).wait();
-  return out;
 }
 
 std::vector<std::string> Comm::all_gather_strings(const std::string& mine) const {

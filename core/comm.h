@@ -23,11 +23,10 @@ const Launch& launch_info();
 
 struct Operation;  // core/transport.h
 
-// A collective under way. Keeps its tensors alive; they may be read, written or dropped after
-// wait() only. CPU: wait() completes the requests. CUDA: the current stream waits, the host does
-// not; call it on the stream that the tensors were allocated on. Waiting twice is harmless. The
-// destructor of an unwaited Work waits, or, while an exception unwinds, leaves buffers to the end
-// of the process.
+// A collective under way, with its tensors: they may be read, written or dropped after wait() only.
+// CPU: wait() completes the requests. CUDA: the current stream waits, the host does not; call it on
+// the stream that the tensors were allocated on. Waiting twice is harmless; the destructor waits,
+// but, while an exception unwinds, leaves buffers to the end of the process.
 class Work {
  public:
   Work() = default;
@@ -49,17 +48,16 @@ struct P2P {
 };
 
 // A group of processes; a cheap handle. Every member enters every collective of a group in the same
-// order, empty tensors included. Tensors are contiguous, all on one device; the device chooses the
+// order, empty tensors included. Tensors are contiguous, all on one device, which chooses the
 // transport, set up at the group's first collective on it. In a group of one a collective is the
 // identity: no library is touched. Sizes are checked; what other members pass is not.
 //
-// Sums of floating-point tensors are formed in FP32 (FP64 for FP64) and rounded once. On CPUs they
-// are formed in the order of the members' ranks, whatever the sizes. NCCL orders them by its choice
-// of algorithm, a function of group, hardware and size: the same bits in every run and on every
-// member, not the same as in another layout.
+// Floating-point sums are formed in FP32 (FP64 for FP64) and rounded once. CPUs sum in the order of
+// the members' ranks, whatever the sizes; NCCL by its choice of algorithm, a function of group,
+// hardware and size: the same bits in every run and on every member, not in another layout.
 //
-// A collective that does not finish within PITH_COMM_TIMEOUT_S seconds (600; the first of a group
-// three times that) ends the job with a message that names it.
+// A collective that takes longer than PITH_COMM_TIMEOUT_S seconds (600; the first of a group three
+// times that) ends the job with a message that names it.
 class Comm {
  public:
   Comm();  // this process alone
@@ -87,22 +85,10 @@ class Comm {
   // batch occupies the group's stream until its peers have called theirs: never start a receive
   // whose sender waits for a later batch of this group.
   [[nodiscard]] Work exchange_async(const std::vector<P2P>& messages) const;
-  [[nodiscard]] Work broadcast_async(Tensor& tensor, int64_t root) const;
 
   void all_reduce(Tensor& tensor, Reduce op = Reduce::sum) const {
     all_reduce_async(tensor, op).wait();
   }
-  void all_gather(Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const {
-    all_gather_async(out, in, sizes).wait();
-  }
-  void reduce_scatter(Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const {
-    reduce_scatter_async(out, in, sizes).wait();
-  }
-  // Returns the received rows; `in` itself in a group of one.
-  Tensor all_to_all(const Tensor& in, std::span<const int64_t> recv_splits,
-      std::span<const int64_t> send_splits) const;
-  void exchange(const std::vector<P2P>& messages) const { exchange_async(messages).wait(); }
-  void broadcast(Tensor& tensor, int64_t root) const { broadcast_async(tensor, root).wait(); }
 
   // Small host data (hashes, metrics, errors) through the job's store, not for every layer: about
   // a millisecond each. Strings of all members in order; blocks.
@@ -119,8 +105,8 @@ class Comm {
   std::shared_ptr<Impl> impl_;
 };
 
-// The processes of the job, made once by a command before any group. Started alone, a process
-// starts nothing. Otherwise: MPI (mpirun, srun --mpi=pmix) or LibTorch's TCPStore at MASTER_ADDR
+// The processes of the job, made once by a command before any group. Alone, a process starts
+// nothing. Otherwise: MPI (mpirun, srun --mpi=pmix) or LibTorch's TCPStore at MASTER_ADDR
 // (torchrun), a store on rank 0, and a heartbeat: a rank that gives no sign of life for
 // PITH_HEARTBEAT_S seconds (20) ends all ranks, as does end_all_ranks.
 class World {

@@ -2,8 +2,6 @@
 
 #include <ATen/Context.h>
 
-#include <fstream>
-
 #include "core/comm.h"
 
 #if PITH_CUDA
@@ -16,6 +14,13 @@ namespace pith {
 namespace {
 
 #if PITH_CUDA
+cudaDeviceProp properties_of(at::Device device) {
+  cudaDeviceProp properties;
+  PITH_CHECK(cudaGetDeviceProperties(&properties, device.index()) == cudaSuccess,
+      "the GPU's properties cannot be read");
+  return properties;
+}
+
 // Empty when a GPU can be used, else why not.
 std::string load_cuda() {
   int count = 0;
@@ -70,9 +75,7 @@ at::Device select_device(const std::string& wanted) {
 std::string describe_device(at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
-    cudaDeviceProp properties;
-    PITH_CHECK(cudaGetDeviceProperties(&properties, device.index()) == cudaSuccess,
-        "the GPU's properties cannot be read");
+    const cudaDeviceProp properties = properties_of(device);
     return fmt::format("{}, {:.0f} GiB, compute capability {}.{}; own kernels, cuBLAS, cuDNN",
         properties.name, static_cast<double>(properties.totalGlobalMem) / (1 << 30),
         properties.major, properties.minor);
@@ -81,22 +84,19 @@ std::string describe_device(at::Device device) {
   return device.is_cpu() ? "CPU; reference operators (ATen)" : device.str();
 }
 
-double peak_flops(at::Device device) {
+double peak_flops([[maybe_unused]] at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
-    cudaDeviceProp properties;
-    if (cudaGetDeviceProperties(&properties, device.index()) != cudaSuccess) return 0;
-    const std::string_view name = properties.name;
+    const std::string name = properties_of(device).name;
     // Dense BF16 rates of the vendor's datasheets for the SXM parts.
     if (name.find("H200") != name.npos || name.find("H100") != name.npos) return 989e12;
     if (name.find("B200") != name.npos) return 2250e12;
   }
 #endif
-  (void)device;
   return 0;
 }
 
-MemoryUse memory_use(at::Device device) {
+MemoryUse memory_use([[maybe_unused]] at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
     constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
@@ -106,17 +106,15 @@ MemoryUse memory_use(at::Device device) {
         static_cast<double>(stats.allocated_bytes[kAll].peak) / kGib};
   }
 #endif
-  (void)device;
   return {process_memory("VmRSS"), process_memory("VmHWM")};
 }
 
-void synchronize(at::Device device) {
+void synchronize([[maybe_unused]] at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda())
     PITH_CHECK(cudaDeviceSynchronize() == cudaSuccess, "the GPU reports an error: {}",
         cudaGetErrorString(cudaGetLastError()));
 #endif
-  (void)device;
 }
 
 }  // namespace pith

@@ -1,7 +1,5 @@
 #include "core/error.h"
 
-#include <utility>
-
 namespace pith {
 namespace {
 
@@ -10,39 +8,25 @@ std::string& error_context() {
   return context;
 }
 
-std::string assemble(
-    const std::string& message, const std::string& where, const std::string& hint) {
-  std::string text = message;
-  if (!hint.empty()) text += "\n  hint: " + hint;
-  return text + "\n  at " + where;
-}
-
-std::string locate(const char* file, int line, std::string_view statement) {
+std::string what_text(const char* file, int line, std::string_view statement,
+    const std::string& message, std::string_view hint) {
   std::string_view name = file;  // paths start at the room, whatever folder the build ran in
   for (std::string_view room : {"core/", "operators/", "models/", "engine/", "text/", "apps/"}) {
     if (auto at = name.rfind(room); at != std::string_view::npos) name.remove_prefix(at);
   }
-  std::string where = fmt::format("{}:{}", name, line);
-  if (!statement.empty()) where += fmt::format(": {}", statement);
-  if (!error_context().empty()) where += fmt::format(" [{}]", error_context());
-  return where;
+  std::string text = message;
+  if (!hint.empty()) text += fmt::format("\n  hint: {}", hint);
+  text += fmt::format("\n  at {}:{}", name, line);
+  if (!statement.empty()) text += fmt::format(": {}", statement);
+  if (!error_context().empty()) text += fmt::format(" [{}]", error_context());
+  return text;
 }
 
 }  // namespace
 
-Error::Error(const char* file, int line, std::string_view statement, std::string message)
-    : Error(std::move(message), locate(file, line, statement), "") {}
-
-Error::Error(std::string message, std::string where, std::string hint)
-    : std::runtime_error(assemble(message, where, hint)),
-      message_(std::move(message)),
-      where_(std::move(where)),
-      hint_(std::move(hint)) {}
-
-Error Error::hint(std::string_view text) const {
-  return Error(
-      message_, where_, hint_.empty() ? std::string(text) : hint_ + "; " + std::string(text));
-}
+Error::Error(const char* file, int line, std::string_view statement, const std::string& message,
+    std::string_view hint)
+    : std::runtime_error(what_text(file, line, statement, message, hint)), message_(message) {}
 
 void set_error_context(std::string context) { error_context() = std::move(context); }
 

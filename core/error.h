@@ -9,20 +9,17 @@
 
 namespace pith {
 
-// what() is the whole text for a person: message, statement, file:line, rank, hint.
-// Errors of the user's input (file, config, shape of a checkpoint) and of the program share this
-// type; apps/main.cpp prints what() and exits with 1. LibTorch's c10::Error is translated there as
-// well.
+// what() is the whole text for a person: message, hint, file:line, statement, rank. Errors of the
+// user's input (file, config, shape of a checkpoint) and of the program share this type;
+// apps/main.cpp prints what(), or that of LibTorch's c10::Error, and exits with 1.
 class Error : public std::runtime_error {
  public:
-  Error(const char* file, int line, std::string_view statement, std::string message);
-  // Returns the same error with one more line saying what to do next.
-  [[nodiscard]] Error hint(std::string_view text) const;
+  Error(const char* file, int line, std::string_view statement, const std::string& message,
+      std::string_view hint = "");
   const std::string& message() const { return message_; }
 
  private:
-  Error(std::string message, std::string where, std::string hint);
-  std::string message_, where_, hint_;
+  std::string message_;
 };
 
 // Names this process in every later error, e.g. "rank 3 (pp 0, dp 1, cp 1)". Empty for one process.
@@ -34,7 +31,7 @@ void set_error_context(std::string context);
 #define PITH_FAIL(...) throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__))
 // PITH_FAIL_HINT("what to do next", "message {}", ...): the same with advice.
 #define PITH_FAIL_HINT(advice, ...) \
-  throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__)).hint(advice)
+  throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__), advice)
 // PITH_CHECK(a == b, "rows {} differ from {}", a, b): throws pith::Error unless the condition
 // holds.
 #define PITH_CHECK(condition, ...)                                                     \

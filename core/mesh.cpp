@@ -1,8 +1,5 @@
 #include "core/mesh.h"
 
-#include <algorithm>
-#include <cmath>
-#include <map>
 #include <ranges>
 
 namespace pith {
@@ -33,6 +30,10 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
   std::vector<int64_t> sizes;
   for (int64_t size = 1; size <= world; ++size)
     if (world % size == 0) sizes.push_back(size);
+  const auto factor = [](int64_t a, int64_t b) {
+    const auto real = [](int64_t size) { return static_cast<double>(std::max<int64_t>(size, 1)); };
+    return std::abs(std::log2(real(a) / real(b)));
+  };
   std::vector<std::pair<double, std::string>> found;
   for (const int64_t pp : sizes) {
     for (const int64_t cp : sizes) {
@@ -40,12 +41,9 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
         for (const int64_t block : wanted.hsdp ? sizes : std::vector<int64_t>{0}) {
           const MeshShape shape{pp, cp, ep, wanted.hsdp, block};
           if (!problem(shape, world).empty()) continue;
-          double distance = 0;
-          for (const auto& [a, b] : {std::pair(pp, wanted.pp), std::pair(cp, wanted.cp),
-                   std::pair(ep, wanted.ep), std::pair(block, wanted.hsdp_size)})
-            distance += std::abs(std::log2(static_cast<double>(std::max<int64_t>(a, 1)) /
-                                           static_cast<double>(std::max<int64_t>(b, 1))));
-          found.emplace_back(distance, to_text(shape, world));
+          found.emplace_back(factor(pp, wanted.pp) + factor(cp, wanted.cp) + factor(ep, wanted.ep) +
+                                 factor(block, wanted.hsdp_size),
+              to_text(shape, world));
         }
       }
     }

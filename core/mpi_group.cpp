@@ -1,16 +1,10 @@
 // MPI, opened at run time: a program started plainly does not need it. Only its messages are used;
 // collectives are made of them here. Provides mpi_*, find_symbol.
-#include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 #include <dlfcn.h>
 #include <mpi.h>
 #include <unistd.h>
-
-#include <algorithm>
-#include <chrono>
-#include <cstdlib>
-#include <thread>
 
 #include "core/transport.h"
 

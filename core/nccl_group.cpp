@@ -2,11 +2,8 @@
 #include "core/transport.h"
 
 #if PITH_CUDA
-#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
-
-#include <cstring>
 
 namespace pith {
 namespace {

@@ -1,23 +1,12 @@
 #include "core/parameter.h"
 
-#include <ATen/ops/zeros.h>
-
-#include <utility>
+#include <c10/util/accumulate.h>
 
 namespace pith {
-namespace {
 
-int64_t product(const std::vector<int64_t>& shape) {
-  int64_t numel = 1;
-  for (int64_t size : shape) numel *= size;
-  return numel;
-}
+int64_t HfTensor::numel() const { return c10::multiply_integers(shape); }
 
-}  // namespace
-
-int64_t HfTensor::numel() const { return product(shape); }
-
-int64_t Parameter::numel() const { return product(shape); }
+int64_t Parameter::numel() const { return c10::multiply_integers(shape); }
 
 Parameter::Parameter(
     std::string hf_name, std::vector<int64_t> its_shape, ParameterGroup its_group, Init its_init)
@@ -56,7 +45,7 @@ void Parameter::allocate(at::ScalarType dtype, at::Device device) {
   const auto options = at::TensorOptions().device(device);
   value = at::zeros(shape, options.dtype(dtype));
   value.set_requires_grad(true);
-  grad = at::zeros(shape, options.dtype(grad_dtype(dtype)));
+  grad = at::zeros(shape, options.dtype(wide_dtype(dtype)));
 }
 
 }  // namespace pith

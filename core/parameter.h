@@ -56,9 +56,4 @@ struct Parameter {
   void allocate(at::ScalarType dtype, at::Device device);
 };
 
-// Dtype of the gradient buffer of a parameter computed in `dtype`.
-inline at::ScalarType grad_dtype(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 }  // namespace pith

@@ -1,9 +1,8 @@
-// The one precompiled header, shared by every room that uses tensors (text/ compiles without it).
-// Never ATen/ATen.h or torch/torch.h here or elsewhere: a file includes the ATen/ops/*.h it needs,
-// and only the dozen operators that nearly every file uses are listed below. GCC instantiates
-// pending templates of a precompiled header again in every file, so what is listed costs each of
-// them time: autograd's custom functions (3 s a file) are in operators/pch.h, which that room alone
-// uses.
+// The one precompiled header, of every room that uses tensors (text/ compiles without it); their
+// .cpp files do not repeat what is listed here. Never ATen/ATen.h or torch/torch.h, here or
+// elsewhere: a file includes the ATen/ops/*.h it needs. GCC instantiates pending templates of a
+// precompiled header again in every file, so what is listed costs each of them time: autograd's
+// custom functions would cost 3 s a file.
 #pragma once
 
 #include <algorithm>

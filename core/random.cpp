@@ -1,9 +1,6 @@
 #include "core/random.h"
 
-#include <ATen/Parallel.h>
 #include <xxhash.h>
-
-#include <algorithm>
 
 #if PITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -11,21 +8,14 @@
 #endif
 
 namespace pith {
-namespace {
 
-template <class T>
-void fill(T* out, int64_t n, int64_t first, uint64_t key, float std) {
-  at::parallel_for(0, n, 1 << 14, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end;) {
-      const int64_t index = first + i;
-      const Normal4 normal = normal4(key, static_cast<uint64_t>(index / 4));
-      const int64_t stop = std::min(end, i + 4 - index % 4);
-      for (; i < stop; ++i) out[i] = static_cast<T>(std * normal.value[(first + i) % 4]);
-    }
-  });
-}
-
-}  // namespace
+#if PITH_CUDA
+namespace cuda {
+// random.cu; out (n) float32, or bfloat16 where bf16.
+void fill_normal(
+    void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16, CUstream_st* stream);
+}  // namespace cuda
+#endif
 
 uint64_t stream_key(uint64_t seed, std::string_view name) {
   return XXH3_64bits_withSeed(name.data(), name.size(), seed);
@@ -63,20 +53,18 @@ void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, 
     return;
   }
 #endif
-  PITH_CHECK(out.is_cpu(), "fill_normal has no path for {}", describe(out, name));
+  PITH_CHECK(out.is_cpu() && out.is_floating_point(), "fill_normal has no path for {}",
+      describe(out, name));
+  Tensor wide = dtype == at::kFloat ? out : at::empty(out.sizes(), at::kFloat);
+  float* values = wide.data_ptr<float>();
   const auto std32 = static_cast<float>(std);
-  switch (dtype) {
-    case at::kFloat:
-      return fill(out.data_ptr<float>(), n, first, key, std32);
-    case at::kDouble:
-      return fill(out.data_ptr<double>(), n, first, key, std32);
-    case at::kBFloat16:
-      return fill(out.data_ptr<at::BFloat16>(), n, first, key, std32);
-    case at::kHalf:
-      return fill(out.data_ptr<at::Half>(), n, first, key, std32);
-    default:
-      PITH_FAIL("fill_normal has no path for {}", describe(out, name));
+  Normal4 normal;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t place = (first + i) % 4;
+    if (i == 0 || place == 0) normal = normal4(key, static_cast<uint64_t>((first + i) / 4));
+    values[i] = std32 * normal.value[place];
   }
+  if (!wide.is_same(out)) out.copy_(wide);
 }
 
 }  // namespace pith

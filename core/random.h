@@ -25,12 +25,3 @@ int64_t permuted(uint64_t key, int64_t index, int64_t size);
 void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, int64_t first = 0);
 
 }  // namespace pith
-
-#if PITH_CUDA
-struct CUstream_st;
-namespace pith::cuda {
-// out (n) float32, or bfloat16 where bf16.
-void fill_normal(
-    void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16, CUstream_st* stream);
-}  // namespace pith::cuda
-#endif

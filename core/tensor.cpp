@@ -3,46 +3,24 @@
 namespace pith {
 namespace {
 
+constexpr std::pair<at::ScalarType, const char*> kDtypes[] = {{at::kFloat, "float32"},
+    {at::kDouble, "float64"}, {at::kBFloat16, "bfloat16"}, {at::kHalf, "float16"},
+    {at::kFloat8_e4m3fn, "float8_e4m3"}, {at::kFloat8_e5m2, "float8_e5m2"}, {at::kLong, "int64"},
+    {at::kInt, "int32"}, {at::kShort, "int16"}, {at::kChar, "int8"}, {at::kByte, "uint8"},
+    {at::kBool, "bool"}};
+
 std::string shape_text(at::IntArrayRef shape) {
-  std::string text = "(";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    if (i > 0) text += ", ";
-    text += shape[i] < 0 ? "any" : std::to_string(shape[i]);
-  }
-  return text + ")";
+  std::vector<std::string> sizes;
+  for (const int64_t size : shape) sizes.push_back(size < 0 ? "any" : std::to_string(size));
+  return fmt::format("({})", fmt::join(sizes, ", "));
 }
 
 }  // namespace
 
 std::string dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kHalf:
-      return "float16";
-    case at::kFloat8_e4m3fn:
-      return "float8_e4m3";
-    case at::kFloat8_e5m2:
-      return "float8_e5m2";
-    case at::kLong:
-      return "int64";
-    case at::kInt:
-      return "int32";
-    case at::kShort:
-      return "int16";
-    case at::kChar:
-      return "int8";
-    case at::kByte:
-      return "uint8";
-    case at::kBool:
-      return "bool";
-    default:
-      return c10::toString(dtype);
-  }
+  const auto* it =
+      std::ranges::find(kDtypes, dtype, &std::pair<at::ScalarType, const char*>::first);
+  return it == std::end(kDtypes) ? c10::toString(dtype) : it->second;
 }
 
 std::string describe(const Tensor& tensor, std::string_view name) {
@@ -53,17 +31,21 @@ std::string describe(const Tensor& tensor, std::string_view name) {
 
 void check_shape(
     const Tensor& tensor, std::string_view name, std::initializer_list<int64_t> shape) {
-  const at::IntArrayRef wanted(shape.begin(), shape.size());
-  bool same = tensor.defined() && tensor.dim() == static_cast<int64_t>(wanted.size());
-  for (size_t i = 0; same && i < wanted.size(); ++i) {
-    same = wanted[i] < 0 || tensor.size(static_cast<int64_t>(i)) == wanted[i];
-  }
-  PITH_CHECK(same, "{}; its shape should be {}", describe(tensor, name), shape_text(wanted));
+  const bool same = tensor.defined() &&
+                    std::ranges::equal(tensor.sizes(), shape,
+                        [](int64_t size, int64_t wanted) { return wanted < 0 || size == wanted; });
+  PITH_CHECK(same, "{}; its shape should be {}", describe(tensor, name), shape_text(shape));
 }
 
 void check_dtype(const Tensor& tensor, std::string_view name, at::ScalarType dtype) {
   PITH_CHECK(tensor.defined() && tensor.scalar_type() == dtype, "{}; its dtype should be {}",
       describe(tensor, name), dtype_name(dtype));
+}
+
+void check_tensor(const Tensor& tensor, std::string_view name, at::ScalarType dtype,
+    std::initializer_list<int64_t> shape) {
+  check_shape(tensor, name, shape);
+  check_dtype(tensor, name, dtype);
 }
 
 }  // namespace pith

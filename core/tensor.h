@@ -27,6 +27,16 @@ void check_shape(const Tensor& tensor, std::string_view name, std::initializer_l
 // Throws unless tensor is defined and has this dtype.
 void check_dtype(const Tensor& tensor, std::string_view name, at::ScalarType dtype);
 
+// Both.
+void check_tensor(const Tensor& tensor, std::string_view name, at::ScalarType dtype,
+    std::initializer_list<int64_t> shape);
+
+// Dtype that sums, logits and gradients of `dtype` tensors are kept in: FP64 for FP64, otherwise
+// FP32.
+inline at::ScalarType wide_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 // a / b for integers where b must divide a.
 inline int64_t div_exact(int64_t a, int64_t b) {
   PITH_CHECK(b != 0 && a % b == 0, "{} is not divisible by {}", a, b);

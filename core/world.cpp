@@ -5,12 +5,8 @@
 #include <c10/util/Flags.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <charconv>
 #include <condition_variable>
-#include <cstdlib>
-#include <mutex>
-#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 

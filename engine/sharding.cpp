@@ -58,7 +58,7 @@ ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype,
   if (!segments_.empty()) segments_.back().end = total;
   const int64_t part = total / shard_.size(), begin = part * shard_.rank();
   const auto options = at::TensorOptions(device).dtype(dtype);
-  const auto wide = options.dtype(grad_dtype(dtype));
+  const auto wide = options.dtype(wide_dtype(dtype));
   values = keep ? at::zeros({total}, options) : at::empty({total}, options);
   value_part = keep ? values.narrow(0, begin, part) : at::zeros({part}, options);
   if (training) {

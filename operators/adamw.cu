@@ -2,7 +2,6 @@
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
-
 namespace {
 
 constexpr int kThreads = 256;
@@ -14,7 +13,7 @@ __device__ inline float update(float w, float& m, float& v, float g, const AdamW
   return w - s.rate * m / (sqrtf(v) * s.inverse_correction2 + s.epsilon);
 }
 
-// N elements a thread; with N = 1 it takes any alignment and the tail.
+// N elements a thread.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)
     adamw_kernel(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, T* value,
@@ -25,7 +24,6 @@ __global__ void __launch_bounds__(kThreads)
   const Vec<float, N> g = load<N>(grad + i);
   const float scale = *grad_scale;
   Vec<T, N> rounded;
-#pragma unroll
   for (int j = 0; j < N; ++j) {
     w.v[j] = update(w.v[j], m.v[j], v.v[j], g.v[j] * scale, scalars);
     rounded.v[j] = from_float<T>(w.v[j]);
@@ -60,11 +58,8 @@ __global__ void __launch_bounds__(kThreads)
   double sum = 0;
   for (; i + (kUnroll - 1) * stride + N <= n; i += kUnroll * stride) {
     Vec<float, N> loaded[kUnroll];
-#pragma unroll
     for (int k = 0; k < kUnroll; ++k) loaded[k] = load<N>(x + i + k * stride);
-#pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-#pragma unroll
       for (int j = 0; j < N; ++j) {
         const double value = loaded[k].v[j];
         sum += value * value;
@@ -90,22 +85,11 @@ __global__ void __launch_bounds__(kThreads) total_kernel(const double* partial, 
 void adamw_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, void* value,
     int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars, bool is_bf16,
     CUstream_st* stream) {
-  const auto run = [&]<class T, int N>(int64_t from, int64_t to) {
-    if (from == to) return;
-    adamw_kernel<T, N><<<num_blocks((to - from) / N, kThreads), kThreads, 0, stream>>>(
-        master + from, exp_avg + from, exp_avg_sq + from, grad + from,
-        static_cast<T*>(value) + from, to - from, grad_scale, scalars);
-    launch_check("adamw");
-  };
-  const auto vectors_and_tail = [&]<class T>() {
-    const bool fits =
-        aligned<float, 4>({master, exp_avg, exp_avg_sq, grad}, {}) && aligned<T, 4>({value}, {});
-    const int64_t even = fits ? n - n % 4 : 0;
-    run.template operator()<T, 4>(0, even);
-    run.template operator()<T, 1>(even, n);
-  };
-  is_bf16 ? vectors_and_tail.template operator()<bf16>()
-          : vectors_and_tail.template operator()<float>();
+  with_vectors<4>(is_bf16, {master, exp_avg, exp_avg_sq, grad, value}, {n}, [&]<class T, int N>() {
+    adamw_kernel<T, N><<<num_blocks(n, kThreads * N), kThreads, 0, stream>>>(
+        master, exp_avg, exp_avg_sq, grad, static_cast<T*>(value), n, grad_scale, scalars);
+  });
+  launch_check("adamw");
 }
 
 int64_t sum_of_squares_blocks() { return kSumBlocks; }

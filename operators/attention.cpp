@@ -1,54 +1,54 @@
 #include "operators/attention.h"
 
 #include <ATen/Context.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/_cudnn_attention_backward.h>
 #include <ATen/ops/_cudnn_attention_forward.h>
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
-#include <ATen/ops/bmm.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/logsumexp.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <ATen/ops/tensor.h>
 
-#include <limits>
-
-#include "operators/matmul.h"
+#include "operators/function.h"
 
 namespace pith {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 // A run of consecutive documents of one shape, computed as a batch.
 struct Run {
   int64_t first_q, first_k;  // rows where it starts
   int64_t count, n, m;       // documents; queries and keys of each
-  bool causal = true;
+  bool causal;
 };
+
+// Calls f(document, first query, queries, first key, keys).
+template <class F>
+void for_documents(const AttentionSpan& span, F&& f) {
+  const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
+  const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
+  for (int64_t d = 0; d + 1 < span.cu_q_host.numel(); ++d)
+    f(d, q[d], q[d + 1] - q[d], k[d], k[d + 1] - k[d]);
+}
 
 // Documents with queries, neighbours of equal shape together, at most `limit` scores (n * m) in a
 // run.
-std::vector<Run> runs_of(const Tensor& cu_q_host, const Tensor& cu_k_host, int64_t limit) {
-  const int32_t *q = cu_q_host.const_data_ptr<int32_t>(), *k = cu_k_host.const_data_ptr<int32_t>();
+std::vector<Run> runs_of(const AttentionSpan& span, bool causal, int64_t limit) {
   std::vector<Run> runs;
-  for (int64_t d = 0; d + 1 < cu_q_host.numel(); ++d) {
-    const int64_t n = q[d + 1] - q[d], m = k[d + 1] - k[d];
-    if (n == 0) continue;
-    const bool joins = !runs.empty() && runs.back().n == n && runs.back().m == m &&
-                       runs.back().first_k + runs.back().count * m == k[d] &&
-                       (runs.back().count + 1) * n * m <= limit;
-    if (joins) {
-      ++runs.back().count;
-    } else {
-      runs.push_back({.first_q = q[d], .first_k = k[d], .count = 1, .n = n, .m = m});
+  for_documents(span, [&](int64_t, int64_t first_q, int64_t n, int64_t first_k, int64_t m) {
+    if (n == 0) return;
+    if (!runs.empty()) {
+      Run& last = runs.back();
+      if (last.n == n && last.m == m && last.first_k + last.count * m == first_k &&
+          (last.count + 1) * n * m <= limit) {
+        ++last.count;
+        return;
+      }
     }
-  }
+    runs.push_back({first_q, first_k, 1, n, m, causal});
+  });
   return runs;
 }
 
@@ -57,9 +57,9 @@ std::vector<Run> runs_of(const Tensor& cu_q_host, const Tensor& cu_k_host, int64
 enum class Path { cudnn, flash, cpu, products };
 
 bool equal_documents(const AttentionSpan& span, bool causal) {
-  const auto runs = runs_of(span.cu_q_host, span.cu_k_host, std::numeric_limits<int64_t>::max());
-  const int64_t documents = span.cu_q_host.numel() - 1;
-  return runs.size() == 1 && runs[0].count == documents && (!causal || runs[0].n == runs[0].m);
+  const auto runs = runs_of(span, causal, kNoLimit);
+  return runs.size() == 1 && runs[0].count == span.cu_q_host.numel() - 1 &&
+         (!causal || runs[0].n == runs[0].m);
 }
 
 bool round_length(int64_t length) { return length >= 128 && length % 128 == 0; }
@@ -67,7 +67,7 @@ bool round_length(int64_t length) { return length >= 128 && length % 128 == 0; }
 Path choose_path(const Tensor& q, const AttentionSpan& span, bool causal = true) {
   if (q.is_cpu()) return Path::cpu;
   const int64_t head_dim = q.size(2);
-  const bool half = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
+  const bool half = is_bf16(q) || q.scalar_type() == at::kHalf;
   if (!half || head_dim % 8 != 0 || head_dim > 256 || q.size(0) == 0) return Path::products;
   // cuDNN is the fastest, but its backward is not deterministic, and LibTorch builds a plan (about
   // 70 ms) for each new shape: so only for the fixed, round lengths of packed pretraining rows.
@@ -77,66 +77,18 @@ Path choose_path(const Tensor& q, const AttentionSpan& span, bool causal = true)
   return cudnn ? Path::cudnn : Path::flash;
 }
 
-// --- Plain matrix products: decoding on a CPU, FP32 on a GPU ---
-
-// x (count * n, heads, D) -> (count * groups, heads / groups * n, D): the heads of a group stacked.
-Tensor stack_heads(const Tensor& x, int64_t count, int64_t groups) {
-  const int64_t n = x.size(0) / count, per_group = x.size(1) / groups;
-  return x.view({count, n, groups, per_group, x.size(2)})
-      .permute({0, 2, 3, 1, 4})
-      .reshape({count * groups, per_group * n, x.size(2)})
-      .to(wide_dtype(x.scalar_type()));
+// Scores that a run may hold: products keep all of them (256 MiB in FP32), the others none.
+std::vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span, bool causal) {
+  return runs_of(span, causal,
+      path == Path::products ? (int64_t{1} << 26) / std::max<int64_t>(1, q.size(1)) : kNoLimit);
 }
 
-// The inverse of stack_heads, into rows of `heads` heads.
-Tensor unstack_heads(const Tensor& x, int64_t count, int64_t heads) {
-  const int64_t groups = x.size(0) / count, per_group = heads / groups, n = x.size(1) / per_group;
-  return x.view({count, groups, per_group, n, x.size(2)})
-      .permute({0, 3, 1, 2, 4})
-      .reshape({count * n, heads, x.size(2)});
+// LibTorch's blocked CPU kernel aligns causal documents at their beginnings.
+bool is_blocked(Path path, const Run& run) {
+  return path == Path::cpu && (run.n == run.m || !run.causal);
 }
 
-// q, k as stacked -> scale * q k^T with -inf above the causal diagonal, (count * groups, per_group
-// * n, m).
-Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double scale) {
-  Tensor scores = at::bmm(q, k.transpose(1, 2)).mul_(scale);
-  const int64_t n = run.n, m = run.m;
-  if (n > 1 && run.causal) {
-    const Tensor hidden = at::ones({n, m}, q.options().dtype(at::kBool)).triu(m - n + 1);
-    scores.view({q.size(0), -1, n, m})
-        .masked_fill_(hidden, -std::numeric_limits<double>::infinity());
-  }
-  return scores;
-}
-
-// In the functions of a path, lse is as its kernel lays it out.
-AttentionPart products_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
-  const int64_t groups = k.size(1);
-  Tensor p = masked_scores(
-      stack_heads(q, run.count, groups), stack_heads(k, run.count, groups), run, scale);
-  const Tensor lse = at::logsumexp(p, -1, true);
-  p.sub_(lse).exp_();
-  return {unstack_heads(at::bmm(p, stack_heads(v, run.count, groups)), run.count, q.size(1)), lse};
-}
-
-// dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale dS^T Q.
-std::array<Tensor, 3> products_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-    const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
-  const int64_t groups = k.size(1);
-  const Tensor qs = stack_heads(q, run.count, groups), ks = stack_heads(k, run.count, groups);
-  const Tensor d = stack_heads(dout, run.count, groups),
-               o = stack_heads(part.out, run.count, groups);
-  const Tensor p = masked_scores(qs, ks, run, scale).sub_(part.lse).exp_();
-  const Tensor dv = at::bmm(p.transpose(1, 2), d);
-  Tensor ds = at::bmm(d, stack_heads(v, run.count, groups).transpose(1, 2));
-  ds.sub_((d * o).sum(-1, true)).mul_(p).mul_(scale);
-  return {unstack_heads(at::bmm(ds, ks), run.count, q.size(1)),
-      unstack_heads(at::bmm(ds.transpose(1, 2), qs), run.count, groups),
-      unstack_heads(dv, run.count, groups)};
-}
-
-// --- LibTorch's blocked CPU kernel, for as many queries as keys ---
+// --- Heads as batches ---
 
 // (count * n, heads, D) -> (count, heads * repeat, n, D); each head repeated where there are fewer
 // keys' heads.
@@ -155,70 +107,93 @@ Tensor unbatch_heads(const Tensor& x, int64_t repeat = 1) {
   return heads.transpose(1, 2).reshape({-1, heads.size(1), heads.size(3)});
 }
 
-AttentionPart cpu_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
-  if (run.n != run.m) return products_forward(q, k, v, run, scale);
-  const int64_t repeat = q.size(1) / k.size(1);
-  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(batch_heads(q, run.count),
-      batch_heads(k, run.count, repeat), batch_heads(v, run.count, repeat), 0.0,
-      /*is_causal=*/true, {}, scale);
-  return {unbatch_heads(out), lse};
+// --- Plain matrix products: decoding on a CPU, FP32 on a GPU. The heads of a group are stacked.
+// ---
+
+// (count * n, heads, D) -> (count, groups, heads / groups * n, D)
+Tensor stack_heads(const Tensor& x, int64_t count, int64_t groups) {
+  return widen(batch_heads(x, count).reshape({count, groups, -1, x.size(2)}));
 }
 
-std::array<Tensor, 3> cpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+// The inverse of stack_heads, into rows of `heads` heads.
+Tensor unstack_heads(const Tensor& x, int64_t heads) {
+  return unbatch_heads(x.reshape({x.size(0), heads, -1, x.size(3)}));
+}
+
+// q, k as stacked -> scale * q k^T with -inf above the causal diagonal, (count, groups, heads /
+// groups * n, m).
+Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double scale) {
+  Tensor scores = at::matmul(q, k.transpose(2, 3)).mul_(scale);
+  const int64_t n = run.n, m = run.m;
+  if (n > 1 && run.causal) {
+    const Tensor hidden = at::ones({n, m}, q.options().dtype(at::kBool)).triu(m - n + 1);
+    scores.view({-1, n, m}).masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+  }
+  return scores;
+}
+
+AttentionPart products_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
+  const auto stack = [&](const Tensor& x) { return stack_heads(x, run.count, k.size(1)); };
+  Tensor p = masked_scores(stack(q), stack(k), run, scale);
+  const Tensor lse = at::logsumexp(p, -1, true);
+  p.sub_(lse).exp_();
+  return {unstack_heads(at::matmul(p, stack(v)), q.size(1)), unstack_heads(lse, q.size(1))};
+}
+
+// dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale dS^T Q.
+AttentionGradients products_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
     const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
-  if (run.n != run.m) return products_backward(dout, q, k, v, part, run, scale);
-  const int64_t repeat = q.size(1) / k.size(1);
-  auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      batch_heads(dout, run.count), batch_heads(q, run.count), batch_heads(k, run.count, repeat),
-      batch_heads(v, run.count, repeat), batch_heads(part.out, run.count), part.lse, 0.0,
-      /*is_causal=*/true, {}, scale);
+  const auto stack = [&](const Tensor& x) { return stack_heads(x, run.count, k.size(1)); };
+  const Tensor qs = stack(q), ks = stack(k), d = stack(dout);
+  const Tensor p = masked_scores(qs, ks, run, scale).sub_(stack(part.lse)).exp_();
+  Tensor ds = at::matmul(d, stack(v).transpose(2, 3));
+  ds.sub_((d * stack(part.out)).sum(-1, true)).mul_(p).mul_(scale);
+  return {unstack_heads(at::matmul(ds, ks), q.size(1)),
+      unstack_heads(at::matmul(ds.transpose(2, 3), qs), k.size(1)),
+      unstack_heads(at::matmul(p.transpose(2, 3), d), k.size(1))};
+}
+
+// --- One run; LibTorch's blocked kernel on the CPU, cuDNN ---
+
+AttentionPart run_forward(
+    Path path, const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
+  const int64_t count = run.count, repeat = q.size(1) / k.size(1);
+  if (path == Path::cudnn) {
+    const auto result = at::_cudnn_attention_forward(batch_heads(q, count), batch_heads(k, count),
+        batch_heads(v, count), {}, {}, {}, run.n, run.m, /*compute_log_sumexp=*/true, 0.0,
+        run.causal, false, scale);
+    return {unbatch_heads(std::get<0>(result)),
+        unbatch_heads(std::get<1>(result).view({count, q.size(1), run.n, 1}))};
+  }
+  if (!is_blocked(path, run)) return products_forward(q, k, v, run, scale);
+  const auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(batch_heads(q, count),
+      batch_heads(k, count, repeat), batch_heads(v, count, repeat), 0.0, run.causal, {}, scale);
+  return {unbatch_heads(out), unbatch_heads(lse.unsqueeze(3))};
+}
+
+AttentionGradients run_backward(Path path, const Tensor& dout, const Tensor& q, const Tensor& k,
+    const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
+  if (path != Path::cudnn && !is_blocked(path, run))
+    return products_backward(dout, q, k, v, part, run, scale);
+  const int64_t count = run.count, repeat = path == Path::cudnn ? 1 : q.size(1) / k.size(1);
+  const auto batch = [&](const Tensor& x) { return batch_heads(x, count); };
+  const Tensor keys = batch_heads(k, count, repeat), values = batch_heads(v, count, repeat);
+  Tensor dq, dk, dv;
+  if (path == Path::cudnn) {
+    const Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // without dropout
+    std::tie(dq, dk, dv) = at::_cudnn_attention_backward(batch(dout), batch(q), keys, values,
+        batch(part.out), batch(part.lse).contiguous(), unused, unused, {}, {}, {}, run.n, run.m,
+        0.0, run.causal, scale);
+  } else {
+    std::tie(dq, dk, dv) =
+        at::_scaled_dot_product_flash_attention_for_cpu_backward(batch(dout), batch(q), keys,
+            values, batch(part.out), batch(part.lse).squeeze(3), 0.0, run.causal, {}, scale);
+  }
   return {unbatch_heads(dq), unbatch_heads(dk, repeat), unbatch_heads(dv, repeat)};
 }
 
-// --- The fused CUDA kernels ---
-
-// out, and what the kernel's backward needs: lse, and two tensors that matter with dropout only.
-std::array<Tensor, 4> fused_forward(Path path, const Tensor& q, const Tensor& k, const Tensor& v,
-    const AttentionSpan& span, int64_t max_q, bool causal, double scale) {
-  if (path == Path::cudnn) {
-    const int64_t documents = span.cu_q_host.numel() - 1;
-    auto result = at::_cudnn_attention_forward(batch_heads(q, documents), batch_heads(k, documents),
-        batch_heads(v, documents), {}, {}, {}, max_q, span.max_k, /*compute_log_sumexp=*/true, 0.0,
-        causal, false, scale);
-    return {unbatch_heads(std::get<0>(result)), std::get<1>(result), std::get<6>(result),
-        std::get<7>(result)};
-  }
-  auto result = at::_flash_attention_forward(
-      q, k, v, span.cu_q, span.cu_k, max_q, span.max_k, 0.0, causal, false, scale);
-  return {std::get<0>(result), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
-}
-
-std::array<Tensor, 3> fused_backward(Path path, const Tensor& dout, const Tensor& q,
-    const Tensor& k, const Tensor& v, const AttentionPart& part, const Tensor& seed,
-    const Tensor& offset, const AttentionSpan& span, bool causal, double scale) {
-  if (path == Path::cudnn) {
-    const int64_t documents = span.cu_q_host.numel() - 1;
-    auto [dq, dk, dv] =
-        at::_cudnn_attention_backward(batch_heads(dout, documents), batch_heads(q, documents),
-            batch_heads(k, documents), batch_heads(v, documents), batch_heads(part.out, documents),
-            part.lse, seed, offset, {}, {}, {}, span.max_q, span.max_k, 0.0, causal, scale);
-    return {unbatch_heads(dq), unbatch_heads(dk), unbatch_heads(dv)};
-  }
-  auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, part.out, part.lse, span.cu_q,
-      span.cu_k, std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, causal, seed, offset, scale);
-  return {dq, dk, dv};
-}
-
-// --- All documents, path by path ---
-
-// Scores that a run may hold: the blocked CPU kernel keeps none, products keep all of them (256 MiB
-// in FP32).
-std::vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span) {
-  const int64_t limit = path == Path::cpu ? std::numeric_limits<int64_t>::max()
-                                          : (int64_t{1} << 26) / std::max<int64_t>(1, q.size(1));
-  return runs_of(span.cu_q_host, span.cu_k_host, limit);
-}
+// --- All documents ---
 
 Tensor rows_q(const Tensor& x, const Run& run) {
   return x.narrow(0, run.first_q, run.count * run.n);
@@ -227,146 +202,101 @@ Tensor rows_k(const Tensor& x, const Run& run) {
   return x.narrow(0, run.first_k, run.count * run.m);
 }
 
+// `record`: there will be a backward pass.
+AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor& v,
+    const AttentionSpan& span, bool causal, double scale, bool record) {
+  const at::NoGradGuard no_grad;
+  if (path == Path::flash) {
+    // At max_q = 1 the kernel may swap heads and queries: fast decoding, but only right for one
+    // query in every document, and unknown to its backward.
+    const bool one_each = !record && q.size(0) == span.cu_q.numel() - 1;
+    const auto result = at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k,
+        one_each ? span.max_q : std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, causal, false,
+        scale);
+    return {std::get<0>(result), std::get<1>(result).t().unsqueeze(2)};  // lse from (Hq, Tq)
+  }
+  const auto runs = runs_for(path, q, span, causal);
+  if (runs.size() == 1)
+    return run_forward(path, q, rows_k(k, runs[0]), rows_k(v, runs[0]), runs[0], scale);
+  const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
+  AttentionPart all{at::empty(q.sizes(), wide), at::empty({q.size(0), q.size(1), 1}, wide)};
+  for (const Run& run : runs) {
+    const AttentionPart part =
+        run_forward(path, rows_q(q, run), rows_k(k, run), rows_k(v, run), run, scale);
+    rows_q(all.out, run).copy_(part.out);
+    rows_q(all.lse, run).copy_(part.lse);
+  }
+  return all;
+}
+
+AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, const Tensor& k,
+    const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
+    double scale) {
+  if (path == Path::flash) {
+    const Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // without dropout
+    auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, whole.out,
+        whole.lse.squeeze(2).t().contiguous(), span.cu_q, span.cu_k,
+        std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, causal, unused, unused, scale);
+    return {dq, dk, dv};
+  }
+  const auto runs = runs_for(path, q, span, causal);
+  if (runs.size() == 1 && runs[0].count * runs[0].m == k.size(0))
+    return run_backward(path, dout, q, k, v, whole, runs[0], scale);
+  // Zeros where no run will write: keys of documents without queries.
+  const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
+  AttentionGradients all{
+      at::empty(q.sizes(), wide), at::zeros(k.sizes(), wide), at::zeros(v.sizes(), wide)};
+  for (const Run& run : runs) {
+    const auto part = run_backward(path, rows_q(dout, run), rows_q(q, run), rows_k(k, run),
+        rows_k(v, run), {rows_q(whole.out, run), rows_q(whole.lse, run)}, run, scale);
+    rows_q(all[0], run).copy_(part[0]);
+    rows_k(all[1], run).copy_(part[1]);
+    rows_k(all[2], run).copy_(part[2]);
+  }
+  return all;
+}
+
 // The flash kernels are kept away from empty documents, whose backward has read out of bounds in
 // the past.
 AttentionSpan without_empty(const AttentionSpan& span, bool record) {
-  const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
-  const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
   std::vector<int32_t> cu_q{0}, cu_k{0};
-  const int64_t documents = span.cu_q_host.numel() - 1;
-  for (int64_t d = 0; d < documents; ++d) {
-    if (q[d + 1] == q[d] && k[d + 1] == k[d]) continue;
-    PITH_CHECK(!record || q[d + 1] > q[d],
+  for_documents(span, [&](int64_t d, int64_t, int64_t n, int64_t, int64_t m) {
+    if (n == 0 && m == 0) return;
+    PITH_CHECK(!record || n > 0,
         "attention: document {} has {} keys and no queries, for which there is no backward here", d,
-        k[d + 1] - k[d]);
-    cu_q.push_back(q[d + 1]);
-    cu_k.push_back(k[d + 1]);
-  }
-  if (static_cast<int64_t>(cu_q.size()) == documents + 1) return span;
+        m);
+    cu_q.push_back(narrow<int32_t>(cu_q.back() + n));
+    cu_k.push_back(narrow<int32_t>(cu_k.back() + m));
+  });
   AttentionSpan kept = span;
-  auto upload = [&](const std::vector<int32_t>& values) {
-    Tensor host = at::empty({static_cast<int64_t>(values.size())}, span.cu_q_host.options());
-    std::copy(values.begin(), values.end(), host.mutable_data_ptr<int32_t>());
-    return host.to(span.cu_q.device());
-  };
-  kept.cu_q = upload(cu_q);
-  kept.cu_k = upload(cu_k);
+  if (std::ssize(cu_q) == span.cu_q_host.numel()) return kept;
+  kept.cu_q = at::tensor(cu_q, at::kInt).to(span.cu_q.device());
+  kept.cu_k = at::tensor(cu_k, at::kInt).to(span.cu_q.device());
   return kept;
 }
 
-struct Attention : torch::autograd::Function<Attention> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-      const AttentionSpan& given, double scale, bool record) {
-    const Path path = choose_path(q, given);
-    const AttentionSpan span = path == Path::flash ? without_empty(given, record) : given;
-    variable_list saved;  // what that path's backward needs besides q, k, v, out
-    Tensor out;
-    if (path == Path::cudnn || path == Path::flash) {
-      // At max_q = 1 the flash kernel may swap heads and queries: fast decoding, but only right for
-      // one query in every document, and unknown to its backward.
-      const bool one_each = !record && q.size(0) == span.cu_q.numel() - 1;
-      const int64_t max_q = one_each ? span.max_q : std::max<int64_t>(span.max_q, 2);
-      auto result = fused_forward(path, q, k, v, span, max_q, /*causal=*/true, scale);
-      out = result[0];
-      saved.assign(result.begin() + 1, result.end());
-    } else {
-      const auto runs = runs_for(path, q, span);
-      for (const Run& run : runs) {
-        AttentionPart part = (path == Path::cpu ? cpu_forward : products_forward)(
-            rows_q(q, run), rows_k(k, run), rows_k(v, run), run, scale);
-        saved.push_back(part.lse);
-        if (runs.size() == 1) {
-          out = part.out.to(q.scalar_type());  // one run has all the rows
-        } else {
-          if (!out.defined()) out = at::empty(q.sizes(), q.options());
-          rows_q(out, run).copy_(part.out);
-        }
-      }
-      if (!out.defined()) out = at::empty(q.sizes(), q.options());  // no queries at all
-    }
-    saved.insert(saved.begin(), {q, k, v, out});
-    ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["path"] = static_cast<int64_t>(path);
-    ctx->saved_data["cu"] =
-        std::vector<Tensor>{span.cu_q, span.cu_k, span.cu_q_host, span.cu_k_host};
-    ctx->saved_data["max_q"] = span.max_q;
-    ctx->saved_data["max_k"] = span.max_k;
-    ctx->saved_data["scale"] = scale;
-    return out;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    at::NoGradGuard no_grad;
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3];
-    const auto path = static_cast<Path>(ctx->saved_data["path"].toInt());
-    const auto cu = ctx->saved_data["cu"].toTensorVector();
-    const AttentionSpan span{cu[0], cu[1], cu[2], cu[3], ctx->saved_data["max_q"].toInt(),
-        ctx->saved_data["max_k"].toInt()};
-    const double scale = ctx->saved_data["scale"].toDouble();
-    const Tensor dout = grads[0].contiguous();
-    Tensor dq, dk, dv;
-    if (path == Path::cudnn || path == Path::flash) {
-      auto grad = fused_backward(path, dout, q, k, v, {out, saved[4]}, saved[5], saved[6], span,
-          /*causal=*/true, scale);
-      dq = grad[0], dk = grad[1], dv = grad[2];
-    } else {
-      // Zeros where no run will write: keys of documents without queries.
-      const auto runs = runs_for(path, q, span);
-      const bool whole = runs.size() == 1 && runs[0].count * runs[0].m == k.size(0);
-      if (!whole) {
-        dq = at::empty(q.sizes(), q.options());
-        dk = at::zeros(k.sizes(), k.options());
-        dv = at::zeros(v.sizes(), v.options());
-      }
-      for (size_t i = 0; i < runs.size(); ++i) {
-        const Run& run = runs[i];
-        auto part = (path == Path::cpu ? cpu_backward : products_backward)(rows_q(dout, run),
-            rows_q(q, run), rows_k(k, run), rows_k(v, run),
-            AttentionPart{rows_q(out, run), saved[4 + i]}, run, scale);
-        if (whole) {
-          dq = part[0].to(q.scalar_type()), dk = part[1].to(k.scalar_type());
-          dv = part[2].to(v.scalar_type());
-        } else {
-          rows_q(dq, run).copy_(part[0]);
-          rows_k(dk, run).copy_(part[1]);
-          rows_k(dv, run).copy_(part[2]);
-        }
-      }
-    }
-    return {dq, dk, dv, Tensor(), Tensor(), Tensor()};
-  }
-};
-
 void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k) {
-  for (const Tensor* cu : {&span.cu_q_host, &span.cu_k_host}) {
-    check_shape(*cu, "attention: cu_seqlens on the host", {-1});
-    check_dtype(*cu, "attention: cu_seqlens on the host", at::kInt);
-    PITH_CHECK(cu->is_cpu() && cu->numel() >= 1 && cu->numel() == span.cu_q_host.numel(),
-        "attention: {}", describe(*cu, "cu_seqlens on the host"));
-  }
-  const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
-  const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
-  const int64_t documents = span.cu_q_host.numel() - 1;
-  PITH_CHECK(q[0] == 0 && k[0] == 0 && q[documents] == rows_q && k[documents] == rows_k,
-      "attention: documents cover queries {}..{} and keys {}..{}, but q has {} rows and k {}", q[0],
-      q[documents], k[0], k[documents], rows_q, rows_k);
-  for (int64_t d = 0; d < documents; ++d) {
-    const int64_t n = q[d + 1] - q[d], m = k[d + 1] - k[d];
+  const auto check = [&](const Tensor& cu, const char* name, int64_t rows) {
+    check_tensor(cu, "attention: cu_seqlens on the host", at::kInt, {span.cu_q_host.numel()});
+    PITH_CHECK(cu.is_cpu() && cu.numel() >= 1, "attention: {}", describe(cu, "cu_seqlens"));
+    const int32_t *border = cu.const_data_ptr<int32_t>(), first = border[0];
+    const int32_t last = border[cu.numel() - 1];
+    PITH_CHECK(first == 0 && last == rows,
+        "attention: documents cover rows {}..{}, but {} has {} rows", first, last, name, rows);
+  };
+  check(span.cu_q_host, "q", rows_q);
+  check(span.cu_k_host, "k", rows_k);
+  for_documents(span, [&](int64_t d, int64_t, int64_t n, int64_t, int64_t m) {
     PITH_CHECK(n >= 0 && m >= n && n <= span.max_q && m <= span.max_k,
-        "attention: document {} has {} queries and {} keys (longest said to be {} and {}); "
-        "it needs "
-        "at least as many keys as queries",
+        "attention: document {} has {} queries and {} keys, not as many keys as queries or more; "
+        "longest said to be {} and {}",
         d, n, m, span.max_q, span.max_k);
-  }
+  });
 }
-
-Tensor rows_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 }  // namespace
 
-Tensor attention(
-    const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span, double scale) {
+void check_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
   check_shape(q, "attention: q", {-1, -1, -1});
   check_shape(k, "attention: k", {-1, -1, q.size(2)});
   check_shape(v, "attention: v", {k.size(0), k.size(1), q.size(2)});
@@ -374,75 +304,50 @@ Tensor attention(
   check_dtype(v, "attention: v", q.scalar_type());
   PITH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
       "attention: {} query heads over {} key heads", q.size(1), k.size(1));
-  check_borders(span, q.size(0), k.size(0));
-  const bool record =
-      at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-  return Attention::apply(
-      rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), span, scale, record);
 }
+
+Tensor attention(const Tensor& given_q, const Tensor& given_k, const Tensor& given_v,
+    const AttentionSpan& given, double scale) {
+  check_attention(given_q, given_k, given_v);
+  check_borders(given, given_q.size(0), given_k.size(0));
+  const auto packed = [](const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
+  const Tensor q = packed(given_q), k = packed(given_k), v = packed(given_v);
+  const bool needed =
+      at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+  const Path path = choose_path(q, given);
+  const AttentionSpan span = path == Path::flash ? without_empty(given, needed) : given;
+  const AttentionPart part = forward(path, q, k, v, span, /*causal=*/true, scale, needed);
+  const Tensor out = part.out.to(q.scalar_type());
+  const AttentionPart kept{out.detach(), part.lse};
+  return record(out, {q, k, v}, [=](const Tensor& dout) {
+    const auto grad =
+        backward(path, dout.contiguous(), q, k, v, kept, span, /*causal=*/true, scale);
+    const auto dtype = q.scalar_type();
+    return Tensors{grad[0].to(dtype), grad[1].to(dtype), grad[2].to(dtype)};
+  });
+}
+
+// On the CPU parts are computed in FP32, since more than one will be added up.
+Tensor of_part(const Tensor& x) { return x.is_cpu() ? widen(x) : x; }
 
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
     const AttentionSpan& span, bool causal, double scale) {
-  const Path path = choose_path(q, span, causal);
-  if (path == Path::cudnn || path == Path::flash) {
-    auto result =
-        fused_forward(path, q, k, v, span, std::max<int64_t>(span.max_q, 2), causal, scale);
-    if (path == Path::flash) return {result[0], result[1].t().unsqueeze(2)};  // from (Hq, Tq)
-    const int64_t documents = span.cu_q_host.numel() - 1;
-    return {result[0], unbatch_heads(result[1].view({documents, q.size(1), span.max_q, 1}))};
-  }
-  const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
-  AttentionPart part{at::empty(q.sizes(), wide), at::empty({q.size(0), q.size(1), 1}, wide)};
-  for (Run run : runs_for(Path::products, q, span)) {
-    run.causal = causal;
-    const AttentionPart piece =
-        products_forward(rows_q(q, run), rows_k(k, run), rows_k(v, run), run, scale);
-    rows_q(part.out, run).copy_(piece.out);
-    rows_q(part.lse, run).copy_(unstack_heads(piece.lse, run.count, q.size(1)));
-  }
-  return part;
+  return forward(choose_path(q, span, causal), of_part(q), of_part(k), of_part(v), span, causal,
+      scale, /*record=*/true);
 }
 
-std::array<Tensor, 3> attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
     const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
     double scale) {
-  const Path path = choose_path(q, span, causal);
-  if (path == Path::cudnn || path == Path::flash) {
-    const int64_t documents = span.cu_q_host.numel() - 1;
-    const Tensor lse =
-        path == Path::flash ? whole.lse.squeeze(2).t() : batch_heads(whole.lse, documents);
-    const Tensor unused = at::empty({2}, q.options().dtype(at::kLong));
-    return fused_backward(
-        path, dout, q, k, v, {whole.out, lse.contiguous()}, unused, unused, span, causal, scale);
-  }
-  const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
-  std::array<Tensor, 3> grad{
-      at::empty(q.sizes(), wide), at::empty(k.sizes(), wide), at::empty(v.sizes(), wide)};
-  for (Run run : runs_for(Path::products, q, span)) {
-    run.causal = causal;
-    const AttentionPart part{
-        rows_q(whole.out, run), stack_heads(rows_q(whole.lse, run), run.count, k.size(1))};
-    const auto piece = products_backward(
-        rows_q(dout, run), rows_q(q, run), rows_k(k, run), rows_k(v, run), part, run, scale);
-    rows_q(grad[0], run).copy_(piece[0]);
-    rows_k(grad[1], run).copy_(piece[1]);
-    rows_k(grad[2], run).copy_(piece[2]);
-  }
-  return grad;
+  return backward(choose_path(q, span, causal), of_part(dout), of_part(q), of_part(k), of_part(v),
+      {of_part(whole.out), whole.lse}, span, causal, scale);
 }
 
 const char* attention_path(const Tensor& q, const AttentionSpan& span) {
-  switch (choose_path(q, span)) {
-    case Path::cudnn:
-      return "cuDNN attention, dense batches of equal documents";
-    case Path::flash:
-      return "FlashAttention 2, packed documents";
-    case Path::cpu:
-      return "blocked CPU attention per run of equal documents";
-    case Path::products:
-      return "matrix products per document";
-  }
-  return "unknown";
+  constexpr const char* kNames[] = {"cuDNN attention, dense batches of equal documents",
+      "FlashAttention 2, packed documents", "blocked CPU attention per run of equal documents",
+      "matrix products per document"};
+  return kNames[static_cast<size_t>(choose_path(q, span))];
 }
 
 }  // namespace pith

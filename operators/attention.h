@@ -15,6 +15,9 @@ namespace pith {
 Tensor attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span, double scale);
 
+// Throws unless q, k and v are as attention() takes them.
+void check_attention(const Tensor& q, const Tensor& k, const Tensor& v);
+
 // What queries get from a part of their keys. Parts are merged by weights exp(lse).
 struct AttentionPart {
   Tensor out;  // (Tq, Hq, D)
@@ -25,9 +28,10 @@ struct AttentionPart {
 // document, or every query sees every key of its document. No document may lack either.
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
     const AttentionSpan& span, bool causal, double scale);
-// Gradients of q, k and v through these keys. `whole`: out and lse over all keys that the queries
+using AttentionGradients = std::array<Tensor, 3>;  // of q, k and v
+// The gradients through these keys. `whole`: out and lse over all keys that the queries
 // see; out in q's dtype.
-std::array<Tensor, 3> attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
     const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
     double scale);
 

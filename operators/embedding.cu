@@ -19,14 +19,11 @@ __global__ void __launch_bounds__(kThreads) add_rows_kernel(const int64_t* sorte
   for (int64_t i = begin; more; i += kUnroll) {
     Vec<T, N> row[kUnroll];  // several loads in flight
     bool valid[kUnroll];
-#pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       valid[k] = i + k < num_tokens && sorted[i + k] == token;
       if (valid[k]) row[k] = load<N>(dy + position[i + k] * hidden + column);
     }
-#pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-#pragma unroll
       for (int j = 0; j < N; ++j) {
         if (valid[k]) sum[j] += to_float(row[k].v[j]);
       }
@@ -35,7 +32,6 @@ __global__ void __launch_bounds__(kThreads) add_rows_kernel(const int64_t* sorte
   }
   float* target = grad + token * hidden + column;
   Vec<float, N> total = load<N>(target);
-#pragma unroll
   for (int j = 0; j < N; ++j) total.v[j] += sum[j];
   store(target, total);
 }

@@ -1,23 +1,30 @@
-// What the .cpp of an operator stands on: autograd's functions, the branch to the CUDA kernels, and
-// for its CPU path types, loops over rows, checks of ids.
+// What the .cpp of an operator stands on: its node in autograd's graph, the branch to the CUDA
+// kernels, checks of ids.
 #pragma once
-#include <ATen/Parallel.h>
-#include <torch/csrc/autograd/custom_function.h>
 #if PITH_CUDA
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#include <algorithm>
-#include <array>
+#include <functional>
 #include <type_traits>
+#include <vector>
 
 #include "operators/kernels.h"
 #include "operators/matmul.h"
 
 namespace pith {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+using Tensors = std::vector<Tensor>;
+
+// Makes `y`, just computed from `inputs` without autograd, differentiable: the backward pass calls
+// backward(dy) once, without autograd, for one gradient an input (undefined: none). Without grad
+// mode, or where no input requires a gradient, nothing is kept. `backward` may hold inputs, but of
+// its own outputs only detached ones: they would hold each other.
+Tensor record(
+    const Tensor& y, const Tensors& inputs, std::function<Tensors(const Tensor&)> backward);
+// The same with several outputs, of whose gradients some may be undefined.
+void record(
+    const Tensors& outputs, const Tensors& inputs, std::function<Tensors(const Tensors&)> backward);
 
 #if PITH_CUDA
 inline constexpr bool kCuda = true;
@@ -40,57 +47,26 @@ inline bool has_kernel(const Tensor& tensor) {
   if constexpr (!::pith::kCuda) { \
   } else if (::pith::has_kernel(tensor))
 
-// Data of a tensor that may be undefined.
-template <class T>
-const T* data_or_null(const Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
+// Data for a kernel to read or to write; null where the tensor is undefined.
+template <class T = void>
+const T* read(const Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  if constexpr (std::is_void_v<T>)
+    return tensor.const_data_ptr();
+  else
+    return tensor.const_data_ptr<T>();
 }
-
-// The type that values of T are computed in: FP64 for FP64, otherwise FP32.
-template <class T>
-using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-// Calls f(T{}) with T = float, double or at::BFloat16 as `tensor` (on the CPU) has it.
-template <class F>
-void dispatch_float(const Tensor& tensor, std::string_view name, F&& f) {
-  PITH_CHECK(tensor.is_cpu(), "{}: this build has no kernel for this dtype and device",
-      describe(tensor, name));
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return f(float{});
-    case at::kDouble:
-      return f(double{});
-    case at::kBFloat16:
-      return f(at::BFloat16{});
-    default:
-      PITH_FAIL("{}; its dtype should be float32, bfloat16 or float64", describe(tensor, name));
-  }
-}
-
-// Calls f(row) for every row, in tasks of so many elements that they are worth a thread.
-template <class F>
-void for_rows(int64_t rows, int64_t elements_per_row, F&& f) {
-  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, elements_per_row));
-  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) f(row);
-  });
+template <class T = void>
+T* write(const Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  if constexpr (std::is_void_v<T>)
+    return tensor.mutable_data_ptr();
+  else
+    return tensor.mutable_data_ptr<T>();
 }
 
 // Throws where an id (int32 or int64, one or two dimensions) is neither `none` nor in [0, end).
 // Ids on a GPU are not looked at: that would wait for it.
-inline void check_ids(const Tensor& ids, std::string_view name, int64_t end, int64_t none = 0) {
-  if (!ids.is_cpu()) return;
-  const Tensor all = ids.to(at::kLong).contiguous();
-  const int64_t* id = all.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < all.numel(); ++i) {
-    if ((id[i] >= 0 && id[i] < end) || (none < 0 && id[i] == none)) [[likely]]
-      continue;
-    const std::string place = ids.dim() == 2
-                                  ? fmt::format("({}, {})", i / ids.size(1), i % ids.size(1))
-                                  : fmt::format("[{}]", i);
-    PITH_FAIL("{}{} = {} is not in [0, {}){}", name, place, id[i], end,
-        none < 0 ? fmt::format(" and not {}", none) : "");
-  }
-}
+void check_ids(const Tensor& ids, std::string_view name, int64_t end, int64_t none = 0);
 
 }  // namespace pith

@@ -11,7 +11,6 @@ namespace pith::cuda {
 [[noreturn]] void fail(const char* what, const char* error, const char* file, unsigned line);
 
 // --- adamw ---
-
 // A step's scalars, computed on the host in FP64.
 template <class T>
 struct AdamWScalars {
@@ -33,7 +32,6 @@ void sum_of_squares(
     const float* x, int64_t n, double* partial, double* result, CUstream_st* stream);
 
 // --- embedding ---
-
 // grad (V, H) float32 += the rows of dy (T, H) summed by token; `sorted` (T) tokens ascending,
 // `position` (T) where each came from.
 void add_rows_by_token(const int64_t* sorted, const int64_t* position, const void* dy, float* grad,
@@ -48,13 +46,11 @@ bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offse
     int64_t rows, int64_t experts, int64_t out, int64_t in, CUstream_st* stream);
 
 // --- linear ---
-
 // dy (rows, columns) float32 -> parts (rows, 3 columns) bfloat16: [high | middle | low], whose sum
 // is dy to its last bit (short of underflow).
 void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns, CUstream_st* stream);
 
 // --- linear_cross_entropy ---
-
 // logits (rows, V) float32: writes logprobs (rows) and, with `gradient`, softmax - onehot(label)
 // over the logits, row by row at the same start, 0 for label -100; in BF16 a row fills the first
 // half of its float row.
@@ -62,7 +58,6 @@ void cross_entropy_rows(float* logits, const int64_t* labels, float* logprobs, i
     int64_t vocabulary, bool gradient, bool is_bf16, CUstream_st* stream);
 
 // --- permute ---
-
 // Bytes of scratch that expert_plan needs for R * K entries.
 int64_t expert_plan_workspace(int64_t entries, int64_t num_experts);
 
@@ -85,7 +80,6 @@ void unpermute_backward(void* dslots, float* dweight, const void* dout, const vo
     bool is_bf16, CUstream_st* stream);
 
 // --- rms_norm ---
-
 // Row r of x starts at element (r / inner) * outer_stride + (r % inner) * inner_stride; everything
 // else that has rows is contiguous.
 struct NormRows {
@@ -101,15 +95,41 @@ void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, 
     const void* dy, void* dx, float* partial, float* dweight, bool is_bf16, CUstream_st* stream);
 
 // --- rotary ---
-
 // x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, contiguous;
 // cos and sin (table_rows, dim / 2).
 void rotary(const void* x, const int32_t* positions, const float* cos, const float* sin, void* y,
     int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
     int64_t table_rows, bool inverse, bool is_bf16, CUstream_st* stream);
 
-// --- swiglu ---
+// --- router ---
+// Softmax of logits (rows, E), their top-k (or `forced` (rows, k) copied, when not null) and its
+// weights.
+void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
+    float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize,
+    CUstream_st* stream);
 
+// dlogits from dprobabilities (may be null) and dweight (may be null).
+void route_backward(const float* probabilities, const int64_t* idx, const float* dprobabilities,
+    const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
+    bool normalize, CUstream_st* stream);
+
+// A row's tokens are summed in this many parts.
+inline constexpr int64_t kBalanceParts = 32;
+
+// sum and count (num_rows, kBalanceParts, E) of probabilities and choices; start (num_rows + 1):
+// first token of each row.
+void balance_parts(const float* probabilities, const int64_t* idx, const int32_t* row_id,
+    float* sum, int32_t* count, int32_t* start, int64_t tokens, int64_t num_experts, int64_t k,
+    int64_t num_rows, CUstream_st* stream);
+
+// loss (scalar) and coefficient (num_rows, E) = dloss / dprobability of any token of that row, from
+// balance_parts. `global` (num_rows, E + 1), where not null: counts and, last, tokens of the rows,
+// which are then not taken from count and start.
+void balance_total(const float* sum, const int32_t* count, const int32_t* start,
+    const int64_t* global, float* loss, float* coefficient, int64_t num_experts, int64_t k,
+    int64_t num_rows, CUstream_st* stream);
+
+// --- swiglu ---
 // gate_up (rows, 2 width) -> y (rows, width).
 void swiglu_forward(
     const void* gate_up, void* y, int64_t rows, int64_t width, bool is_bf16, CUstream_st* stream);

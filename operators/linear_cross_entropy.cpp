@@ -1,12 +1,6 @@
 #include "operators/linear_cross_entropy.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/_log_softmax.h>
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/sum.h>
 
 #include "operators/function.h"
 
@@ -31,9 +25,8 @@ int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
 Tensor logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient,
     [[maybe_unused]] bool bf16) {
   PITH_IF_CUDA (logits) {
-    cuda::cross_entropy_rows(logits.mutable_data_ptr<float>(), labels.const_data_ptr<int64_t>(),
-        logprobs.mutable_data_ptr<float>(), logits.size(0), logits.size(1), gradient, bf16,
-        current_stream());
+    cuda::cross_entropy_rows(write<float>(logits), read<int64_t>(labels), write<float>(logprobs),
+        logits.size(0), logits.size(1), gradient, bf16, current_stream());
     return gradient && bf16 ? logits.view(at::kBFloat16).narrow(1, 0, logits.size(1)) : logits;
   }
   const Tensor ignored = labels.eq(kIgnored), column = labels.clamp_min(0).unsqueeze(1);
@@ -45,105 +38,64 @@ Tensor logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs
   return logits;
 }
 
-struct Request {
-  Parameter* weight;
-  Tensor labels;
-  double scale;
-  int64_t chunk;
-  bool hidden_gradient = false, weight_gradient = false;
-};
+}  // namespace
 
-// One pass over the chunks; returns scale * dhidden where it was asked for.
-Tensor run_chunks(const Tensor& hidden, const Request& request, CrossEntropy& result) {
-  at::NoGradGuard no_grad;
-  const Tensor value = request.weight->value.detach();
-  const int64_t num_tokens = hidden.size(0), vocabulary = value.size(0);
-  const bool bf16 = is_bf16(hidden);
-  const auto wide = wide_dtype(hidden.scalar_type());
-  const bool gradient = request.hidden_gradient || request.weight_gradient;
+CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const Tensor& labels,
+    double scale, int64_t chunk_tokens) {
+  const int64_t vocabulary = weight.value.size(0), num_tokens = given.size(0);
+  check_tensor(given, "linear_cross_entropy: hidden", weight.value.scalar_type(),
+      {-1, weight.value.size(1)});
+  check_tensor(labels, "linear_cross_entropy: labels", at::kLong, {num_tokens});
+  check_ids(labels, "labels", vocabulary, kIgnored);
+
+  const bool hidden_gradient = at::GradMode::is_enabled() && given.requires_grad();
+  const bool weight_gradient = at::GradMode::is_enabled() && weight.value.requires_grad();
+  const bool bf16 = is_bf16(given), gradient = hidden_gradient || weight_gradient;
   // CPU: BF16 operands are widened once here instead of once per chunk.
-  const bool widened = bf16 && !hidden.is_cuda();
-  const Tensor rows = widened ? hidden.to(wide) : hidden;
-  const Tensor matrix = widened ? value.to(wide) : value;
+  const auto widened = [&](const Tensor& x) { return given.is_cuda() ? x : widen(x); };
+  const Tensor hidden = widened(given.detach().contiguous());
+  const Tensor matrix = widened(weight.value.detach());
+  const auto wide = given.options().dtype(wide_dtype(given.scalar_type()));
 
-  Tensor dhidden = request.hidden_gradient ? at::empty_like(rows) : Tensor();
-  result.logprobs = at::empty({num_tokens}, hidden.options().dtype(wide));
-  const int64_t chunk = std::min(request.chunk, num_tokens);
-  Tensor buffer = at::empty({chunk, vocabulary}, hidden.options().dtype(wide));
+  CrossEntropy result;
+  result.logprobs = at::empty({num_tokens}, wide);
+  Tensor dhidden = hidden_gradient ? at::empty_like(hidden) : Tensor();
+  const int64_t chunk =
+      std::min(chunk_tokens > 0 ? chunk_tokens : rows_per_chunk(hidden, vocabulary), num_tokens);
+  const Tensor buffer = at::empty({chunk, vocabulary}, wide), all_labels = labels.contiguous();
   for (int64_t begin = 0; begin < num_tokens; begin += chunk) {
     const int64_t count = std::min(chunk, num_tokens - begin);
-    const Tensor hidden_chunk = rows.narrow(0, begin, count);
+    const Tensor hidden_chunk = hidden.narrow(0, begin, count);
     Tensor logits = buffer.narrow(0, 0, count);
     Tensor logprobs = result.logprobs.narrow(0, begin, count);
-    mm_wide_out(logits, hidden_chunk, matrix.t());
-    const Tensor dlogits = logits_to_gradient(
-        logits, request.labels.narrow(0, begin, count), logprobs, gradient, bf16);
-    if (request.hidden_gradient) {
+    multiply_into(logits, hidden_chunk, matrix.t());
+    const Tensor dlogits =
+        logits_to_gradient(logits, all_labels.narrow(0, begin, count), logprobs, gradient, bf16);
+    if (hidden_gradient) {
       Tensor out = dhidden.narrow(0, begin, count);
-      at::addmm_out(out, out, dlogits, matrix, /*beta=*/0, /*alpha=*/request.scale);
+      at::addmm_out(out, out, dlogits, matrix, /*beta=*/0, /*alpha=*/scale);
     }
-    if (request.weight_gradient) {
-      add_weight_gradient(request.weight->grad, dlogits, hidden_chunk, request.scale);
-    }
+    if (weight_gradient) add_weight_gradient(weight.grad, dlogits, hidden_chunk, scale);
   }
   const Tensor sum = result.logprobs.sum(at::kDouble);  // FP64: no digits lost over many tokens
   result.loss_sum = sum.neg().to(wide);
-  result.loss = (sum * -request.scale).to(wide);
-  return dhidden.defined() ? dhidden.to(hidden.scalar_type()) : dhidden;
-}
-
-struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& hidden,
-      const Tensor& /*value: makes the graph record*/, const Request& request,
-      CrossEntropy* result) {
-    const Tensor dhidden = run_chunks(hidden, request, *result);
-    if (dhidden.defined()) ctx->saved_data["dhidden"] = dhidden;
-    return result->loss;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (grads[0].is_cpu()) {  // reading it on CUDA would wait for the device
-      const double gradient = grads[0].item().toDouble();
-      PITH_CHECK(gradient == 1.0,
-          "linear_cross_entropy: loss got the gradient {} instead of 1; it must be a root of "
-          "the backward, since dW was added in the forward: put factors into scale",
-          gradient);
-    }
-    const bool has = ctx->saved_data.count("dhidden") > 0;
-    return {has ? ctx->saved_data["dhidden"].toTensor() : Tensor(), Tensor(), Tensor(), Tensor()};
-  }
-};
-
-}  // namespace
-
-CrossEntropy linear_cross_entropy(const Tensor& hidden, Parameter& weight, const Tensor& labels,
-    double scale, int64_t chunk_tokens) {
-  const int64_t vocabulary = weight.value.size(0);
-  check_shape(hidden, "linear_cross_entropy: hidden", {-1, weight.value.size(1)});
-  check_dtype(hidden, "linear_cross_entropy: hidden", weight.value.scalar_type());
-  check_shape(labels, "linear_cross_entropy: labels", {hidden.size(0)});
-  check_dtype(labels, "linear_cross_entropy: labels", at::kLong);
-  check_ids(labels, "labels", vocabulary, kIgnored);
-
-  const bool record = at::GradMode::is_enabled();
-  Request request{&weight, labels.contiguous(), scale,
-      chunk_tokens > 0 ? chunk_tokens : rows_per_chunk(hidden, vocabulary)};
-  request.hidden_gradient = record && hidden.requires_grad();
-  request.weight_gradient = record && weight.value.requires_grad();
-  CrossEntropy result;
-  if (request.hidden_gradient || request.weight_gradient) {
-    result.loss = LinearCrossEntropy::apply(hidden.contiguous(), weight.value, request, &result);
-  } else {
-    run_chunks(hidden.contiguous(), request, result);
-  }
+  result.loss = (sum * -scale).to(wide);
+  if (hidden_gradient) dhidden = dhidden.to(given.scalar_type());
+  record(result.loss, {given, weight.value}, [dhidden](const Tensor& dloss) {
+    // Reading it on CUDA would wait for the device.
+    PITH_CHECK(dloss.is_cuda() || dloss.item().toDouble() == 1.0,
+        "linear_cross_entropy: loss got the gradient {} instead of 1; it must be a root of the "
+        "backward, since dW was added in the forward: put factors into scale",
+        dloss.item().toDouble());
+    return Tensors{dhidden, Tensor()};
+  });
   return result;
 }
 
 Tensor head_logits(const Tensor& hidden, const Parameter& weight) {
-  at::NoGradGuard no_grad;
-  check_shape(hidden, "head_logits: hidden", {-1, weight.value.size(1)});
-  check_dtype(hidden, "head_logits: hidden", weight.value.scalar_type());
-  return mm_wide(hidden, weight.value.t());
+  check_tensor(
+      hidden, "head_logits: hidden", weight.value.scalar_type(), {-1, weight.value.size(1)});
+  return multiply(hidden, weight.value.t(), wide_dtype(hidden.scalar_type()));
 }
 
 }  // namespace pith

@@ -21,7 +21,6 @@ __device__ inline SoftmaxSum combine(SoftmaxSum a, SoftmaxSum b) {
 // Over the block, in a fixed order; every thread gets the same bits.
 __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
   __shared__ SoftmaxSum part[kWarps];
-#pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     x = combine(x, {__shfl_xor_sync(0xffffffffu, x.top, distance),
                        __shfl_xor_sync(0xffffffffu, x.sum, distance)});
@@ -54,24 +53,18 @@ __global__ __launch_bounds__(kThreads) void cross_entropy_kernel(float* __restri
   SoftmaxSum mine;
   for (int64_t base = 0; base < vocabulary; base += kThreads * 8) {
     Vec<float, N> x[kVectors];
-#pragma unroll
     for (int u = 0; u < kVectors; ++u) {
       const int64_t i = base + (u * kThreads + threadIdx.x) * N;
-#pragma unroll
       for (int n = 0; n < N; ++n) x[u].v[n] = -INFINITY;
       if (i < vocabulary) x[u] = load<N>(row + i);
     }
     float top = mine.top;
-#pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
       for (int n = 0; n < N; ++n) top = fmaxf(top, x[u].v[n]);
     }
     if (top == -INFINITY) continue;
     float sum = mine.sum * __expf(mine.top - top);
-#pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
       for (int n = 0; n < N; ++n) sum += __expf(x[u].v[n] - top);
     }
     mine = {top, sum};
@@ -87,19 +80,15 @@ __global__ __launch_bounds__(kThreads) void cross_entropy_kernel(float* __restri
   for (int64_t base = 0; base < vocabulary; base += kThreads * 8) {
     const int64_t first = base + threadIdx.x * 8;
     float x[8];
-#pragma unroll
     for (int u = 0; u < 8; u += N) {
       if (first + u >= vocabulary) break;
       const Vec<float, N> part = load<N>(row + first + u);
-#pragma unroll
       for (int n = 0; n < N; ++n) x[u + n] = part.v[n];
     }
     __syncthreads();
-#pragma unroll
     for (int u = 0; u < 8; u += N) {
       if (first + u >= vocabulary) break;
       Vec<G, N> result;
-#pragma unroll
       for (int n = 0; n < N; ++n) {
         const float p = __expf(x[u + n] - lse);
         result.v[n] = from_float<G>(first + u + n == label ? p - 1.0f : p);

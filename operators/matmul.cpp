@@ -1,9 +1,5 @@
 #include "operators/matmul.h"
 
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -16,9 +12,10 @@ std::vector<WeightGradient>* deferred = nullptr;
 
 }  // namespace
 
-void mm_wide_out(Tensor& out, const Tensor& a, const Tensor& b) {
+void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
+  const at::NoGradGuard no_grad;
   if (widen_first(a)) {
-    at::mm_out(out, a.to(at::kFloat), b.to(at::kFloat));
+    out.copy_(at::mm(a.to(at::kFloat), b.to(at::kFloat)));
   } else if (a.scalar_type() == out.scalar_type()) {
     at::mm_out(out, a, b);
   } else {
@@ -26,23 +23,9 @@ void mm_wide_out(Tensor& out, const Tensor& a, const Tensor& b) {
   }
 }
 
-Tensor mm_wide(const Tensor& a, const Tensor& b) {
-  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(wide_dtype(a.scalar_type())));
-  mm_wide_out(out, a, b);
-  return out;
-}
-
-void mm_rounded_out(Tensor& out, const Tensor& a, const Tensor& b) {
-  if (widen_first(a)) {
-    out.copy_(mm_wide(a, b));
-  } else {
-    at::mm_out(out, a, b);
-  }
-}
-
-Tensor mm_rounded(const Tensor& a, const Tensor& b) {
-  Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
-  mm_rounded_out(out, a, b);
+Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(dtype));
+  multiply_into(out, a, b);
   return out;
 }
 
@@ -62,16 +45,16 @@ void add_weight_gradient(const WeightGradient& job) {
   const at::NoGradGuard no_grad;
   const Tensor& gradient = job.weight->grad;
   if (!job.offsets.defined()) return add_weight_gradient(gradient, job.dy, job.x);
-  PITH_IF_CUDA(job.x) {
-    if (is_bf16(job.x) && cuda::grouped_weight_gradient(job.dy.const_data_ptr(),
-                              job.x.const_data_ptr(), job.offsets.const_data_ptr<int32_t>(),
-                              gradient.mutable_data_ptr<float>(), job.x.size(0), gradient.size(0),
-                              gradient.size(1), gradient.size(2), current_stream()))
+  PITH_IF_CUDA (job.x) {
+    if (is_bf16(job.x) &&
+        cuda::grouped_weight_gradient(job.dy.const_data_ptr(), job.x.const_data_ptr(),
+            job.offsets.const_data_ptr<int32_t>(), gradient.mutable_data_ptr<float>(),
+            job.x.size(0), gradient.size(0), gradient.size(1), gradient.size(2), current_stream()))
       return;
   }
   for_each_expert(job.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
-    add_weight_gradient(gradient.select(0, e), job.dy.narrow(0, begin, count),
-        job.x.narrow(0, begin, count));
+    add_weight_gradient(
+        gradient.select(0, e), job.dy.narrow(0, begin, count), job.x.narrow(0, begin, count));
   });
 }
 

@@ -4,20 +4,12 @@
 
 namespace pith {
 
-// Dtype that sums and logits of `dtype` tensors are kept in: FP64 for FP64, otherwise FP32.
-inline at::ScalarType wide_dtype(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 inline Tensor widen(const Tensor& x) { return x.to(wide_dtype(x.scalar_type())); }
 
-// a (M, K) b (K, N) -> (M, N) in wide_dtype, without rounding to the compute dtype in between.
-void mm_wide_out(Tensor& out, const Tensor& a, const Tensor& b);
-Tensor mm_wide(const Tensor& a, const Tensor& b);
-
-// The same in the operands' dtype: summed in FP32, rounded once, on either device.
-void mm_rounded_out(Tensor& out, const Tensor& a, const Tensor& b);
-Tensor mm_rounded(const Tensor& a, const Tensor& b);
+// out (M, N) = a (M, K) b (K, N), summed in FP32 (FP64 for FP64) and rounded once, to out's dtype:
+// that of the operands, or their wide_dtype. Not differentiable.
+void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
+Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype);
 
 // Calls f(expert, first row, number of rows) for every expert that has rows; offsets_host (E)
 // int32: the ends of the experts' rows.

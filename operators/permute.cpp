@@ -1,135 +1,28 @@
 #include "operators/permute.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sort.h>
-
-#include <limits>
 
 #include "operators/function.h"
 
 namespace pith {
 namespace {
 
-// out (R, H) = sum over j of weight(r, j) * slots(slot_of(r, j)); without weight, plain sums.
-template <class T>
-void gather_sum_cpu(Tensor& out, const Tensor& slots, const Tensor& weight, const Tensor& slot_of) {
-  using A = Wide<T>;
-  const int64_t k = slot_of.size(1), hidden = out.size(1);
-  const T* source = slots.const_data_ptr<T>();
-  const A* w = data_or_null<A>(weight);
-  const int32_t* slot = slot_of.const_data_ptr<int32_t>();
-  T* target = out.mutable_data_ptr<T>();
-  for_rows(out.size(0), k * hidden, [&](int64_t r) {
-    std::vector<A> sum(static_cast<size_t>(hidden), A{0});
-    for (int64_t j = r * k; j < (r + 1) * k; ++j) {
-      if (slot[j] < 0) continue;
-      const T* row = source + slot[j] * hidden;
-      const A factor = w ? w[j] : A{1};
-      for (size_t h = 0; h < sum.size(); ++h) sum[h] += factor * static_cast<A>(row[h]);
-    }
-    std::transform(
-        sum.begin(), sum.end(), target + r * hidden, [](A x) { return static_cast<T>(x); });
-  });
-}
-
-template <class T>
-void unpermute_backward_cpu(Tensor& dslots, Tensor& dweight, const Tensor& dout,
-    const Tensor& slots, const Tensor& weight, const Tensor& slot_of) {
-  using A = Wide<T>;
-  const int64_t k = slot_of.size(1), hidden = dout.size(1);
-  const T *gradient = dout.const_data_ptr<T>(), *source = slots.const_data_ptr<T>();
-  const A* w = weight.const_data_ptr<A>();
-  const int32_t* slot = slot_of.const_data_ptr<int32_t>();
-  T* target = dslots.mutable_data_ptr<T>();
-  A* dw = dweight.mutable_data_ptr<A>();
-  for_rows(slot_of.numel(), hidden, [&](int64_t j) {
-    dw[j] = 0;
-    if (slot[j] < 0) return;
-    const T *d = gradient + j / k * hidden, *x = source + slot[j] * hidden;
-    A lane[8] = {};  // partial sums that the compiler can keep in a vector register
-    int64_t h = 0;
-    for (; h + 8 <= hidden; h += 8) {
-      for (int64_t l = 0; l < 8; ++l)
-        lane[l] += static_cast<A>(d[h + l]) * static_cast<A>(x[h + l]);
-    }
-    for (; h < hidden; ++h) lane[0] += static_cast<A>(d[h]) * static_cast<A>(x[h]);
-    for (A part : lane) dw[j] += part;
-    const A factor = w[j];
-    T* out = target + slot[j] * hidden;
-    for (h = 0; h < hidden; ++h) out[h] = static_cast<T>(factor * static_cast<A>(d[h]));
-  });
-}
-
+// out (R, H) = sum over j of weight(r, j) * slots(slot_of(r, j)), on CUDA; without weight, plain
+// sums.
 Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_of) {
   Tensor out = at::empty({slot_of.size(0), slots.size(1)}, slots.options());
   PITH_IF_CUDA (slots) {
-    cuda::gather_sum(out.mutable_data_ptr(), slots.const_data_ptr(), data_or_null<float>(weight),
-        slot_of.const_data_ptr<int32_t>(), slot_of.size(0), slot_of.size(1), slots.size(1),
-        is_bf16(slots), current_stream());
-    return out;
+    cuda::gather_sum(write(out), read(slots), read<float>(weight), read<int32_t>(slot_of),
+        slot_of.size(0), slot_of.size(1), slots.size(1), is_bf16(slots), current_stream());
   }
-  dispatch_float(slots, "slots",
-      [&](auto zero) { gather_sum_cpu<decltype(zero)>(out, slots, weight, slot_of); });
   return out;
 }
 
-struct Permute : torch::autograd::Function<Permute> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const ExpertPlan* plan) {
-    ctx->saved_data["slot_of"] = plan->slot_of;
-    PITH_IF_CUDA (rows) {
-      Tensor out = at::empty({plan->num_slots, rows.size(1)}, rows.options());
-      cuda::gather_rows(out.mutable_data_ptr(), rows.const_data_ptr(),
-          plan->row_of_slot.const_data_ptr<int32_t>(), plan->num_slots,
-          rows.size(1) * rows.element_size(), current_stream());
-      return out;
-    }
-    return at::index_select(rows, 0, plan->row_of_slot);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    at::NoGradGuard no_grad;
-    return {gather_sum(grads[0].contiguous(), {}, ctx->saved_data["slot_of"].toTensor()), Tensor()};
-  }
-};
-
-struct Unpermute : torch::autograd::Function<Unpermute> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& expert_rows, const Tensor& weight,
-      const ExpertPlan* plan) {
-    ctx->save_for_backward({expert_rows, weight});
-    ctx->saved_data["slot_of"] = plan->slot_of;
-    return gather_sum(expert_rows, weight, plan->slot_of);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    at::NoGradGuard no_grad;
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &slots = saved[0], &weight = saved[1];
-    const Tensor slot_of = ctx->saved_data["slot_of"].toTensor();
-    const Tensor dout = grads[0].contiguous();
-    Tensor dslots = at::empty_like(slots), dweight = at::empty_like(weight);
-    PITH_IF_CUDA (slots) {
-      cuda::unpermute_backward(dslots.mutable_data_ptr(), dweight.mutable_data_ptr<float>(),
-          dout.const_data_ptr(), slots.const_data_ptr(), weight.const_data_ptr<float>(),
-          slot_of.const_data_ptr<int32_t>(), slot_of.size(0), slot_of.size(1), slots.size(1),
-          is_bf16(slots), current_stream());
-      return {dslots, dweight, Tensor()};
-    }
-    dispatch_float(slots, "expert_rows", [&](auto zero) {
-      unpermute_backward_cpu<decltype(zero)>(dslots, dweight, dout, slots, weight, slot_of);
-    });
-    return {dslots, dweight, Tensor()};
-  }
-};
-
 // A stable sort by expert leaves an expert's entries sorted by row; those of -1 come first.
-void plan_on_cpu(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan) {
+ExpertPlan plan_on_cpu(const Tensor& topk_idx, int64_t num_experts) {
+  ExpertPlan plan;
   check_ids(topk_idx, "make_expert_plan: topk_idx", num_experts, /*none=*/-1);
   const auto int32 = topk_idx.options().dtype(at::kInt);
   const auto [experts, entries] = at::sort(topk_idx.view(-1), /*stable=*/true, 0, false);
@@ -142,11 +35,13 @@ void plan_on_cpu(const Tensor& topk_idx, int64_t num_experts, ExpertPlan& plan) 
   plan.row_of_slot = chosen.div(topk_idx.size(1), "floor").to(at::kInt);
   plan.slot_of = at::full(topk_idx.sizes(), -1, int32);
   plan.slot_of.view(-1).index_copy_(0, chosen, at::arange(plan.num_slots, int32));
+  return plan;
 }
 
 #if PITH_CUDA
-void plan_on_cuda(
-    const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host, ExpertPlan& plan) {
+ExpertPlan plan_on_cuda(
+    const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host) {
+  ExpertPlan plan;
   PITH_CHECK(
       num_experts <= 1024, "make_expert_plan: {} experts; CUDA takes at most 1024", num_experts);
   const int64_t entries = topk_idx.numel();
@@ -156,9 +51,9 @@ void plan_on_cuda(
   plan.slot_of = at::empty(topk_idx.sizes(), int32);
   Tensor workspace = at::empty(
       {cuda::expert_plan_workspace(entries, num_experts)}, topk_idx.options().dtype(at::kByte));
-  cuda::expert_plan(topk_idx.const_data_ptr<int64_t>(), entries, topk_idx.size(1), num_experts,
-      plan.row_of_slot.mutable_data_ptr<int32_t>(), plan.slot_of.mutable_data_ptr<int32_t>(),
-      ends.mutable_data_ptr<int32_t>(), workspace.mutable_data_ptr(), current_stream());
+  cuda::expert_plan(read<int64_t>(topk_idx), entries, topk_idx.size(1), num_experts,
+      write<int32_t>(plan.row_of_slot), write<int32_t>(plan.slot_of), write<int32_t>(ends),
+      write(workspace), current_stream());
   plan.offsets = ends.narrow(0, 0, num_experts);
   plan.offsets_host = offsets_host;
   if (!offsets_host.defined()) {
@@ -172,6 +67,7 @@ void plan_on_cuda(
   }
   plan.num_slots = plan.offsets_host.const_data_ptr<int32_t>()[num_experts - 1];
   plan.row_of_slot = plan.row_of_slot.narrow(0, 0, plan.num_slots);
+  return plan;
 }
 #endif
 
@@ -180,35 +76,57 @@ void plan_on_cuda(
 ExpertPlan make_expert_plan(
     const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host) {
   at::NoGradGuard no_grad;
-  check_shape(topk_idx, "make_expert_plan: topk_idx", {-1, -1});
-  check_dtype(topk_idx, "make_expert_plan: topk_idx", at::kLong);
+  check_tensor(topk_idx, "make_expert_plan: topk_idx", at::kLong, {-1, -1});
   PITH_CHECK(num_experts >= 1 && topk_idx.size(1) >= 1, "make_expert_plan: {} experts, top {}",
       num_experts, topk_idx.size(1));
   PITH_CHECK(topk_idx.numel() <= std::numeric_limits<int32_t>::max(),
       "make_expert_plan: {} entries do not fit into int32 slots", topk_idx.numel());
-  ExpertPlan plan;
 #if PITH_CUDA
-  if (topk_idx.is_cuda()) {
-    plan_on_cuda(topk_idx.contiguous(), num_experts, offsets_host, plan);
-    return plan;
-  }
+  if (topk_idx.is_cuda()) return plan_on_cuda(topk_idx.contiguous(), num_experts, offsets_host);
 #endif
-  plan_on_cpu(topk_idx.contiguous(), num_experts, plan);
+  const ExpertPlan plan = plan_on_cpu(topk_idx.contiguous(), num_experts);
   PITH_CHECK(!offsets_host.defined() || at::equal(offsets_host, plan.offsets_host),
       "make_expert_plan: the offsets given are not those of topk_idx");
   return plan;
 }
 
-Tensor permute(const Tensor& rows, const ExpertPlan& plan) {
-  check_shape(rows, "permute: rows", {plan.slot_of.size(0), -1});
-  return Permute::apply(rows.contiguous(), &plan);
+Tensor permute(const Tensor& given, const ExpertPlan& plan) {
+  check_shape(given, "permute: rows", {plan.slot_of.size(0), -1});
+  const Tensor rows = given.contiguous();
+  PITH_IF_CUDA (rows) {
+    const Tensor out = at::empty({plan.num_slots, rows.size(1)}, rows.options());
+    cuda::gather_rows(write(out), read(rows), read<int32_t>(plan.row_of_slot), plan.num_slots,
+        rows.size(1) * rows.element_size(), current_stream());
+    return record(out, {rows}, [slot_of = plan.slot_of](const Tensor& dy) {
+      return Tensors{gather_sum(dy.contiguous(), {}, slot_of)};
+    });
+  }
+  return widen(rows).index_select(0, plan.row_of_slot).to(rows.scalar_type());
 }
 
-Tensor unpermute(const Tensor& expert_rows, const Tensor& weight, const ExpertPlan& plan) {
-  check_shape(expert_rows, "unpermute: expert_rows", {plan.num_slots, -1});
-  check_shape(weight, "unpermute: weight", {plan.slot_of.size(0), plan.slot_of.size(1)});
-  check_dtype(weight, "unpermute: weight", wide_dtype(expert_rows.scalar_type()));
-  return Unpermute::apply(expert_rows.contiguous(), weight.contiguous(), &plan);
+Tensor unpermute(const Tensor& given, const Tensor& given_weight, const ExpertPlan& plan) {
+  const Tensor slot_of = plan.slot_of, slots = given.contiguous();
+  const Tensor weight = given_weight.contiguous();
+  check_shape(slots, "unpermute: expert_rows", {plan.num_slots, -1});
+  check_tensor(weight, "unpermute: weight", wide_dtype(slots.scalar_type()),
+      {slot_of.size(0), slot_of.size(1)});
+  PITH_IF_CUDA (slots) {
+    return record(gather_sum(slots, weight, slot_of), {slots, weight},
+        [slots, weight, slot_of](const Tensor& dy) {
+          const Tensor dout = dy.contiguous();
+          const Tensor dslots = at::empty_like(slots), dweight = at::empty_like(weight);
+          cuda::unpermute_backward(write(dslots), write<float>(dweight), read(dout), read(slots),
+              read<float>(weight), read<int32_t>(slot_of), slot_of.size(0), slot_of.size(1),
+              slots.size(1), is_bf16(slots), current_stream());
+          return Tensors{dslots, dweight};
+        });
+  }
+  const Tensor entry = slot_of.view(-1).ge(0).nonzero().squeeze(1);  // of those with a slot
+  const Tensor factor = weight.view(-1).index_select(0, entry).unsqueeze(1);
+  const Tensor rows = widen(slots).index_select(0, slot_of.view(-1).index_select(0, entry));
+  return at::zeros({slot_of.size(0), slots.size(1)}, rows.options())
+      .index_add(0, entry.div(slot_of.size(1), "floor"), rows * factor)
+      .to(slots.scalar_type());
 }
 
 }  // namespace pith

@@ -110,12 +110,10 @@ __global__ void gather_kernel(T* __restrict__ out, const T* __restrict__ rows,
   const int64_t first = blockIdx.x * int64_t{blockDim.y} * kRowsInFlight + threadIdx.y;
   if (unit >= units) return;
   T value[kRowsInFlight];
-#pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
     const int64_t s = first + u * blockDim.y;
     if (s < slots) value[u] = rows[row_of_slot[s] * units + unit];
   }
-#pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
     const int64_t s = first + u * blockDim.y;
     if (s < slots) out[s * units + unit] = value[u];
@@ -135,7 +133,6 @@ __global__ void gather_sum_kernel(T* __restrict__ out, const T* __restrict__ slo
   for (int64_t j0 = 0; j0 < k; j0 += 4) {
     Vec<T, N> x[4];
     float factor[4];
-#pragma unroll
     for (int u = 0; u < 4; ++u) {
       const int64_t source = j0 + u < k ? slot[j0 + u] : -1;
       factor[u] = 0;
@@ -146,14 +143,11 @@ __global__ void gather_sum_kernel(T* __restrict__ out, const T* __restrict__ slo
         x[u] = {};
       }
     }
-#pragma unroll
     for (int u = 0; u < 4; ++u) {
-#pragma unroll
       for (int n = 0; n < N; ++n) sum[n] = fmaf(factor[u], to_float(x[u].v[n]), sum[n]);
     }
   }
   Vec<T, N> result;
-#pragma unroll
   for (int n = 0; n < N; ++n) result.v[n] = from_float<T>(sum[n]);
   store(out + r * hidden + h, result);
 }
@@ -181,7 +175,6 @@ __global__ void unpermute_backward_kernel(T* __restrict__ dslots, float* __restr
   for (int64_t h = lane * N; h < hidden; h += kWarp * N) {
     const Vec<T, N> gradient = load<N>(d + h), x = load<N>(source + h);
     Vec<T, N> scaled;
-#pragma unroll
     for (int n = 0; n < N; ++n) {
       dot = fmaf(to_float(gradient.v[n]), to_float(x.v[n]), dot);
       scaled.v[n] = from_float<T>(factor * to_float(gradient.v[n]));
@@ -190,16 +183,6 @@ __global__ void unpermute_backward_kernel(T* __restrict__ dslots, float* __restr
   }
   dot = lanes_sum<kWarp>(dot);
   if (lane == 0) dweight[entry] = dot;
-}
-
-template <class T>
-void launch_gather(void* out, const void* rows, const int32_t* row_of_slot, int64_t slots,
-    int64_t row_bytes, cudaStream_t stream) {
-  const int64_t units = row_bytes / static_cast<int64_t>(sizeof(T));
-  const RowGrid shape = row_grid(num_blocks(slots, kRowsInFlight), units);
-  gather_kernel<T><<<shape.grid, shape.block, 0, stream>>>(
-      static_cast<T*>(out), static_cast<const T*>(rows), row_of_slot, slots, units);
-  launch_check("gather_rows");
 }
 
 }  // namespace
@@ -235,9 +218,15 @@ void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t nu
 void gather_rows(void* out, const void* rows, const int32_t* row_of_slot, int64_t slots,
     int64_t row_bytes, cudaStream_t stream) {
   if (slots == 0 || row_bytes == 0) return;
+  const auto run = [&]<class T>() {
+    const int64_t units = row_bytes / static_cast<int64_t>(sizeof(T));
+    const RowGrid shape = row_grid(num_blocks(slots, kRowsInFlight), units);
+    gather_kernel<T><<<shape.grid, shape.block, 0, stream>>>(
+        static_cast<T*>(out), static_cast<const T*>(rows), row_of_slot, slots, units);
+  };
   const bool full = aligned<uint8_t, 16>({out, rows}, {row_bytes});
-  (full ? launch_gather<uint4> : launch_gather<uint16_t>)(out, rows, row_of_slot, slots, row_bytes,
-      stream);
+  full ? run.template operator()<uint4>() : run.template operator()<uint16_t>();
+  launch_check("gather_rows");
 }
 
 void gather_sum(void* out, const void* slots, const float* weight, const int32_t* slot_of,

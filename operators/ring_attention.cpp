@@ -1,22 +1,14 @@
 #include "operators/ring_attention.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include "operators/attention.h"
-#include "operators/matmul.h"
+#include "operators/function.h"
 
 namespace pith {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // A view where the rows are neighbours, else a copy.
 Tensor take(const Tensor& x, const RowSet& rows) {
@@ -51,98 +43,86 @@ Work pass_on(const Comm& context, const Tensor& sent, Tensor& received) {
       {{(rank + 1) % size, sent, true}, {(rank + size - 1) % size, received, false}});
 }
 
-struct RingAttention : torch::autograd::Function<RingAttention> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-      const std::vector<RingStep>* ring, double scale, const Comm* context) {
-    const Tensor own = at::stack({k, v});  // (2, T, Hkv, D)
-    AttentionPart whole;
-    Tensor block = own;
-    for (size_t i = 0; i < ring->size(); ++i) {
-      const RingStep& step = (*ring)[i];
-      Tensor next;
-      Work travel;
-      if (i + 1 < ring->size()) travel = pass_on(*context, block, next);
-      if (i == 0) {
-        whole = attention_part(q, block[0], block[1], step.span, /*causal=*/true, scale);
-        whole.out = whole.out.to(wide_dtype(q.scalar_type()));
-        whole.lse = whole.lse.contiguous();
-      } else if (step.queries.count > 0) {
-        merge(whole, step.queries,
-            attention_part(take(q, step.queries), take(block[0], step.keys),
-                take(block[1], step.keys), step.span, /*causal=*/false, scale));
-      }
-      travel.wait();
-      block = next;
+// Out and lse over all keys; `own` (2, T, Hkv, D): k and v of this rank.
+AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<RingStep>& ring,
+    double scale, const Comm& context) {
+  const at::NoGradGuard no_grad;
+  AttentionPart whole;
+  Tensor block = own;
+  for (size_t i = 0; i < ring.size(); ++i) {
+    const RingStep& step = ring[i];
+    Tensor next;
+    Work travel;
+    if (i + 1 < ring.size()) travel = pass_on(context, block, next);
+    if (i == 0) {
+      whole = attention_part(q, block[0], block[1], step.span, /*causal=*/true, scale);
+      whole = {widen(whole.out), whole.lse.contiguous()};
+    } else if (step.queries.count > 0) {
+      merge(whole, step.queries,
+          attention_part(take(q, step.queries), take(block[0], step.keys),
+              take(block[1], step.keys), step.span, /*causal=*/false, scale));
     }
-    const Tensor out = whole.out.to(q.scalar_type());
-    ctx->save_for_backward({q, own, out, whole.lse});
-    ctx->saved_data["ring"] = reinterpret_cast<int64_t>(ring);
-    ctx->saved_data["context"] = reinterpret_cast<int64_t>(context);
-    ctx->saved_data["scale"] = scale;
-    return out;
+    travel.wait();
+    block = next;
   }
+  whole.out = whole.out.to(q.scalar_type());
+  return whole;
+}
 
-  // A block's gradient follows the block, one step behind it, and comes home after the last step.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    at::NoGradGuard no_grad;
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &q = saved[0], &own = saved[1], &out = saved[2], &lse = saved[3];
-    const auto& ring =
-        *reinterpret_cast<const std::vector<RingStep>*>(ctx->saved_data["ring"].toInt());
-    const auto& context = *reinterpret_cast<const Comm*>(ctx->saved_data["context"].toInt());
-    const double scale = ctx->saved_data["scale"].toDouble();
-    const Tensor dout = grads[0].contiguous();
-    const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
-    const Tensor dq = at::zeros(q.sizes(), wide);
-    Tensor block = own, dblock = at::zeros(own.sizes(), wide), arriving;
-    Work travel_back;
-    for (size_t i = 0; i < ring.size(); ++i) {
-      const RingStep& step = ring[i];
-      Tensor next;
-      Work travel;
-      if (i + 1 < ring.size()) travel = pass_on(context, block, next);
-      std::array<Tensor, 3> grad;
-      if (step.queries.count > 0) {
-        const AttentionPart whole{take(out, step.queries), take(lse, step.queries)};
-        grad = attention_part_backward(take(dout, step.queries), take(q, step.queries),
-            take(block[0], step.keys), take(block[1], step.keys), whole, step.span,
-            /*causal=*/i == 0, scale);
-      }
-      if (i > 0) {
-        travel_back.wait();
-        dblock = arriving;
-      }
-      if (step.queries.count > 0) {
-        add_rows(dq, step.queries, grad[0]);
-        add_rows(dblock[0], step.keys, grad[1]);
-        add_rows(dblock[1], step.keys, grad[2]);
-      }
-      travel_back = pass_on(context, dblock, arriving);
-      travel.wait();
-      block = next;
+// Gradients of q, k and v. A block's gradient follows the block, one step behind it, and comes home
+// after the last step.
+Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const AttentionPart& whole,
+    const std::vector<RingStep>& ring, double scale, const Comm& context) {
+  const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
+  const Tensor dq = at::zeros(q.sizes(), wide);
+  Tensor block = own, dblock = at::zeros(own.sizes(), wide), arriving;
+  Work travel_back;
+  for (size_t i = 0; i < ring.size(); ++i) {
+    const RingStep& step = ring[i];
+    Tensor next;
+    Work travel;
+    if (i + 1 < ring.size()) travel = pass_on(context, block, next);
+    std::array<Tensor, 3> grad;
+    if (step.queries.count > 0) {
+      grad = attention_part_backward(take(dout, step.queries), take(q, step.queries),
+          take(block[0], step.keys), take(block[1], step.keys),
+          {take(whole.out, step.queries), take(whole.lse, step.queries)}, step.span,
+          /*causal=*/i == 0, scale);
     }
-    travel_back.wait();
-    return {dq.to(q.scalar_type()), arriving[0].to(q.scalar_type()),
-        arriving[1].to(q.scalar_type()), Tensor(), Tensor(), Tensor()};
+    if (i > 0) {
+      travel_back.wait();
+      dblock = arriving;
+    }
+    if (step.queries.count > 0) {
+      add_rows(dq, step.queries, grad[0]);
+      add_rows(dblock[0], step.keys, grad[1]);
+      add_rows(dblock[1], step.keys, grad[2]);
+    }
+    travel_back = pass_on(context, dblock, arriving);
+    travel.wait();
+    block = next;
   }
-};
+  travel_back.wait();
+  const auto dtype = q.scalar_type();
+  return {dq.to(dtype), arriving[0].to(dtype), arriving[1].to(dtype)};
+}
 
 }  // namespace
 
-Tensor ring_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
     const std::vector<RingStep>& ring, double scale, const Comm& context) {
-  check_shape(q, "ring_attention: q", {-1, -1, -1});
-  check_shape(k, "ring_attention: k", {q.size(0), -1, q.size(2)});
-  check_shape(v, "ring_attention: v", {q.size(0), k.size(1), q.size(2)});
-  check_dtype(k, "ring_attention: k", q.scalar_type());
-  check_dtype(v, "ring_attention: v", q.scalar_type());
-  PITH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
-      "ring_attention: {} query heads over {} key heads", q.size(1), k.size(1));
+  check_attention(given, k, v);
+  const Tensor q = given.contiguous();
   PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
       "ring_attention: q has {} tokens on {} ranks, but the micro-batch was split for {} "
       "tokens on {} ranks",
       q.size(0), context.size(), ring.empty() ? 0 : ring[0].queries.count, ring.size());
-  return RingAttention::apply(q.contiguous(), k, v, &ring, scale, &context);
+  const Tensor own = at::stack({k.detach(), v.detach()});
+  const AttentionPart whole = forward(q, own, ring, scale, context);
+  const AttentionPart kept{whole.out.detach(), whole.lse};
+  return record(whole.out, {q, k, v}, [=, &ring, &context](const Tensor& dout) {
+    return backward(dout.contiguous(), q, own, kept, ring, scale, context);
+  });
 }
 
 }  // namespace pith

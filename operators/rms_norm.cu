@@ -7,7 +7,6 @@
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
-
 namespace {
 
 constexpr int kGroupThreads = 128;  // of a block that takes several rows
@@ -32,7 +31,6 @@ __device__ inline int lane() {
 // Calls f(k, j) for the vectors of this thread, the k-th of which begins at element j.
 template <class S, class F>
 __device__ inline void for_vectors(int64_t dim, F&& f) {
-#pragma unroll
   for (int k = 0; k < S::PER; ++k) {
     const int j = (k * group_size<S>() + lane<S>()) * S::N;
     if (j < dim) f(k, j);
@@ -75,7 +73,6 @@ __global__ void __launch_bounds__(S::MOST)
   float squares = 0;
   for_vectors<S>(rows.dim, [&](int k, int j) { cached[k] = load<S::N>(from + j); });
   for_vectors<S>(rows.dim, [&](int k, int) {
-#pragma unroll
     for (int i = 0; i < S::N; ++i) squares += to_float(cached[k].v[i]) * to_float(cached[k].v[i]);
   });
   squares = row_sum<S::LANES>(squares);
@@ -84,7 +81,6 @@ __global__ void __launch_bounds__(S::MOST)
   if (lane<S>() == 0) rstd[r] = scale;
   for_vectors<S>(rows.dim, [&](int k, int j) {
     const Vec<T, S::N> w = load<S::N>(weight + j);
-#pragma unroll
     for (int i = 0; i < S::N; ++i) {
       cached[k].v[i] = from_float<T>(to_float(cached[k].v[i]) * scale * to_float(w.v[i]));
     }
@@ -115,7 +111,6 @@ __global__ void __launch_bounds__(S::MOST) backward_kernel(const T* x, NormRows 
     float projection = 0;  // sum of dy w n, where n = x rstd
     for_vectors<S>(valid ? rows.dim : 0, [&](int k, int j) {
       const Vec<T, N> w = load<N>(weight + j);
-#pragma unroll
       for (int i = 0; i < N; ++i) {
         const float product = to_float(d[k].v[i]) * (to_float(a[k].v[i]) * scale);
         sums[k][i] += product;
@@ -127,7 +122,6 @@ __global__ void __launch_bounds__(S::MOST) backward_kernel(const T* x, NormRows 
     for_vectors<S>(valid ? rows.dim : 0, [&](int k, int j) {
       const Vec<T, N> w = load<N>(weight + j);
       Vec<T, N> out;
-#pragma unroll
       for (int i = 0; i < N; ++i) {
         const float g = to_float(d[k].v[i]) * to_float(w.v[i]);
         out.v[i] = from_float<T>(scale * (g - to_float(a[k].v[i]) * scale * projection));
@@ -139,7 +133,6 @@ __global__ void __launch_bounds__(S::MOST) backward_kernel(const T* x, NormRows 
   extern __shared__ float columns[];
   for (int turn = 0; turn < num_groups; ++turn) {
     for_vectors<S>(group == turn ? rows.dim : 0, [&](int k, int j) {
-#pragma unroll
       for (int i = 0; i < N; ++i) {
         columns[j + i] = turn == 0 ? sums[k][i] : columns[j + i] + sums[k][i];
       }

@@ -1,9 +1,5 @@
 #include "operators/rotary.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 
@@ -14,40 +10,25 @@ namespace {
 
 // x (T, heads, D) turned by the angles of its positions, or back. -> contiguous
 Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table, bool inverse) {
+  const at::NoGradGuard no_grad;
   PITH_IF_CUDA (x) {
     Tensor y = at::empty(x.sizes(), x.options());
-    cuda::rotary(x.const_data_ptr(), positions.const_data_ptr<int32_t>(),
-        table.cos.const_data_ptr<float>(), table.sin.const_data_ptr<float>(), y.mutable_data_ptr(),
-        x.size(0), x.size(1), x.size(2), x.stride(0), x.stride(1), table.cos.size(0), inverse,
-        is_bf16(x), current_stream());
+    cuda::rotary(read(x), read<int32_t>(positions), read<float>(table.cos), read<float>(table.sin),
+        write(y), x.size(0), x.size(1), x.size(2), x.stride(0), x.stride(1), table.cos.size(0),
+        inverse, is_bf16(x), current_stream());
     return y;
   }
-  const int64_t half = x.size(2) / 2;
-  const Tensor wide = widen(x), a = wide.narrow(2, 0, half), b = wide.narrow(2, half, half);
+  const Tensor wide = widen(x);
   const auto row = [&](const Tensor& angles) {  // (T, 1, D / 2)
     return angles.index_select(0, positions).unsqueeze(1).to(wide.scalar_type());
   };
   const Tensor cos = row(table.cos), sin = row(table.sin);
+  const auto halves = wide.chunk(2, 2);
+  const Tensor &a = halves[0], &b = halves[1];
   const double sign = inverse ? -1 : 1;
   return at::cat({(a * cos).addcmul_(b, sin, -sign), (b * cos).addcmul_(a, sin, sign)}, 2)
       .to(x.scalar_type());
 }
-
-struct Rotary : torch::autograd::Function<Rotary> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& positions,
-      const Tensor& cos, const Tensor& sin) {
-    ctx->save_for_backward({positions, cos, sin});
-    return rotate(x, positions, {cos, sin}, /*inverse=*/false);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    at::NoGradGuard no_grad;
-    const variable_list saved = ctx->get_saved_variables();
-    const Tensor dy = grads[0].stride(2) == 1 ? grads[0] : grads[0].contiguous();
-    return {
-        rotate(dy, saved[0], {saved[1], saved[2]}, /*inverse=*/true), Tensor(), Tensor(), Tensor()};
-  }
-};
 
 }  // namespace
 
@@ -63,18 +44,18 @@ RotaryTable make_rotary_table(
 
 Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table) {
   check_shape(x, "rotary: x", {-1, -1, -1});
-  PITH_CHECK(x.is_floating_point() && x.size(2) % 2 == 0,
-      "{}: floating-point heads of even size are needed", describe(x, "rotary: x"));
-  PITH_CHECK(x.stride(2) == 1 || x.size(2) <= 1, "{}: the last dimension must be contiguous",
+  PITH_CHECK(x.is_floating_point() && x.size(2) % 2 == 0 && (x.stride(2) == 1 || x.size(2) <= 1),
+      "{}: floating-point heads of even size, contiguous each, are needed",
       describe(x, "rotary: x"));
-  check_shape(positions, "rotary: positions", {x.size(0)});
-  check_dtype(positions, "rotary: positions", at::kInt);
+  check_tensor(positions, "rotary: positions", at::kInt, {x.size(0)});
   check_shape(table.cos, "rotary: table.cos", {-1, x.size(2) / 2});
-  check_shape(table.sin, "rotary: table.sin", {table.cos.size(0), x.size(2) / 2});
-  check_dtype(table.cos, "rotary: table.cos", at::kFloat);
-  check_dtype(table.sin, "rotary: table.sin", at::kFloat);
   check_ids(positions, "rotary: positions", table.cos.size(0));
-  return Rotary::apply(x, positions.contiguous(), table.cos.contiguous(), table.sin.contiguous());
+  const Tensor turned_by = positions.contiguous();
+  return record(
+      rotate(x, turned_by, table, /*inverse=*/false), {x}, [turned_by, table](const Tensor& given) {
+        const Tensor dy = given.stride(2) == 1 ? given : given.contiguous();
+        return Tensors{rotate(dy, turned_by, table, /*inverse=*/true)};
+      });
 }
 
 }  // namespace pith

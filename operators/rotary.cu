@@ -20,7 +20,6 @@ __global__ void rotary_kernel(const T* x, const int32_t* positions, const float*
   const bool inside = position >= 0 && position < table_rows;
   const int64_t at = (inside ? position : 0) * half + i;
   Vec<T, N> first, second;
-#pragma unroll
   for (int j = 0; j < N; ++j) {
     const float c = inside ? cos[at + j] : nanf(""), s = sign * sin[at + j];
     const float left = to_float(a.v[j]), right = to_float(b.v[j]);

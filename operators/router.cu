@@ -49,23 +49,6 @@ __device__ inline void select_topk(const float (&score)[N], int num_experts, int
 }
 
 template <int N>
-__global__ void topk_kernel(const float* __restrict__ scores, int64_t* __restrict__ idx,
-    int64_t rows, int num_experts, int k) {
-  const int lane = threadIdx.x % kWarp;
-  const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
-  if (row >= rows) return;
-  float score[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const int id = lane + kWarp * i;
-    score[i] = id < num_experts ? scores[row * num_experts + id] : 0.0f;
-  }
-  select_topk<N>(score, num_experts, k, [&](int j, int id) {
-    if (lane == 0) idx[row * k + j] = id;
-  });
-}
-
-template <int N>
 __global__ void route_forward_kernel(const float* __restrict__ logits,
     const int64_t* __restrict__ forced, float* __restrict__ probabilities,
     int64_t* __restrict__ idx, float* __restrict__ weight, int64_t rows, int num_experts, int k,
@@ -109,7 +92,9 @@ __global__ void route_forward_kernel(const float* __restrict__ logits,
   }
 }
 
-// See route_backward_cpu. The gradient of the chosen probabilities is added lane by lane in the
+// dlogits = p (dp - <p, dp>), with dp the gradient of the probabilities plus, at the chosen
+// experts, that of the weights: w_j = p_j, or p_j / s with s the sum of the chosen, whose gradient
+// is (dw_j - <w, dw>) / s. The gradient of the chosen probabilities is added lane by lane in the
 // order of j, so that an expert forced twice into a row still has one order of addition.
 template <int N>
 __global__ void route_backward_kernel(const float* __restrict__ probabilities,
@@ -158,8 +143,6 @@ __global__ void route_backward_kernel(const float* __restrict__ probabilities,
 
 // --- The balance loss: a row's tokens are neighbours ---
 
-constexpr int64_t kParts = 32;  // kBalanceParts of router.h, which a .cu file does not include
-
 // start (num_rows + 1): first token of each row. row_id is ascending.
 __global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tokens,
     int64_t num_rows, int32_t* __restrict__ start) {
@@ -169,14 +152,16 @@ __global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tok
   for (int64_t row = before + 1; row <= here; ++row) start[row] = static_cast<int32_t>(t);
 }
 
-// Block (row, part): sum (num_rows, kParts, E) of probabilities and count of choices of its tokens.
+// Block (row, part): sum (num_rows, kBalanceParts, E) of probabilities and count of choices of its
+// tokens.
 __global__ void balance_part_kernel(const float* __restrict__ probabilities,
     const int64_t* __restrict__ idx, const int32_t* __restrict__ start, float* __restrict__ sum,
     int32_t* __restrict__ count, int num_experts, int64_t k) {
   extern __shared__ int32_t chosen[];
   const int64_t row = blockIdx.x, part = blockIdx.y;
   const int64_t first = start[row], length = start[row + 1] - first;
-  const int64_t begin = first + length * part / kParts, end = first + length * (part + 1) / kParts;
+  const int64_t begin = first + length * part / kBalanceParts,
+                end = first + length * (part + 1) / kBalanceParts;
   const int e = static_cast<int>(threadIdx.x);
   if (e < num_experts) chosen[e] = 0;
   __syncthreads();
@@ -188,7 +173,7 @@ __global__ void balance_part_kernel(const float* __restrict__ probabilities,
   float total = 0;
 #pragma unroll 8
   for (int64_t t = begin; t < end; ++t) total += probabilities[t * num_experts + e];
-  const int64_t at = (row * kParts + part) * num_experts + e;
+  const int64_t at = (row * kBalanceParts + part) * num_experts + e;
   sum[at] = total;
   count[at] = chosen[e];
 }
@@ -204,8 +189,8 @@ __global__ void balance_total_kernel(const float* __restrict__ sum,
   for (int64_t row = 0; row < num_rows && e < num_experts; ++row) {
     double total = 0;
     int64_t choices = 0;
-    for (int64_t part = 0; part < kParts; ++part) {
-      const int64_t at = (row * kParts + part) * num_experts + e;
+    for (int64_t part = 0; part < kBalanceParts; ++part) {
+      const int64_t at = (row * kBalanceParts + part) * num_experts + e;
       total += sum[at];
       choices += count[at];
     }
@@ -226,15 +211,6 @@ __global__ void balance_total_kernel(const float* __restrict__ sum,
   *loss = static_cast<float>(mine);
 }
 
-__global__ void balance_backward_kernel(const float* __restrict__ dloss,
-    const float* __restrict__ coefficient, const int32_t* __restrict__ row_id,
-    float* __restrict__ dprobabilities, int64_t tokens, int64_t num_experts) {
-  const int64_t t = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
-  const int64_t e = blockIdx.y * int64_t{blockDim.x} + threadIdx.x;
-  if (t >= tokens || e >= num_experts) return;
-  dprobabilities[t * num_experts + e] = *dloss * coefficient[row_id[t] * num_experts + e];
-}
-
 // Calls f.operator()<N>() with N registers a lane, enough for num_experts <= 1024.
 template <class F>
 void with_registers(int64_t num_experts, F&& f) {
@@ -246,32 +222,18 @@ void with_registers(int64_t num_experts, F&& f) {
   f.template operator()<32>();
 }
 
-unsigned warp_blocks(int64_t rows) {
-  return static_cast<unsigned>((rows + kWarpsPerBlock - 1) / kWarpsPerBlock);
-}
-
 constexpr int kThreads = kWarpsPerBlock * kWarp;
 
 }  // namespace
-
-void topk_lowest_id(const float* scores, int64_t* idx, int64_t rows, int64_t num_experts, int64_t k,
-    cudaStream_t stream) {
-  if (rows == 0) return;
-  with_registers(num_experts, [&]<int N>() {
-    topk_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(
-        scores, idx, rows, static_cast<int>(num_experts), static_cast<int>(k));
-  });
-  launch_check("topk_lowest_id");
-}
 
 void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
     float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize,
     cudaStream_t stream) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
-    route_forward_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(logits, forced,
-        probabilities, idx, weight, rows, static_cast<int>(num_experts), static_cast<int>(k),
-        normalize);
+    route_forward_kernel<N><<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, stream>>>(logits,
+        forced, probabilities, idx, weight, rows, static_cast<int>(num_experts),
+        static_cast<int>(k), normalize);
   });
   launch_check("route_forward");
 }
@@ -281,9 +243,9 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
     bool normalize, cudaStream_t stream) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
-    route_backward_kernel<N><<<warp_blocks(rows), kThreads, 0, stream>>>(probabilities, idx,
-        dprobabilities, dweight, dlogits, rows, static_cast<int>(num_experts), static_cast<int>(k),
-        normalize);
+    route_backward_kernel<N><<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, stream>>>(
+        probabilities, idx, dprobabilities, dweight, dlogits, rows, static_cast<int>(num_experts),
+        static_cast<int>(k), normalize);
   });
   launch_check("route_backward");
 }
@@ -292,12 +254,12 @@ void balance_parts(const float* probabilities, const int64_t* idx, const int32_t
     float* sum, int32_t* count, int32_t* start, int64_t tokens, int64_t num_experts, int64_t k,
     int64_t num_rows, cudaStream_t stream) {
   const auto experts = static_cast<int>(num_experts);
-  const auto threads = static_cast<unsigned>((experts + kWarp - 1) / kWarp * kWarp);
+  const unsigned threads = num_blocks(experts, kWarp) * kWarp;
   row_start_kernel<<<static_cast<unsigned>(tokens / 256 + 1), 256, 0, stream>>>(
       row_id, tokens, num_rows, start);
   launch_check("balance: row_start");
   if (num_rows == 0) return;
-  const dim3 grid(static_cast<unsigned>(num_rows), kParts);
+  const dim3 grid(static_cast<unsigned>(num_rows), kBalanceParts);
   balance_part_kernel<<<grid, threads, sizeof(int32_t) * static_cast<size_t>(experts), stream>>>(
       probabilities, idx, start, sum, count, experts, k);
   launch_check("balance: parts");
@@ -307,19 +269,10 @@ void balance_total(const float* sum, const int32_t* count, const int32_t* start,
     const int64_t* global, float* loss, float* coefficient, int64_t num_experts, int64_t k,
     int64_t num_rows, cudaStream_t stream) {
   const auto experts = static_cast<int>(num_experts);
-  const auto threads = static_cast<unsigned>((experts + kWarp - 1) / kWarp * kWarp);
+  const unsigned threads = num_blocks(experts, kWarp) * kWarp;
   balance_total_kernel<<<1, threads, 0, stream>>>(
       sum, count, start, global, loss, coefficient, num_rows, experts, k);
   launch_check("balance: total");
-}
-
-void balance_backward(const float* dloss, const float* coefficient, const int32_t* row_id,
-    float* dprobabilities, int64_t tokens, int64_t num_experts, cudaStream_t stream) {
-  if (tokens == 0) return;
-  const RowGrid shape = row_grid(tokens, num_experts);
-  balance_backward_kernel<<<shape.grid, shape.block, 0, stream>>>(
-      dloss, coefficient, row_id, dprobabilities, tokens, num_experts);
-  launch_check("balance_backward");
 }
 
 }  // namespace pith::cuda

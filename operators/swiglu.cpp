@@ -1,8 +1,5 @@
 #include "operators/swiglu.h"
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 
@@ -11,38 +8,31 @@
 namespace pith {
 namespace {
 
-struct SwiGlu : torch::autograd::Function<SwiGlu> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& gate_up) {
-    ctx->save_for_backward({gate_up});
-    const int64_t rows = gate_up.size(0), width = gate_up.size(1) / 2;
-    PITH_IF_CUDA (gate_up) {
-      Tensor y = at::empty({rows, width}, gate_up.options());
-      cuda::swiglu_forward(gate_up.const_data_ptr(), y.mutable_data_ptr(), rows, width, is_bf16(y),
-          current_stream());
-      return y;
-    }
-    const Tensor wide = widen(gate_up);
-    Tensor y = at::silu(wide.narrow(1, 0, width)).mul_(wide.narrow(1, width, width));
-    return y.to(gate_up.scalar_type());
+Tensor forward(const Tensor& gate_up) {
+  const at::NoGradGuard no_grad;
+  PITH_IF_CUDA (gate_up) {
+    Tensor y = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+    cuda::swiglu_forward(
+        read(gate_up), write(y), y.size(0), y.size(1), is_bf16(y), current_stream());
+    return y;
   }
+  const auto parts = widen(gate_up).chunk(2, 1);
+  return at::silu(parts[0]).mul_(parts[1]).to(gate_up.scalar_type());
+}
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    at::NoGradGuard no_grad;
-    const Tensor gate_up = ctx->get_saved_variables()[0];
-    const int64_t rows = gate_up.size(0), width = gate_up.size(1) / 2;
-    PITH_IF_CUDA (gate_up) {
-      const Tensor dy = grads[0].contiguous();
-      Tensor dgate_up = at::empty_like(gate_up);
-      cuda::swiglu_backward(gate_up.const_data_ptr(), dy.const_data_ptr(),
-          dgate_up.mutable_data_ptr(), rows, width, is_bf16(dy), current_stream());
-      return {dgate_up};
-    }
-    const Tensor wide = widen(gate_up), dy = widen(grads[0]);
-    const Tensor gate = wide.narrow(1, 0, width), up = wide.narrow(1, width, width);
-    const Tensor dgate = at::silu_backward(dy * up, gate), dup = at::silu(gate).mul_(dy);
-    return {at::cat({dgate, dup}, 1).to(gate_up.scalar_type())};
+Tensor backward(const Tensor& gate_up, const Tensor& given) {
+  PITH_IF_CUDA (gate_up) {
+    const Tensor dy = given.contiguous();
+    Tensor dgate_up = at::empty_like(gate_up);
+    cuda::swiglu_backward(read(gate_up), read(dy), write(dgate_up), dy.size(0), dy.size(1),
+        is_bf16(dy), current_stream());
+    return dgate_up;
   }
-};
+  const auto parts = widen(gate_up).chunk(2, 1);
+  const Tensor &gate = parts[0], &up = parts[1], dy = widen(given);
+  return at::cat({at::silu_backward(dy * up, gate), at::silu(gate).mul_(dy)}, 1)
+      .to(gate_up.scalar_type());
+}
 
 }  // namespace
 
@@ -51,7 +41,8 @@ Tensor swiglu(const Tensor& gate_up) {
   PITH_CHECK(gate_up.is_floating_point() && gate_up.size(1) % 2 == 0,
       "{}: gate and up must be floating-point numbers, as many of the one as of the other",
       describe(gate_up, "swiglu: gate_up"));
-  return SwiGlu::apply(gate_up.contiguous());
+  const Tensor x = gate_up.contiguous();
+  return record(forward(x), {x}, [x](const Tensor& dy) { return Tensors{backward(x, dy)}; });
 }
 
 }  // namespace pith

@@ -16,7 +16,6 @@ __global__ void forward_kernel(const T* gate_up, T* y, int64_t rows, int64_t wid
   const Vec<T, N> gate = load<N>(gate_up + 2 * row * width + column);
   const Vec<T, N> up = load<N>(gate_up + (2 * row + 1) * width + column);
   Vec<T, N> out;
-#pragma unroll
   for (int j = 0; j < N; ++j) {
     const float g = to_float(gate.v[j]);
     out.v[j] = from_float<T>(g * sigmoid(g) * to_float(up.v[j]));
@@ -34,7 +33,6 @@ __global__ void backward_kernel(
   const Vec<T, N> gate = load<N>(gate_up + at_gate), up = load<N>(gate_up + at_up);
   const Vec<T, N> dout = load<N>(dy + row * width + column);
   Vec<T, N> dgate, dup;
-#pragma unroll
   for (int j = 0; j < N; ++j) {
     const float g = to_float(gate.v[j]), d = to_float(dout.v[j]), s = sigmoid(g);
     dgate.v[j] = from_float<T>(d * to_float(up.v[j]) * s * (1.0f + g * (1.0f - s)));

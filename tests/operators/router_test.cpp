@@ -38,7 +38,7 @@ TEST(TopK, DegenerateRowsKeepDistinctIds) {
   EXPECT_EQ(list<int64_t>(topk_lowest_id(masked, 3)), (std::vector<int64_t>{0, 1, 2}));
   Tensor broken = at::zeros({3, 5});
   broken.select(0, 2).select(0, 4).fill_(NAN);
-  EXPECT_TRUE(contains(error_text([&] { topk_lowest_id(broken, 2); }), "scores(2, 4) is NaN"));
+  EXPECT_TRUE(contains(error_text([&] { topk_lowest_id(broken, 2); }), "logits(2, 4) is NaN"));
 }
 
 // Known fault 23: the meaning of the weights.

@@ -29,6 +29,14 @@ Tensor rows_of(int64_t rank, int64_t rows, at::ScalarType dtype) {
   return (base + 16 * rank).to(dtype);
 }
 
+// The received rows.
+Tensor all_to_all(const Comm& comm, const Tensor& in, const std::vector<int64_t>& recv,
+    const std::vector<int64_t>& send) {
+  Tensor out = zeros({std::reduce(recv.begin(), recv.end()), 3}, in.scalar_type());
+  comm.all_to_all_async(out, in, recv, send).wait();
+  return out;
+}
+
 const std::vector<at::ScalarType> kTypes{
     at::kFloat, at::kDouble, at::kBFloat16, at::kLong, at::kInt};
 
@@ -68,7 +76,7 @@ TEST(Comm, BFloat16IsSummedInFloat32) {
   Tensor x = full({4}, all.rank() == 0 ? 256.0 : 1.0, at::kBFloat16);
   const Tensor in = x.repeat(n);
   Tensor part = zeros({4}, at::kFloat);
-  all.reduce_scatter(part, in);
+  all.reduce_scatter_async(part, in).wait();
   EXPECT_TRUE(at::equal(part, full({4}, 255.0 + static_cast<double>(n), at::kFloat)));
   all.all_reduce(x);
   EXPECT_TRUE(
@@ -86,7 +94,7 @@ TEST(Comm, SumsInTheOrderOfRanks) {
     const Tensor in = x.repeat(all.size());
     Tensor part = zeros({size}, at::kFloat);
     all.all_reduce(x);
-    all.reduce_scatter(part, in);
+    all.reduce_scatter_async(part, in).wait();
     EXPECT_TRUE(at::equal(x, full({size}, 0x1p24, at::kFloat)));
     EXPECT_TRUE(at::equal(part, x));
   }
@@ -105,13 +113,13 @@ TEST(Comm, AllGather) {
       std::vector<Tensor> parts;
       for (int64_t i = 0; i < comm.size(); ++i) parts.push_back(rows_of(i, 2, dtype));
       Tensor out = zeros({2 * comm.size(), 3}, dtype);
-      comm.all_gather(out, in);
+      comm.all_gather_async(out, in).wait();
       EXPECT_TRUE(at::equal(out, at::cat(parts))) << comm.name() << ' ' << dtype;
 
       Tensor in_place = zeros({2 * comm.size(), 3}, dtype);
       const Tensor mine = in_place.narrow(0, 2 * comm.rank(), 2);
       mine.copy_(in);
-      comm.all_gather(in_place, mine);
+      comm.all_gather_async(in_place, mine).wait();
       EXPECT_TRUE(at::equal(in_place, out));
     }
     const std::vector<int64_t> sizes = uneven(comm.size());
@@ -120,7 +128,7 @@ TEST(Comm, AllGather) {
     const Tensor whole = arange(total, at::kFloat);
     const int64_t begin = std::reduce(sizes.begin(), sizes.begin() + comm.rank());
     Tensor out = zeros({total}, at::kFloat);
-    comm.all_gather(out, whole.narrow(0, begin, sizes[mine]).clone(), sizes);
+    comm.all_gather_async(out, whole.narrow(0, begin, sizes[mine]).clone(), sizes).wait();
     EXPECT_TRUE(at::equal(out, whole)) << comm.name();
   }
 }
@@ -133,7 +141,7 @@ TEST(Comm, ReduceScatter) {
       Tensor expected = zeros({2 * n, 3}, at::kDouble);
       for (int64_t i = 0; i < n; ++i) expected += rows_of(i, 2 * n, at::kDouble);
       Tensor out = zeros({2, 3}, dtype);
-      comm.reduce_scatter(out, in);
+      comm.reduce_scatter_async(out, in).wait();
       EXPECT_TRUE(at::equal(out, expected.narrow(0, 2 * comm.rank(), 2).to(dtype)));
     }
     const std::vector<int64_t> sizes = uneven(n);
@@ -141,7 +149,7 @@ TEST(Comm, ReduceScatter) {
     const auto mine = static_cast<size_t>(comm.rank());
     const int64_t begin = std::reduce(sizes.begin(), sizes.begin() + comm.rank());
     Tensor out = zeros({sizes[mine]}, at::kFloat);
-    comm.reduce_scatter(out, arange(total, at::kFloat), sizes);
+    comm.reduce_scatter_async(out, arange(total, at::kFloat), sizes).wait();
     EXPECT_TRUE(at::equal(out, (arange(sizes[mine], at::kFloat) + begin) * n));
   }
 }
@@ -159,17 +167,17 @@ TEST(Comm, AllToAllWithZeroRows) {
         in_parts.push_back(rows_of(comm.rank() + i, send.back(), dtype));
         out_parts.push_back(rows_of(comm.rank() + i, recv.back(), dtype));
       }
-      const Tensor out = comm.all_to_all(at::cat(in_parts), recv, send);
+      const Tensor out = all_to_all(comm, at::cat(in_parts), recv, send);
       EXPECT_TRUE(at::equal(out, at::cat(out_parts))) << comm.name() << ' ' << dtype;
     }
     // Nobody sends anything; and all rows go to member 0.
     const std::vector<int64_t> none(static_cast<size_t>(comm.size()), 0);
     const Tensor empty = zeros({0, 3}, at::kFloat);
-    EXPECT_EQ(comm.all_to_all(empty, none, none).size(0), 0);
+    EXPECT_EQ(all_to_all(comm, empty, none, none).size(0), 0);
     std::vector<int64_t> to_first = none, from_all = none;
     to_first[0] = 2;
     if (comm.rank() == 0) from_all.assign(from_all.size(), 2);
-    const Tensor got = comm.all_to_all(rows_of(comm.rank(), 2, at::kFloat), from_all, to_first);
+    const Tensor got = all_to_all(comm, rows_of(comm.rank(), 2, at::kFloat), from_all, to_first);
     EXPECT_EQ(got.size(0), comm.rank() == 0 ? 2 * comm.size() : 0);
   }
 }
@@ -181,20 +189,26 @@ TEST(Comm, Exchange) {
     const int64_t n = comm.size(), next = (comm.rank() + 1) % n, last = (comm.rank() + n - 1) % n;
     Tensor from_last = zeros({4, 3}, at::kBFloat16), from_next = zeros({2, 3}, at::kFloat);
     Tensor empty_in = zeros({0, 3}, at::kFloat), empty_out = empty_in.clone();
-    comm.exchange({{next, rows_of(comm.rank(), 4, at::kBFloat16), true}, {next, empty_out, true},
-        {last, rows_of(comm.rank(), 2, at::kFloat), true}, {last, from_last, false},
-        {last, empty_in, false}, {next, from_next, false}});
+    comm.exchange_async(
+            {{next, rows_of(comm.rank(), 4, at::kBFloat16), true}, {next, empty_out, true},
+                {last, rows_of(comm.rank(), 2, at::kFloat), true}, {last, from_last, false},
+                {last, empty_in, false}, {next, from_next, false}})
+        .wait();
     EXPECT_TRUE(at::equal(from_last, rows_of(last, 4, at::kBFloat16)));
     EXPECT_TRUE(at::equal(from_next, rows_of(next, 2, at::kFloat)));
   }
-  EXPECT_NO_THROW(groups()[0].exchange({}));
+  EXPECT_NO_THROW(groups()[0].exchange_async({}).wait());
 }
 
-TEST(Comm, Broadcast) {
+// A broadcast.
+TEST(Comm, AllGatherFromOneMember) {
   for (const Comm& comm : groups()) {
     for (int64_t root = 0; root < comm.size(); ++root) {
-      Tensor x = rows_of(comm.rank(), 3, at::kBFloat16);
-      comm.broadcast(x, root);
+      Tensor x = zeros({3, 3}, at::kBFloat16);
+      std::vector<int64_t> sizes(static_cast<size_t>(comm.size()), 0);
+      sizes[static_cast<size_t>(root)] = x.numel();
+      const Tensor mine = rows_of(comm.rank(), comm.rank() == root ? 3 : 0, at::kBFloat16);
+      comm.all_gather_async(x, mine, sizes).wait();
       EXPECT_TRUE(at::equal(x, rows_of(root, 3, at::kBFloat16)));
     }
   }
@@ -267,10 +281,10 @@ TEST(Comm, WrongSizesAreNamed) {
   const Comm all = groups()[0];
   Tensor out = zeros({all.size() + 1}, at::kFloat);
   const Tensor in = zeros({1}, at::kFloat);
-  EXPECT_PRED2(contains, error_text([&] { all.all_gather(out, in); }),
+  EXPECT_PRED2(contains, error_text([&] { all.all_gather_async(out, in).wait(); }),
       "the parts do not cut out: out: float32");
   const std::vector<int64_t> splits(static_cast<size_t>(all.size()), 2);
-  EXPECT_PRED2(contains, error_text([&] { (void)all.all_to_all(in, splits, splits); }),
+  EXPECT_PRED2(contains, error_text([&] { all_to_all(all, in, splits, splits); }),
       "the parts do not cut in: ");
   EXPECT_PRED2(contains, error_text([&] { (void)world().group({world().rank(), -1}, "wrong"); }),
       "must be ascending ranks");
