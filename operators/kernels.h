@@ -39,7 +39,7 @@ void add_rows_by_token(const int64_t* sorted, const int64_t* position, const voi
 
 // --- grouped_wgrad ---
 
-// gradient (experts, out, in) float32 += dy^T x over each expert's rows; dy (rows, out) and x (rows,
+// gradient (experts, out, in) float32 += dy^T x over each expert's rows; dy (rows, out), x (rows,
 // in) bfloat16, offsets (experts) the ends of their rows. False, and nothing is done, where this
 // kernel does not run: it needs a Hopper GPU, out and in multiples of 8, data at 16-byte addresses.
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
