@@ -69,7 +69,7 @@ std::vector<int64_t> default_chunks(
   const double head = 6.0 * static_cast<double>(config.vocab_size * config.hidden_size);
   const double all = config.size(sequence_length).flops_per_token;
   const double layer = (all - head) / static_cast<double>(layers);
-  constexpr double kHeadSpeed = 1.6;  // of its large products over a layer's, measured on H200
+  constexpr double kHeadSpeed = 1.25;  // of its large products over a layer's, measured on H200
   return balance_chunks(
       shape.pp, std::vector<double>(static_cast<size_t>(layers), 1.0), head / layer / kHeadSpeed);
 }
