@@ -39,8 +39,7 @@ ExpertPlan plan_on_cpu(const Tensor& topk_idx, int64_t num_experts) {
 }
 
 #if PITH_CUDA
-ExpertPlan plan_on_cuda(
-    const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host) {
+ExpertPlan plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host) {
   ExpertPlan plan;
   PITH_CHECK(
       num_experts <= 1024, "make_expert_plan: {} experts; CUDA takes at most 1024", num_experts);
