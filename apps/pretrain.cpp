@@ -21,6 +21,7 @@
 #include "engine/metrics.h"
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
+#include "engine/profile.h"
 #include "engine/signals.h"
 #include "engine/training_state.h"
 
@@ -196,7 +197,10 @@ class Run {
       set_comm_context(fmt::format("step {}", state_.step + 1));
       const auto start = Clock::now();
       if (batch.empty()) batch = next_batch(0);
+      if (state_.step + 1 == config_.profile.first)
+        profile_.emplace(folder_, mesh_.world.rank(), mesh_.device);
       StepMetrics metrics = step(batch);
+      if (state_.step + 1 == config_.profile.first + config_.profile.count) profile_.reset();
       metrics.seconds = seconds_since(start);
       if (const double peak = peak_flops(mesh_.device); peak > 0)
         metrics.mfu = model_.config().size(config_.data.sequence_length).flops_per_token *
@@ -493,7 +497,8 @@ class Run {
   std::vector<RowStream> validation_;
   TrainingState state_;
   int64_t saved_step_ = 0, last_step_ = 0;
-  bool stopping_ = false;          // agreed by all ranks
+  bool stopping_ = false;  // agreed by all ranks
+  std::optional<Profile> profile_;
   std::optional<MetricsLog> log_;  // on the first rank
   CheckpointWriter writer_;
 };

@@ -7,6 +7,7 @@
 #   benchmarks/gpu.sh step [KEY=VALUE...]
 #                                     the training step of the 8-layer cut of Qwen3-30B-A3B
 #   benchmarks/gpu.sh collectives     all visible GPUs: every NCCL collective, the layout suite over NCCL
+#   benchmarks/gpu.sh profiles        two GPUs: where a step's time goes on one, EP2, PP2, CP2 at 32k
 #   benchmarks/gpu.sh layouts         two GPUs: that step on one of them, then EP2, PP2, FSDP2, and CP2 at 32k
 # Several words run one after another. $OUT (default build/gpu-results) receives metrics and logs.
 set -uo pipefail
@@ -99,7 +100,7 @@ collectives() {
   return "${PIPESTATUS[0]}"
 }
 
-# layout NAME RANKS KEY=VALUE...: 14 steps; prints the median of the steps from the sixth on.
+# layout NAME RANKS KEY=VALUE...: $steps steps (14); prints the median of the steps from the sixth on.
 layout() {
   local name=$1 n=$2 keys=() key folder=runs/layout-$1
   shift 2
@@ -107,10 +108,10 @@ layout() {
   rm -rf "$folder"
   echo "-- $name: $*"
   if [ "$n" = 1 ]; then
-    CUDA_VISIBLE_DEVICES=0 "$bin/pithtrain" pretrain examples/qwen3_30b_a3b_8layers.toml --set training.steps=14 \
+    CUDA_VISIBLE_DEVICES=0 "$bin/pithtrain" pretrain examples/qwen3_30b_a3b_8layers.toml --set training.steps=${steps:-14} \
       --set "run.folder=$folder" "${keys[@]}" >"$out/$name.log" 2>&1 || { tail -n 12 "$out/$name.log"; return 1; }
   else
-    ranks "$n" timeout 200 "$bin/pithtrain" pretrain examples/qwen3_30b_a3b_8layers.toml --set training.steps=14 \
+    ranks "$n" timeout 200 "$bin/pithtrain" pretrain examples/qwen3_30b_a3b_8layers.toml --set training.steps=${steps:-14} \
       --set "run.folder=$folder" "${keys[@]}" >"$out/$name.log" 2>&1 || { tail -n 30 "$out/$name.log"; return 1; }
   fi
   cp "$folder/metrics.jsonl" "$out/$name.jsonl"
@@ -132,6 +133,22 @@ layouts() {
   return $failed
 }
 
+profiles() {
+  corpus
+  local long=(data.sequence_length=32768 training.global_batch=4 training.micro_batch=1) steps=7 failed=0 name
+  local trace=(profile.first=7 profile.count=1)
+  layout one 1 "${trace[@]}" || failed=1
+  layout ep2 2 parallel.ep=2 "${trace[@]}" || failed=1
+  layout pp2 2 parallel.pp=2 "${trace[@]}" || failed=1
+  layout cp2 2 parallel.cp=2 "${long[@]}" "${trace[@]}" || failed=1
+  for name in one ep2 pp2 cp2; do
+    cp "runs/layout-$name/profile-rank0.txt" "$out/profile-$name.txt" || failed=1
+    cp "runs/layout-$name/profile-rank1.txt" "$out/profile-$name-1.txt" 2>/dev/null
+    echo "-- $name" && head -n 24 "$out/profile-$name.txt"
+  done
+  return $failed
+}
+
 status=0
 case "${1:-}" in
   pack) pack ;;
@@ -145,7 +162,7 @@ case "${1:-}" in
         operators) "$bin/bench_operators_gpu" 2>&1 | tee "$out/operators.log" || status=1 ;;
         curve) curve || status=1 ;;
         step) step || status=1 ;;
-        collectives | layouts) "$word" || status=1 ;;
+        collectives | layouts | profiles) "$word" || status=1 ;;
         *) echo "unknown word $word"; status=2 ;;
       esac
     done

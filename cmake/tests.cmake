@@ -17,6 +17,8 @@ foreach(room core operators models engine text apps)
   endif()
   target_compile_definitions(test_${room} PRIVATE PITH_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   target_compile_options(test_${room} PRIVATE ${PITH_LIGHT})
+  # Four files at a time: most of a small file's compile time is the precompiled header's templates.
+  set_target_properties(test_${room} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 4)
   add_test(NAME ${room} COMMAND test_${room} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   set_tests_properties(${room} PROPERTIES TIMEOUT 900 ENVIRONMENT
     "${PITH_TEST_ENVIRONMENT};GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/results/${room}.xml")

@@ -97,6 +97,9 @@ const Key kKeys[] = {
     {KEY(checkpoint, allow_schedule_change), "", "resume with another schedule of lr than saved"},
     {KEY(log, tensorboard), "", "write TensorBoard event files too"},
     {KEY(log, check_finite), "", "stop at the first NaN or Inf and name the tensor"},
+    {KEY(profile, first), "[0, 1e9]", "trace from this step on, into run.folder; 0 = never",
+        "steps"},
+    {KEY(profile, count), "[1, 1000]", "steps to trace"},
 };
 #undef KEY
 

@@ -62,6 +62,9 @@ struct RunConfig {
   struct Log {
     bool tensorboard = true, check_finite = true;
   } log;
+  struct Profile {
+    int64_t first = 0, count = 2;
+  } profile;
 };
 
 // Reads a TOML file, then applies overrides "section.key=value" (the value is TOML; text may come

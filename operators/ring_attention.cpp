@@ -69,13 +69,11 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<Ring
   return whole;
 }
 
-// Gradients of q, k and v. A block's gradient follows the block, one step behind it, and comes home
-// after the last step.
+// Gradients of q, k and v. What the other ranks add to a block's gradient follows the block, one step
+// behind it, and comes home after the last step.
 Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const AttentionPart& whole,
     const std::vector<RingStep>& ring, double scale, const Comm& context) {
-  const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
-  const Tensor dq = at::zeros(q.sizes(), wide);
-  Tensor block = own, dblock = at::zeros(own.sizes(), wide), arriving;
+  Tensor block = own, dq, down, dblock;  // down: this rank's share of its own block's gradient
   Work travel_back;
   for (size_t i = 0; i < ring.size(); ++i) {
     const RingStep& step = ring[i];
@@ -89,22 +87,28 @@ Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const A
           {take(whole.out, step.queries), take(whole.lse, step.queries)}, step.span,
           /*causal=*/i == 0, scale);
     }
-    if (i > 0) {
+    if (i == 0) {
+      dq = widen(grad[0]);
+      down = widen(at::stack({grad[1], grad[2]}));
+      dblock = at::zeros_like(down);
+    } else {
       travel_back.wait();
+      if (step.queries.count > 0) {
+        add_rows(dq, step.queries, grad[0]);
+        add_rows(dblock[0], step.keys, grad[1]);
+        add_rows(dblock[1], step.keys, grad[2]);
+      }
+      Tensor arriving;
+      travel_back = pass_on(context, dblock, arriving);
       dblock = arriving;
     }
-    if (step.queries.count > 0) {
-      add_rows(dq, step.queries, grad[0]);
-      add_rows(dblock[0], step.keys, grad[1]);
-      add_rows(dblock[1], step.keys, grad[2]);
-    }
-    travel_back = pass_on(context, dblock, arriving);
     travel.wait();
     block = next;
   }
   travel_back.wait();
+  down.add_(dblock);
   const auto dtype = q.scalar_type();
-  return {dq.to(dtype), arriving[0].to(dtype), arriving[1].to(dtype)};
+  return {dq.to(dtype), down[0].to(dtype), down[1].to(dtype)};
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 namespace pith::test {
 namespace {
 
-Tensor ids(std::vector<int64_t> values) { return at::tensor(values, at::kLong); }
+Tensor token_ids(std::vector<int64_t> values) { return at::tensor(values, at::kLong); }
 
 TEST(Embedding, GradientsMatchFiniteDifferences) {
   const std::vector<std::vector<int64_t>> cases = {
@@ -18,8 +18,9 @@ TEST(Embedding, GradientsMatchFiniteDifferences) {
   for (const auto& tokens : cases) {
     SCOPED_TRACE(fmt::format("{}", fmt::join(tokens, " ")));
     Parameter w = make_parameter("w", {5, 3});
-    check_gradients([&] { return embedding(ids(tokens), w); }, {}, {&w});
-    EXPECT_TRUE(at::equal(embedding(ids(tokens), w), w.value.index_select(0, ids(tokens))));
+    check_gradients([&] { return embedding(token_ids(tokens), w); }, {}, {&w});
+    EXPECT_TRUE(
+        at::equal(embedding(token_ids(tokens), w), w.value.index_select(0, token_ids(tokens))));
   }
 }
 
@@ -37,10 +38,10 @@ TEST(Embedding, SumsBFloat16RowsInFp32) {
 
 TEST(Embedding, Refuses) {
   Parameter w = make_parameter("model.embed_tokens.weight", {5, 3});
-  EXPECT_THROW(embedding(ids({0, 5}), w), Error);
-  EXPECT_THROW(embedding(ids({-1}), w), Error);
-  EXPECT_THROW(embedding(ids({1}).to(at::kInt), w), Error);
-  EXPECT_THROW(embedding(ids({1, 2}).view({1, 2}), w), Error);
+  EXPECT_THROW(embedding(token_ids({0, 5}), w), Error);
+  EXPECT_THROW(embedding(token_ids({-1}), w), Error);
+  EXPECT_THROW(embedding(token_ids({1}).to(at::kInt), w), Error);
+  EXPECT_THROW(embedding(token_ids({1, 2}).view({1, 2}), w), Error);
 }
 
 }  // namespace

@@ -1,0 +1,96 @@
+#include "engine/profile.h"
+
+#include <torch/csrc/autograd/profiler_kineto.h>
+
+#include "core/device.h"
+#include "engine/file_io.h"
+
+namespace pith {
+namespace {
+
+namespace profiler = torch::autograd::profiler;
+namespace settings = torch::profiler::impl;
+
+using Spans = std::vector<std::pair<uint64_t, uint64_t>>;  // begin and end in nanoseconds
+
+// The same times without overlap, in order.
+Spans united(Spans spans) {
+  std::ranges::sort(spans);
+  Spans result;
+  for (const auto& [begin, end] : spans) {
+    if (result.empty() || begin > result.back().second)
+      result.emplace_back(begin, end);
+    else
+      result.back().second = std::max(result.back().second, end);
+  }
+  return result;
+}
+
+double milliseconds(const Spans& spans) {
+  uint64_t sum = 0;
+  for (const auto& [begin, end] : spans) sum += end - begin;
+  return static_cast<double>(sum) * 1e-6;
+}
+
+// What a trace says in words. On a CPU the operators take the kernels' place.
+std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device device) {
+  Spans computing, communicating, both;
+  std::map<std::string, std::pair<double, int64_t>> by_name;  // ms, calls
+  for (const auto& event : events) {
+    if (event.deviceType() != device.type() || event.durationNs() == 0) continue;
+    const std::string name = event.name();
+    const bool communicates = name.starts_with("nccl");
+    const std::pair span(event.startNs(), event.endNs());
+    (communicates ? communicating : computing).push_back(span);
+    both.push_back(span);
+    auto& [ms, calls] = by_name[name];
+    ms += static_cast<double>(event.durationNs()) * 1e-6;
+    ++calls;
+  }
+  if (both.empty()) return "nothing was recorded\n";
+  const Spans all = united(both);
+  const double span = static_cast<double>(all.back().second - all.front().first) * 1e-6;
+  const double busy = milliseconds(all), work = milliseconds(united(computing));
+  const double talk = milliseconds(united(communicating)), alone = busy - work;
+  std::string text = fmt::format(
+      "{:.2f} ms: computing {:.2f}, communication {:.2f} ({:.1f} % behind computing, {:.2f} ms "
+      "alone), idle {:.2f}\n\n      ms      %   calls  name\n",
+      span, work, talk, talk > 0 ? 100 * (1 - alone / talk) : 0.0, alone, span - busy);
+  std::vector<std::pair<double, std::string>> order;
+  for (const auto& [name, total] : by_name) order.emplace_back(-total.first, name);
+  std::ranges::sort(order);
+  for (const auto& [ms, name] : order)
+    text += fmt::format(
+        "{:8.2f} {:6.2f} {:7}  {:.140}\n", -ms, -100 * ms / span, by_name[name].second, name);
+  return text;
+}
+
+std::set<settings::ActivityType> activities(at::Device device) {
+  std::set<settings::ActivityType> kinds{settings::ActivityType::CPU};
+  if (device.is_cuda()) kinds.insert(settings::ActivityType::CUDA);
+  return kinds;
+}
+
+}  // namespace
+
+Profile::Profile(std::filesystem::path folder, int64_t rank, at::Device device)
+    : folder_(std::move(folder)), rank_(rank), device_(device) {
+  synchronize(device_);
+  const settings::ProfilerConfig config(settings::ProfilerState::KINETO);
+  profiler::prepareProfiler(config, activities(device_));
+  profiler::enableProfiler(config, activities(device_));
+}
+
+Profile::~Profile() {
+  try {
+    synchronize(device_);
+    const auto result = profiler::disableProfiler();
+    result->save((folder_ / fmt::format("trace-rank{}.json", rank_)).string());
+    write_file(
+        folder_, fmt::format("profile-rank{}.txt", rank_), summary(result->events(), device_));
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "no profile of rank {}: {}\n", rank_, error.what());
+  }
+}
+
+}  // namespace pith
