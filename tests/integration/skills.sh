@@ -23,8 +23,8 @@ train = "none"
 global_batch = 64
 TOML
 choose() { "$skills/choose-layout/check.sh" "$PWD/run.toml" "$@"; }
-expect 0 '^recompute = "none"' choose 8 141
-expect 0 '^weights = "reshard"' choose 16 80
+expect 0 '^ep = 8' choose 8 141
+expect 0 '^recompute = "layer"' choose 16 64
 expect 1 'none of [0-9]+ layouts fits; the smallest: [0-9.]+ GiB' choose 2 80
 expect 1 'no layout is possible' choose 4 80 --set training.micro_batch=3
 
