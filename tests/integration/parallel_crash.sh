@@ -48,11 +48,11 @@ newest() { ls killed/checkpoints 2>/dev/null | grep '^step-' | tail -n 1; }  # n
 pid_of_rank() {  # of this test's job
   local environ
   for environ in /proc/[0-9]*/environ; do
-    if tr '\0' '\n' <"$environ" 2>/dev/null | grep -cxE "TEST_TMP=$TEST_TMP|OMPI_COMM_WORLD_RANK=$1" | grep -qx 2; then
-      environ=${environ#/proc/}
-      echo "${environ%/environ}"
-      return
-    fi
+    grep -qzxF "TEST_TMP=$TEST_TMP" "$environ" 2>/dev/null || continue
+    grep -qzxF "OMPI_COMM_WORLD_RANK=$1" "$environ" 2>/dev/null || continue
+    environ=${environ#/proc/}
+    echo "${environ%/environ}"
+    return
   done
 }
 
