@@ -287,10 +287,10 @@ class Build {
     const auto next = [&](EncodedChunk& chunk) {
       try {
         return encoder.next(chunk);
-      } catch (const Error& error) {
+      } catch (const Error&) {
         save_journal();
-        PITH_FAIL_HINT("what was done is kept: mend it and give the same command to go on", "{}",
-            error.message());
+        fmt::print(stderr, "what was done is kept: the same command goes on from there\n");
+        throw;
       }
     };
     for (EncodedChunk chunk; !journal_.full && next(chunk);) {

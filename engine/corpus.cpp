@@ -50,7 +50,7 @@ struct SideFile {
   int64_t documents = 0, tokens = 0;
   std::string index_xxh3;
   uint64_t block_bytes = kBlock;
-  std::string block_xxh3;  // 16 hexadecimal digits a block
+  std::string block_xxh3 = {};  // 16 hexadecimal digits a block
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SideFile, format, version, vocab_size, tokenizer_hash, documents,
     tokens, index_xxh3, block_bytes, block_xxh3)
