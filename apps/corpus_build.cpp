@@ -118,10 +118,10 @@ class Progress {
  public:
   void show(uint64_t text, int64_t documents, int64_t tokens, double share) {
     const auto now = Clock::now();
+    if (first_share_ < 0) first_share_ = share;
     if (now - shown_ < std::chrono::seconds(10)) return;
     shown_ = now;
     const double seconds = std::chrono::duration<double>(now - begin_).count();
-    if (first_share_ < 0) first_share_ = share;
     const double gained = share - first_share_;
     const auto left = static_cast<int64_t>(gained > 0 ? seconds * (1 - share) / gained : 0);
     fmt::print(stderr, "{:5.1f}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}\n",
@@ -269,15 +269,17 @@ class Build {
   }
 
   void save_journal() {
+    const auto begin = Clock::now();
     for (size_t i = 0; i < writers_.size(); ++i) journal_.sides[i].written = writers_[i].sync();
     if (seen_) journal_.seen = seen_->sync();
     write_file(folder_, "journal.json.tmp", seal_json(dump(journal_)));
     fs::rename(folder_ / "journal.json.tmp", folder_ / "journal.json");
     sync_folder(folder_);
     saved_ = Clock::now();
+    saving_ = std::max<Clock::duration>(saved_ - begin, std::chrono::milliseconds(5));
   }
-  void save_journal_sometimes() {
-    if (Clock::now() - saved_ > std::chrono::seconds(1)) save_journal();
+  void save_journal_sometimes() {  // for a twentieth of the time at most
+    if (Clock::now() - saved_ > 20 * saving_) save_journal();
   }
 
   void encode_all() {
@@ -398,6 +400,7 @@ class Build {
   std::deque<CorpusWriter> writers_;
   std::optional<SeenTexts> seen_;
   Clock::time_point saved_;
+  Clock::duration saving_{};  // how long that took
   Progress progress_;
 };
 

@@ -16,8 +16,8 @@ struct CorpusBuildOptions {
   bool keep_duplicates = false, restart = false;
 };
 
-// Unfinished work lies in OUT.build/ and in *.tmp files beside the outputs. A journal, renewed
-// every second, names the input position and the sizes of all outputs at one moment; after any
+// Unfinished work lies in OUT.build/ and in *.tmp files beside the outputs. A journal, often
+// renewed, names the input position and the sizes of all outputs at one moment; after any
 // interruption the outputs are cut back to it. So the result does not depend on interruptions, nor
 // on the number of workers. Other options or changed inputs are refused by name until `restart`.
 // Shuffling is a second pass over the finished, unshuffled corpus in OUT.build/: a permutation

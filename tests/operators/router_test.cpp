@@ -172,7 +172,7 @@ TEST(BalanceLoss, NamesWhatDoesNotFit) {
   EXPECT_TRUE(contains(error(ids({0, 4}, {2, 1}), row), "topk_idx(1, 0) = 4"));
   EXPECT_TRUE(contains(error(idx, ids({1, 0}, {2}).to(at::kInt)), "not ascending"));
   EXPECT_TRUE(contains(error(idx, ids({~1, 1}, {2}).to(at::kInt)), "not ascending"));
-  EXPECT_TRUE(contains(error(idx, ids({0, ~2}, {2}).to(at::kInt)), "row_id(1) = 2"));
+  EXPECT_TRUE(contains(error(idx, ids({0, ~2}, {2}).to(at::kInt)), "row_id[1] = 2"));
   EXPECT_TRUE(contains(error(idx, ids({0, 1}, {2})), "row_id"));
 }
 
