@@ -2,10 +2,7 @@
 // safetensors file.
 #include "apps/inspect.h"
 
-#include <fmt/ranges.h>
-
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "apps/commands.h"
@@ -158,9 +155,13 @@ struct Inspection {
     if (!attempt([&] { opened.emplace(prefix); })) return title(prefix, "corpus, not readable");
     const Corpus& corpus = *opened;
     const int64_t documents = corpus.num_documents(), tokens = corpus.num_tokens();
-    title(prefix,
-        fmt::format("corpus of {} documents, {} tokens, {}", grouped(documents), grouped(tokens),
-            human_bytes(fs::file_size(prefix + ".bin") + fs::file_size(prefix + ".idx"))));
+    const std::vector<std::string> shards = corpus_shards(prefix);
+    uint64_t bytes = 0;
+    for (const std::string& shard : shards)
+      bytes += fs::file_size(shard + ".bin") + fs::file_size(shard + ".idx");
+    title(prefix, fmt::format("corpus of {} documents, {} tokens, {}", grouped(documents),
+                      grouped(tokens), human_bytes(bytes)));
+    if (shards.size() > 1) line("shards", std::to_string(shards.size()));
     line("ids", fmt::format("{}, vocabulary {}", corpus.dtype(),
                     corpus.vocab_size() > 0 ? grouped(corpus.vocab_size()) : "not stated"));
     std::vector<int64_t> lengths;
@@ -180,9 +181,9 @@ struct Inspection {
     line("fingerprint", corpus.fingerprint());
     if (!quick) add(verify_corpus(prefix));
     if (problems.empty())
-      line("checksums", quick                          ? "not verified (--quick)"
-                        : fs::exists(prefix + ".json") ? "all files are as they were written"
-                                                       : "none: " + prefix + ".json is not there");
+      line("checksums", quick                     ? "not verified (--quick)"
+                        : corpus.vocab_size() > 0 ? "all files are as they were written"
+                                                  : "none: " + prefix + ".json is not there");
   }
 
   void look_at(fs::path path) {
@@ -203,8 +204,7 @@ struct Inspection {
     }
     if (path.extension() == ".safetensors") return safetensors(path);
     for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
-      if (fs::exists(prefix.string() + ".idx") || fs::exists(prefix.string() + ".bin"))
-        return corpus(prefix.string());
+      if (!corpus_shards(prefix.string()).empty()) return corpus(prefix.string());
     PITH_FAIL_HINT(kKnown, "{} {}", path.string(),
         fs::exists(path) ? "is of no known kind" : "does not exist");
   }

@@ -1,21 +1,15 @@
 // pithtrain tokenizer: trains tokenizers, and looks at what they make of text.
 #include "text/tokenizer.h"
 
-#include <fmt/ranges.h>
-#include <simdjson.h>
-
 #include <CLI/CLI.hpp>
-#include <algorithm>
-#include <filesystem>
 #include <iostream>
 #include <iterator>
-#include <set>
-#include <thread>
 
 #include "apps/commands.h"
 #include "core/error.h"
 #include "engine/file_io.h"
 #include "text/bpe_trainer.h"
+#include "text/corpus_reader.h"
 
 namespace pith {
 namespace {
@@ -53,23 +47,8 @@ Tokenizer open(const std::string& path, const Options& options) {
   return Tokenizer::from_tiktoken(read_file(path), options.pattern, special);
 }
 
-std::vector<std::string> list_files(const std::vector<std::string>& inputs) {
-  std::vector<std::string> files;
-  for (const std::string& input : inputs) {
-    if (!fs::is_directory(input)) {
-      files.push_back(input);
-      continue;
-    }
-    std::set<std::string> found;
-    for (const auto& entry : fs::recursive_directory_iterator(input))
-      if (entry.is_regular_file()) found.insert(entry.path().string());
-    files.insert(files.end(), found.begin(), found.end());
-  }
-  return files;
-}
-
-// Calls sink(texts) with batches of about 64 MB: a field of each line of a .jsonl, else the lines
-// of a file with their ends, or the file.
+// Calls sink(texts) with batches of about 64 MB: the documents of JSON lines and tables, of other
+// files their lines with the line ends, or the whole.
 template <class Sink>
 void for_each_batch(const Options& options, Sink sink) {
   std::vector<std::string> batch;
@@ -82,27 +61,22 @@ void for_each_batch(const Options& options, Sink sink) {
     batch.clear();
     bytes = 0;
   };
-  for (const std::string& path : list_files(options.inputs)) {
-    const std::string text = read_text(path);
-    const bool json = fs::path(path).extension() == ".jsonl";
-    if (options.whole_files && !json) {
-      add(text);
+  const ReadOptions read{.text_field = options.field, .max_line = UINT64_MAX};
+  InputReader reader(list_inputs(options.inputs, {}), read);
+  for (Chunk chunk; reader.next(chunk);) {
+    if (chunk.layout != Chunk::Layout::kWhole) {
+      for (Document& document : read_documents(chunk, read)) {
+        PITH_CHECK(
+            document.problem.empty(), "{}:{}: {}", chunk.path, document.line, document.problem);
+        add(std::move(document.text));
+      }
       continue;
     }
-    simdjson::dom::parser parser;
-    size_t end = 0;
-    for (int64_t number = 1; end < text.size(); ++number) {
-      const size_t begin = end;
-      end = std::min(text.find('\n', begin), text.size() - 1) + 1;
-      const std::string line = text.substr(begin, end - begin);
-      std::string_view value = line;
-      if (json) {
-        if (line.find_first_not_of(" \t\r\n") == line.npos) continue;
-        const auto error = parser.parse(line)[options.field].get(value);
-        PITH_CHECK(!error, "{}:{}: no text \"{}\": {}", path, number, options.field,
-            simdjson::error_message(error));
-      }
-      add(std::string(value));
+    const std::string& text = chunk.bytes;
+    for (size_t begin = 0, end; begin < text.size(); begin = end) {
+      end =
+          options.whole_files ? text.size() : std::min(text.find('\n', begin), text.size() - 1) + 1;
+      add(text.substr(begin, end - begin));
     }
   }
   if (!batch.empty()) sink(batch);
@@ -218,7 +192,9 @@ void add_tokenizer_command(CLI::App& app) {
         ->allow_extra_args(false);
   };
   auto add_inputs = [&](CLI::App* sub) {
-    sub->add_option("inputs", options->inputs, "Files and folders: text, or .jsonl")->required();
+    sub->add_option("inputs", options->inputs,
+           "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")
+        ->required();
     sub->add_option("--field", options->field, "Field of a JSON line or table [text]");
     sub->add_flag("--whole-files", options->whole_files, "A file is one text, not one a line");
     sub->add_option("--threads", options->threads, "[all cores]")->check(CLI::Range(1, 1024));

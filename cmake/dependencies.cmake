@@ -71,7 +71,7 @@ endfunction()
 find_package(Threads REQUIRED)
 pith_library(pith::common_libraries xxhash zstd)
 target_link_libraries(pith_common_libraries INTERFACE Threads::Threads ${CMAKE_DL_LIBS})
-pith_library(pith::text_libraries pcre2-8 utf8proc simdjson)
+pith_library(pith::text_libraries pcre2-8 utf8proc simdjson zstd z)
 pith_library(pith::gtest gtest_main gtest)
 pith_library(pith::benchmark benchmark)
 

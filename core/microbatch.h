@@ -38,7 +38,7 @@ struct MicroBatch {
   Tensor labels;           // (T) int64, the token to predict at each position; -100 is not trained
   Tensor positions;        // (T) int32, position inside the unsplit document
   Tensor cu_seqlens;       // (D + 1) int32, document borders of the unsplit rows
-  Tensor row_id;           // (T) int32, row of each token, 0 .. num_rows - 1, ascending
+  Tensor row_id;           // (T) int32, row of each token, ascending; ~row for padding at its end
   Tensor cu_seqlens_host;  // the same borders as cu_seqlens, on the CPU: no kernel waits for a copy
   std::vector<RingStep> ring;  // one a context-parallel rank; empty where rows are whole
   int64_t num_rows = 0;

@@ -1,13 +1,5 @@
 #include "engine/batches.h"
 
-#include <ATen/ops/empty.h>
-
-#include <algorithm>
-#include <cmath>
-#include <map>
-#include <mutex>
-#include <numeric>
-
 #include "core/random.h"
 
 namespace pith {
@@ -287,6 +279,7 @@ Row RowStream::row(int64_t index) const {
     row.tokens.pop_back();
     add_positions(length);
   } else if (row.tokens.size() < length) {
+    row.padding = static_cast<int64_t>(length - row.tokens.size());
     add_positions(length - row.tokens.size());
     row.tokens.resize(length, 0);
     row.labels.resize(length, -100);
@@ -377,7 +370,9 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
     tokens.insert(tokens.end(), row.tokens.begin(), row.tokens.end());
     labels.insert(labels.end(), row.labels.begin(), row.labels.end());
     for (const int64_t position : row.positions) positions.push_back(narrow<int32_t>(position));
-    row_id.insert(row_id.end(), size, narrow<int32_t>(batch.num_rows++));
+    const auto id = narrow<int32_t>(batch.num_rows++);
+    row_id.insert(row_id.end(), size - static_cast<size_t>(row.padding), id);
+    row_id.insert(row_id.end(), static_cast<size_t>(row.padding), ~id);
     batch.trained_tokens += row.trained_tokens();
   }
   cu_seqlens.push_back(narrow<int32_t>(static_cast<int64_t>(tokens.size())));

@@ -14,6 +14,7 @@ struct Row {
   std::vector<int64_t> tokens, labels;
   std::vector<int64_t> positions;        // restart at documents, unless document_mask is off
   std::vector<int64_t> document_begins;  // indices into tokens; the first is 0
+  int64_t padding = 0;                   // of the tokens, at the end; a document of its own
 
   int64_t trained_tokens() const {
     return std::count_if(labels.begin(), labels.end(), [](int64_t label) { return label != -100; });
@@ -24,8 +25,8 @@ struct Row {
 // its last label; a row may hold the end of an epoch and the beginning of the next.
 // best_fit: whole rows are cut off long documents; what is left of each goes, longest first, into
 // the row with the least room that holds it (best-fit decreasing; Ding et al. 2024, arXiv
-// 2404.10830). Padding is token 0, trained nowhere and a document of its own. How many rows an
-// epoch has depends on the lengths alone. Needs document_mask.
+// 2404.10830). Padding is token 0, trained nowhere, in no balance loss, a document of its own. How
+// many rows an epoch has depends on the lengths alone. Needs document_mask.
 enum class Packing { concat, best_fit };
 
 // The endless stream of one corpus: epoch after epoch, each with its documents in an order shuffled

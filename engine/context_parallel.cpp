@@ -1,9 +1,6 @@
 #include "engine/context_parallel.h"
 
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/tensor.h>
-
-#include <algorithm>
 
 namespace pith {
 namespace {
@@ -22,7 +19,7 @@ std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
   const int32_t* row = whole.row_id.const_data_ptr<int32_t>();
   std::vector<int64_t> borders(static_cast<size_t>(whole.num_rows) + 1, 0);
   for (int64_t t = 0; t < whole.num_tokens(); ++t)
-    borders.at(static_cast<size_t>(row[t]) + 1) = t + 1;
+    borders.at(static_cast<size_t>(row[t] < 0 ? ~row[t] : row[t]) + 1) = t + 1;
   for (size_t i = 0; i + 1 < borders.size(); ++i) {
     if ((borders[i + 1] - borders[i]) % (2 * size) == 0) continue;
     PITH_FAIL_HINT(fmt::format("choose a sequence length that is a multiple of {}", 2 * size),

@@ -1,8 +1,8 @@
 #include "engine/corpus.h"
 
-#include <algorithm>
+#include <charconv>
 #include <nlohmann/json.hpp>
-#include <optional>
+#include <regex>
 #include <system_error>
 
 #include "core/error.h"
@@ -42,13 +42,13 @@ const IdType& id_type(int code, const std::string& source) {
 
 // PREFIX.json.
 struct SideFile {
-  std::string format;
+  std::string format = kFormat;
   int64_t version = 1, vocab_size = 0;
   std::string tokenizer_hash;
-  uint64_t documents = 0, tokens = 0;
+  int64_t documents = 0, tokens = 0;
   std::string index_xxh3;
   uint64_t block_bytes = kBlock;
-  std::string block_xxh3;  // 16 hexadecimal digits a block
+  std::string block_xxh3 = {};  // 16 hexadecimal digits a block
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SideFile, format, version, vocab_size, tokenizer_hash, documents,
     tokens, index_xxh3, block_bytes, block_xxh3)
@@ -71,14 +71,12 @@ std::optional<SideFile> read_side_file(const std::string& path) {
   }
 }
 
-// Where a writer's ids go first.
-std::string temporary_bin(const std::string& prefix, int64_t vocab_size) {
-  PITH_CHECK(vocab_size > 0 && vocab_size <= int64_t{1} << 31, "corpus {}: a vocabulary of {} ids",
-      prefix, vocab_size);
-  const fs::path path(prefix);
-  PITH_CHECK(path.has_filename(), "{} names a folder, not the corpora files in it", prefix);
-  if (path.has_parent_path()) fs::create_directories(path.parent_path());
-  return prefix + ".bin.tmp";
+// Where a shard is written, and its name in the end: PREFIX-00003, PREFIX-00003-of-00007.
+std::string working_name(const std::string& prefix, int64_t shard, bool cut) {
+  return cut ? fmt::format("{}-{:05}", prefix, shard) : prefix;
+}
+std::string final_name(const std::string& prefix, int64_t shard, int64_t shards) {
+  return shards > 0 ? fmt::format("{}-{:05}-of-{:05}", prefix, shard, shards) : prefix;
 }
 
 }  // namespace
@@ -113,186 +111,312 @@ CorpusIndex parse_corpus_index(
   PITH_CHECK(load<int64_t>(index.documents, 0) == 0 &&
                  load<int64_t>(index.documents, index.num_documents) == index.num_sequences,
       "{}: documents do not span all {} sequences", source, sequences);
-  for (int64_t d = 0; d < index.num_documents; ++d)
-    PITH_CHECK(load<int64_t>(index.documents, d) <= load<int64_t>(index.documents, d + 1),
-        "{}: document {} ends before it begins", source, d);
-  const auto document_of = [&](int64_t sequence) {
-    int64_t d = 0;
-    while (load<int64_t>(index.documents, d + 1) <= sequence) ++d;
-    return d;
-  };
   int64_t tokens = 0;  // cannot overflow: at most 2^31 for each 12 bytes of the index
   const auto held = static_cast<int64_t>(bin_bytes / static_cast<uint64_t>(index.width));
-  for (int64_t s = 0; s < index.num_sequences; ++s) {
-    const auto length = load<int32_t>(index.lengths, s);
-    if (length < 0 || load<int64_t>(index.pointers, s) != tokens * index.width)
-      PITH_FAIL("{}: document {}: its tokens do not follow those of the one before", source,
-          document_of(s));
-    tokens += length;
-    if (tokens > held)
-      PITH_FAIL_HINT("the .bin file is cut short: copy or build the corpus again",
-          "{}: document {} ends at token {}, the .bin file holds {}", source, document_of(s),
-          tokens, held);
+  for (int64_t d = 0, s = 0; d < index.num_documents; ++d) {
+    const auto end = load<int64_t>(index.documents, d + 1);
+    PITH_CHECK(s <= end && end <= index.num_sequences, "{}: document {} goes from {} to {} of {}",
+        source, d, s, end, sequences);
+    for (; s < end; ++s) {
+      const auto length = load<int32_t>(index.lengths, s);
+      PITH_CHECK(length >= 0 && load<int64_t>(index.pointers, s) == tokens * index.width,
+          "{}: document {}: its tokens do not follow those before", source, d);
+      tokens += length;
+      if (tokens > held)
+        PITH_FAIL_HINT("the .bin file is cut short: copy or build the corpus again",
+            "{}: document {} ends at token {}, the .bin holds {}", source, d, tokens, held);
+    }
   }
   PITH_CHECK(static_cast<uint64_t>(tokens * index.width) == bin_bytes,
-      "{}: the documents fill {} bytes, the .bin file has {}", source, tokens * index.width,
-      bin_bytes);
+      "{}: the documents fill {} bytes, the .bin has {}", source, tokens * index.width, bin_bytes);
   index.num_tokens = tokens;
   return index;
 }
 
-Corpus::Corpus(const std::string& prefix) : prefix_(prefix) {
+std::vector<std::string> corpus_shards(const std::string& prefix) {
+  if (fs::exists(prefix + ".idx") || fs::exists(prefix + ".bin")) return {prefix};
+  const fs::path folder = fs::absolute(prefix).parent_path();
+  const std::string first = fs::path(prefix).filename().string() + "-00000-of-";
+  int64_t count = 0;
+  std::error_code ignored;  // no such folder: nothing in it
+  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
+    const std::string name = entry.path().filename().string();
+    int64_t shards = 0;
+    if (!name.starts_with(first) || !name.ends_with(".idx") ||
+        std::from_chars(name.data() + first.size(), name.data() + name.size(), shards).ec !=
+            std::errc())
+      continue;
+    PITH_CHECK(count == 0, "{}: shards of two corpora, of {} and of {}", prefix, count, shards);
+    count = shards;
+  }
+  std::vector<std::string> prefixes;
+  for (int64_t shard = 0; shard < count; ++shard)
+    prefixes.push_back(final_name(prefix, shard, count));
+  return prefixes;
+}
+
+Corpus::Shard::Shard(std::string path) : prefix(std::move(path)) {
   for (const char* extension : {".idx", ".bin"})
     if (!fs::exists(prefix + extension))
       PITH_FAIL_HINT(
           "give the path without extension; `pithtrain corpus build --out PREFIX` makes one",
           "there is no corpus {0}: {0}{1} is missing", prefix, extension);
   const auto side = read_side_file(prefix + ".json");
-  index_file_ = map_file(prefix + ".idx");
-  bin_ = map_file(prefix + ".bin");
-  const std::string index_sum = hex(xxh3(index_file_.bytes()));
-  index_ = parse_corpus_index(index_file_.bytes(), bin_.size, prefix + ".idx");
+  index_file = map_file(prefix + ".idx");
+  bin = map_file(prefix + ".bin");
+  const std::string index_sum = hex(xxh3(index_file.bytes()));
+  index = parse_corpus_index(index_file.bytes(), bin.size, prefix + ".idx");
   if (side) {
     PITH_CHECK(index_sum == side->index_xxh3,
         "{}.idx is damaged: its bytes do not match the sum in {}.json", prefix, prefix);
     PITH_CHECK(side->block_bytes > 0 && side->vocab_size > 0 &&
                    side->block_xxh3.size() ==
-                       16 * ((bin_.size + side->block_bytes - 1) / side->block_bytes),
-        "{}.json does not belong to this {}.bin of {} bytes", prefix, prefix, bin_.size);
-    vocab_size_ = side->vocab_size;
-    tokenizer_hash_ = side->tokenizer_hash;
+                       16 * ((bin.size + side->block_bytes - 1) / side->block_bytes),
+        "{}.json does not belong to this {}.bin of {} bytes", prefix, prefix, bin.size);
+    vocab_size = side->vocab_size;
+    tokenizer_hash = side->tokenizer_hash;
   }
   const uint64_t side_sum = side ? xxh3(read_file(prefix + ".json")) : 0;
-  fingerprint_ = hex(xxh3(fmt::format("{} {} {}", index_sum, bin_.size, hex(side_sum))));
+  facts = fmt::format("{} {} {}", index_sum, bin.size, hex(side_sum));
 }
 
-std::string Corpus::dtype() const { return id_type(index_.dtype_code, prefix_).name; }
+void Corpus::Shard::verify(std::vector<std::string>& problems) const {
+  const SideFile side = read_side_file(prefix + ".json").value_or(SideFile{});
+  const auto document_at = [&](uint64_t byte) {  // the last one that begins at or before it
+    const auto token = static_cast<int64_t>(byte) / index.width;
+    int64_t low = 0, high = index.num_documents;
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (index.begin(middle) <= token ? low : high) = middle;
+    }
+    return low;
+  };
+  for (size_t block = 0; block < side.block_xxh3.size() / 16; ++block) {
+    const uint64_t begin = block * side.block_bytes;
+    const std::string_view bytes = bin.bytes().substr(begin, side.block_bytes);
+    if (side.block_xxh3.compare(16 * block, 16, hex(xxh3(bytes))) != 0)
+      problems.push_back(fmt::format(
+          "{}.bin is damaged between bytes {} and {}: documents {} to {}", prefix, begin,
+          begin + bytes.size(), document_at(begin), document_at(begin + bytes.size() - 1)));
+  }
+}
 
-int64_t Corpus::length(int64_t document) const {
+Corpus::Corpus(const std::string& prefix) : prefix_(prefix), begins_{0} {
+  std::vector<std::string> paths = corpus_shards(prefix);
+  if (paths.empty()) paths = {prefix};  // whose opening says what is missing
+  for (const std::string& path : paths) {
+    const Shard& shard = shards_.emplace_back(path);
+    PITH_CHECK(shard.index.dtype_code == shards_[0].index.dtype_code &&
+                   shard.vocab_size == vocab_size() && shard.tokenizer_hash == tokenizer_hash(),
+        "{} and {} are not shards of one corpus: ids or tokenizer differ", paths[0], path);
+    begins_.push_back(begins_.back() + shard.index.num_documents);
+    num_tokens_ += shard.index.num_tokens;
+  }
+}
+
+std::string Corpus::dtype() const { return id_type(shards_[0].index.dtype_code, prefix_).name; }
+
+std::string Corpus::fingerprint() const {
+  std::string facts = shards_[0].facts;
+  for (size_t i = 1; i < shards_.size(); ++i) facts += " " + shards_[i].facts;
+  return hex(xxh3(facts));
+}
+
+const Corpus::Shard& Corpus::locate(int64_t& document) const {
   PITH_CHECK(document >= 0 && document < num_documents(), "{}: there is no document {} among {}",
       prefix_, document, num_documents());
-  return index_.begin(document + 1) - index_.begin(document);
+  const auto after = std::ranges::upper_bound(begins_, document);
+  document -= *(after - 1);
+  return shards_[static_cast<size_t>(after - begins_.begin() - 1)];
+}
+
+int64_t Corpus::length(int64_t document) const {
+  const CorpusIndex& index = locate(document).index;
+  return index.begin(document + 1) - index.begin(document);
 }
 
 void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const {
+  int64_t local = document;
+  const Shard& shard = locate(local);
   const auto count = static_cast<int64_t>(out.size());
-  const int64_t size = length(document);
+  const int64_t first = shard.index.begin(local), size = shard.index.begin(local + 1) - first;
   PITH_CHECK(begin >= 0 && begin <= size && count <= size - begin,
       "{}: document {} has {} tokens, not those from {} to {}", prefix_, document, size, begin,
       begin + count);
-  const char* ids = bin_.data.get() + (index_.begin(document) + begin) * index_.width;
-  id_type(index_.dtype_code, prefix_).widen(ids, out);
-  const int64_t limit = vocab_size_ > 0 ? vocab_size_ : std::numeric_limits<int64_t>::max();
+  const char* ids = shard.bin.data.get() + (first + begin) * shard.index.width;
+  id_type(shard.index.dtype_code, prefix_).widen(ids, out);
+  const int64_t limit = vocab_size() > 0 ? vocab_size() : std::numeric_limits<int64_t>::max();
   const auto bad = std::ranges::find_if(out, [&](int64_t id) { return id < 0 || id >= limit; });
   if (bad != out.end())
     PITH_FAIL_HINT("`pithtrain corpus verify` tells what is damaged",
         "{}: document {}, token {}: id {} is outside the vocabulary of {}", prefix_, document,
-        begin + (bad - out.begin()), *bad, vocab_size_);
+        begin + (bad - out.begin()), *bad, vocab_size());
+}
+
+std::vector<int32_t> Corpus::ids(int64_t document) const {
+  std::vector<int64_t> wide(static_cast<size_t>(length(document)));
+  read(document, 0, wide);
+  return {wide.begin(), wide.end()};
 }
 
 std::vector<std::string> verify_corpus(const std::string& prefix) {
   std::vector<std::string> problems;
-  try {
-    const Corpus corpus(prefix);
-    const SideFile side = read_side_file(prefix + ".json").value_or(SideFile{});
-    const auto document_at = [&](uint64_t byte) {  // the last one that begins at or before it
-      const auto token = static_cast<int64_t>(byte) / corpus.index_.width;
-      int64_t low = 0, high = corpus.num_documents();
-      while (high - low > 1) {
-        const int64_t middle = low + (high - low) / 2;
-        (corpus.index_.begin(middle) <= token ? low : high) = middle;
-      }
-      return low;
-    };
-    for (size_t block = 0; block < side.block_xxh3.size() / 16; ++block) {
-      const uint64_t begin = block * side.block_bytes;
-      const std::string_view bytes = corpus.bin_.bytes().substr(begin, side.block_bytes);
-      if (side.block_xxh3.compare(16 * block, 16, hex(xxh3(bytes))) != 0)
-        problems.push_back(fmt::format(
-            "{}.bin is damaged between bytes {} and {}: documents {} to {}", prefix, begin,
-            begin + bytes.size(), document_at(begin), document_at(begin + bytes.size() - 1)));
+  const auto attempt = [&](auto part) {
+    try {
+      part();
+    } catch (const Error& error) {
+      problems.push_back(error.message());
     }
+  };
+  attempt([&] {
+    const Corpus corpus(prefix);
+    for (const Corpus::Shard& shard : corpus.shards_) shard.verify(problems);
     std::vector<int64_t> ids(1 << 16);
-    for (int64_t d = 0; d < corpus.num_documents(); ++d) {
-      try {
+    for (int64_t d = 0; d < corpus.num_documents(); ++d)
+      attempt([&] {  // an id outside the vocabulary: the first of this document
         for (int64_t at = 0, left = corpus.length(d); left > 0;) {
           const int64_t count = std::min(left, std::ssize(ids));
           corpus.read(d, at, std::span(ids).first(static_cast<size_t>(count)));
           at += count, left -= count;
         }
-      } catch (const Error& error) {  // an id outside the vocabulary: the first of this document
-        problems.push_back(error.message());
-      }
-    }
-  } catch (const Error& error) {
-    problems.push_back(error.message());
-  }
+      });
+  });
   return problems;
 }
 
-CorpusWriter::CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash)
+CorpusWriter::CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash,
+    int64_t shard_tokens, const CorpusProgress* resume)
     : prefix_(std::move(prefix)),
       tokenizer_hash_(std::move(tokenizer_hash)),
       vocab_size_(vocab_size),
       width_(vocab_size <= 65536 ? 2 : 4),
-      bin_(temporary_bin(prefix_, vocab_size)) {}
+      shard_tokens_(shard_tokens),
+      wanted_(resume != nullptr),
+      at_(resume ? *resume : CorpusProgress{}) {
+  PITH_CHECK(vocab_size > 0 && vocab_size <= int64_t{1} << 31, "corpus {}: a vocabulary of {} ids",
+      prefix_, vocab_size);
+  PITH_CHECK(
+      fs::path(prefix_).has_filename(), "{} names a folder, not the corpora files in it", prefix_);
+  fs::create_directories(fs::absolute(prefix_).parent_path());
+  open_shard();
+}
 
 CorpusWriter::~CorpusWriter() {
   std::error_code ignored;
-  for (const char* extension : {".bin.tmp", ".idx.tmp", ".json.tmp"})
-    fs::remove(prefix_ + extension, ignored);
+  for (int64_t shard = 0; !wanted_ && shard <= at_.shard; ++shard)
+    for (const char* extension : {".bin.tmp", ".len.tmp", ".idx.tmp", ".json.tmp"})
+      fs::remove(working_name(prefix_, shard, shard_tokens_ > 0) + extension, ignored);
 }
 
-void CorpusWriter::end_block() {
-  if (block_.empty()) return;
-  block_sums_ += hex(xxh3(block_));
-  bin_.append(block_);
-  block_.clear();
+std::string CorpusWriter::base() const {
+  return working_name(prefix_, at_.shard, shard_tokens_ > 0);
+}
+
+void CorpusWriter::open_shard() {
+  bin_.emplace(base() + ".bin.tmp", static_cast<uint64_t>(at_.tokens * width_));
+  lengths_.emplace(base() + ".len.tmp", static_cast<uint64_t>(at_.documents) * sizeof(int32_t));
 }
 
 void CorpusWriter::add_document(std::span<const int32_t> ids) {
   for (size_t i = 0; i < ids.size(); ++i)
     PITH_CHECK(ids[i] >= 0 && ids[i] < vocab_size_,
         "corpus {}: document {}, token {}: id {} is outside the vocabulary of {}", prefix_,
-        lengths_.size(), i, ids[i], vocab_size_);
+        at_.documents, i, ids[i], vocab_size_);
   PITH_CHECK(ids.size() <= INT32_MAX, "corpus {}: document {} has {} tokens; the format ends at {}",
-      prefix_, lengths_.size(), ids.size(), INT32_MAX);
-  lengths_.push_back(static_cast<int32_t>(ids.size()));
-  for (const int32_t id : ids) {
-    block_.append(reinterpret_cast<const char*>(&id), width_);  // its low bytes come first
-    if (block_.size() == kBlock) end_block();
+      prefix_, at_.documents, ids.size(), INT32_MAX);
+  const auto count = static_cast<int64_t>(ids.size());
+  if (shard_tokens_ > 0 && at_.documents > 0 && at_.tokens + count > shard_tokens_) {
+    close_shard();
+    at_ = {.shard = at_.shard + 1};
+    open_shard();
   }
+  std::vector<uint16_t> narrow;
+  if (width_ == 2) narrow.assign(ids.begin(), ids.end());
+  const void* bytes = width_ == 2 ? static_cast<const void*>(narrow.data()) : ids.data();
+  bin_->append({static_cast<const char*>(bytes), static_cast<size_t>(count * width_)});
+  lengths_->append(raw(static_cast<int32_t>(count)));
+  ++at_.documents;
+  at_.tokens += count;
 }
 
-void CorpusWriter::finish() {
-  end_block();
-  bin_.close();
-  OutputFile index(prefix_ + ".idx.tmp");
+CorpusProgress CorpusWriter::sync() {
+  bin_->sync();
+  lengths_->sync();
+  sync_folder(fs::absolute(prefix_).parent_path());
+  return at_;
+}
+
+void CorpusWriter::close_shard() {
+  bin_->close();
+  lengths_->close();
+  const MappedFile lengths = map_file(base() + ".len.tmp"), ids = map_file(base() + ".bin.tmp");
+  OutputFile index(base() + ".idx.tmp");
   const auto put = [&](auto value) { index.append(raw(value)); };
   index.append(kMagic);
   put(uint64_t{1});
   put(static_cast<uint8_t>(width_ == 2 ? 8 : 4));
-  put(uint64_t{lengths_.size()});
-  put(uint64_t{lengths_.size() + 1});
-  uint64_t pointer = 0;
-  for (const int32_t length : lengths_) put(length);
-  for (const int32_t length : lengths_)
-    put(std::exchange(pointer, pointer + static_cast<uint64_t>(length) * width_));
-  for (uint64_t d = 0; d <= lengths_.size(); ++d) put(d);
-  const SideFile side{kFormat, 1, vocab_size_, tokenizer_hash_, lengths_.size(),
-      bin_.bytes() / width_, hex(index.close()), kBlock, block_sums_};
-  const fs::path path = fs::absolute(prefix_);
-  write_file(
-      path.parent_path(), path.filename().string() + ".json.tmp", seal_json(json(side).dump(1)));
-  // Without .idx there is no corpus: the old one goes first, the new one comes last.
-  try {
-    fs::remove(prefix_ + ".idx");
-    for (const char* extension : {".bin", ".json", ".idx"})
-      fs::rename(prefix_ + extension + ".tmp", prefix_ + extension);
-  } catch (const fs::filesystem_error& error) {
-    PITH_FAIL("cannot finish corpus {}: {}", prefix_, error.what());
+  put(at_.documents);
+  put(at_.documents + 1);
+  index.append(lengths.bytes());
+  int64_t pointer = 0;
+  for (int64_t d = 0; d < at_.documents; ++d)
+    put(std::exchange(pointer, pointer + load<int32_t>(lengths.data.get(), d) * width_));
+  for (int64_t d = 0; d <= at_.documents; ++d) put(d);
+  SideFile side{.vocab_size = vocab_size_,
+      .tokenizer_hash = tokenizer_hash_,
+      .documents = at_.documents,
+      .tokens = at_.tokens,
+      .index_xxh3 = hex(index.close())};
+  for (std::string_view left = ids.bytes(); !left.empty();) {
+    side.block_xxh3 += hex(xxh3(left.substr(0, kBlock)));
+    left.remove_prefix(std::min<size_t>(left.size(), kBlock));
   }
-  sync_folder(path.parent_path());
+  write_file("", base() + ".json.tmp", seal_json(json(side).dump(1)));
+}
+
+int64_t CorpusWriter::close() {
+  close_shard();
+  sync_folder(fs::absolute(prefix_).parent_path());
+  return shard_tokens_ > 0 ? at_.shard + 1 : 0;
+}
+
+void CorpusWriter::finish() {
+  const int64_t shards = close();
+  wanted_ = true;
+  publish_corpus(prefix_, shards);
+}
+
+void publish_corpus(const std::string& prefix, int64_t shards) {
+  std::set<fs::path> kept;
+  const fs::path folder = fs::absolute(prefix).parent_path();
+  const std::string name = fs::path(prefix).filename().string();
+  // What may be there of an older corpus that was cut otherwise, and of the writing.
+  static const std::regex ending(
+      R"((-\d{5,}-of-\d{5,})?\.(bin|idx|json)|(-\d{5,})?\.(bin|idx|json|len)\.tmp)");
+  try {
+    // Without .idx there is no corpus: the old ones go first, the new ones come last.
+    for (const auto& [extension, old] : {std::pair{".idx", true}, std::pair{".bin", false},
+             std::pair{".json", false}, std::pair{".idx", false}})
+      for (int64_t shard = 0; shard < std::max<int64_t>(1, shards); ++shard) {
+        const fs::path from = working_name(prefix, shard, shards > 0) + extension + ".tmp";
+        const fs::path to = final_name(prefix, shard, shards) + extension;
+        kept.insert(to.filename());
+        if (!fs::exists(from)) continue;  // done before an interruption
+        if (old)
+          fs::remove(to);
+        else
+          fs::rename(from, to);
+      }
+    sync_folder(folder);
+    for (const auto& entry : fs::directory_iterator(folder)) {
+      const std::string file = entry.path().filename().string();
+      if (file.starts_with(name) && !kept.contains(file) &&
+          std::regex_match(file.substr(name.size()), ending))
+        fs::remove(entry.path());
+    }
+  } catch (const fs::filesystem_error& error) {
+    PITH_FAIL("cannot finish corpus {}: {}", prefix, error.what());
+  }
 }
 
 }  // namespace pith

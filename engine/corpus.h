@@ -1,5 +1,6 @@
-// Megatron-format corpora: memory-mapped reading, streaming writing.
+// Megatron-format corpora: memory-mapped reading, streaming writing that can go on later.
 #pragma once
+#include <optional>
 #include <span>
 
 #include "engine/file_io.h"
@@ -24,53 +25,89 @@ CorpusIndex parse_corpus_index(
 // PREFIX.idx and PREFIX.bin, the ids. A side file PREFIX.json names tokenizer hash, vocabulary,
 // counts and checksums; corpora without one (of other programs) are read as well. Opening checks
 // everything but the ids themselves: index (and its sum), borders, size of PREFIX.bin, side file.
+// PREFIX may also name shards, PREFIX-00000-of-0000N.* and so on: each a corpus, joined in order.
 class Corpus {
  public:
   explicit Corpus(const std::string& prefix);
   const std::string& prefix() const { return prefix_; }
-  int64_t num_documents() const { return index_.num_documents; }
-  int64_t num_tokens() const { return index_.num_tokens; }
+  int64_t num_documents() const { return begins_.back(); }
+  int64_t num_tokens() const { return num_tokens_; }
   // From the side file; 0 and "" where there is none.
-  int64_t vocab_size() const { return vocab_size_; }
-  const std::string& tokenizer_hash() const { return tokenizer_hash_; }
+  int64_t vocab_size() const { return shards_[0].vocab_size; }
+  const std::string& tokenizer_hash() const { return shards_[0].tokenizer_hash; }
   // Hash of index, size and side file: changes when the corpus does.
-  const std::string& fingerprint() const { return fingerprint_; }
+  std::string fingerprint() const;
   std::string dtype() const;  // of an id in PREFIX.bin: "uint16", ...
   int64_t length(int64_t document) const;
   // Copies tokens [begin, begin + out.size()) of a document, widened to int64. An id outside the
   // vocabulary (without a side file: a negative one) is an Error naming document and place.
   void read(int64_t document, int64_t begin, std::span<int64_t> out) const;
+  std::vector<int32_t> ids(int64_t document) const;  // all of a document
 
  private:
   friend std::vector<std::string> verify_corpus(const std::string& prefix);
-  std::string prefix_, tokenizer_hash_, fingerprint_;
-  int64_t vocab_size_ = 0;
-  MappedFile index_file_, bin_;
-  CorpusIndex index_;
+  struct Shard {
+    explicit Shard(std::string path);
+    void verify(std::vector<std::string>& problems) const;
+    std::string prefix, tokenizer_hash, facts;  // facts: what the fingerprint is of
+    int64_t vocab_size = 0;
+    MappedFile index_file, bin;
+    CorpusIndex index;
+  };
+  // The shard that holds a document, whose number becomes that in the shard.
+  const Shard& locate(int64_t& document) const;
+
+  std::string prefix_;
+  std::vector<Shard> shards_;
+  std::vector<int64_t> begins_;  // first document of each shard, and their number
+  int64_t num_tokens_ = 0;
 };
+
+// The prefixes of the files that PREFIX names: itself or its shards; none where there is nothing.
+std::vector<std::string> corpus_shards(const std::string& prefix);
 
 // All checks of a corpus (checksums of the side file, borders, ids below the vocabulary); problems,
 // or empty. Damage in PREFIX.bin is told by the documents of the damaged block.
 std::vector<std::string> verify_corpus(const std::string& prefix);
 
+// What a CorpusWriter has written: shards that are full, then documents and tokens of the last one.
+struct CorpusProgress {
+  int64_t shard = 0, documents = 0, tokens = 0;
+};
+
 // Appends documents; writes to temporary names and renames in finish(), so a killed build leaves
 // nothing that looks whole. Width: 16-bit ids for a vocabulary up to 65,536 (uint16), else int32.
-// Ids are checked. Not finished means not wanted: the temporary files are removed.
+// Ids are checked. Memory does not grow with the corpus.
 class CorpusWriter {
  public:
-  CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash);
+  // With shard_tokens > 0 a shard ends before the document that would make it longer. `resume` goes
+  // on behind what sync() once returned: what was written later is cut off. Without it, not
+  // finished means not wanted: the temporary files are removed.
+  CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash,
+      int64_t shard_tokens = 0, const CorpusProgress* resume = nullptr);
   ~CorpusWriter();
+  CorpusWriter(const CorpusWriter&) = delete;
+  CorpusWriter& operator=(const CorpusWriter&) = delete;
   void add_document(std::span<const int32_t> ids);
-  void finish();
+  CorpusProgress sync();               // makes everything durable, to go on from there
+  int64_t close();                     // no more documents; returns what publish_corpus wants
+  void finish();                       // close and publish
+  void discard() { wanted_ = false; }  // what was written is removed in the end
 
  private:
-  void end_block();
+  void open_shard();
+  void close_shard();
+  std::string base() const;  // of the names of the open shard's files
   std::string prefix_, tokenizer_hash_;
-  int64_t vocab_size_;
-  size_t width_;
-  OutputFile bin_;
-  std::vector<int32_t> lengths_;
-  std::string block_, block_sums_;
+  int64_t vocab_size_, width_, shard_tokens_;
+  bool wanted_;
+  CorpusProgress at_;
+  // The open shard. Its index and side file are made of these when it is full.
+  std::optional<OutputFile> bin_, lengths_;
 };
+
+// Renames what CorpusWriter::close() left to the final names and removes an older corpus there.
+// `shards` is 0 for a corpus that is not cut. One that was interrupted is completed.
+void publish_corpus(const std::string& prefix, int64_t shards);
 
 }  // namespace pith

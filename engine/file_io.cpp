@@ -5,10 +5,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <system_error>
 
 #include "core/error.h"
@@ -60,11 +58,19 @@ std::string read_file(const std::filesystem::path& path) {
   return std::string(map_file(path).bytes());
 }
 
-OutputFile::OutputFile(std::filesystem::path path)
+OutputFile::OutputFile(std::filesystem::path path, uint64_t keep)
     : path_(std::move(path)),
-      file_(std::fopen(path_.c_str(), "wbe"), &std::fclose),
+      file_(std::fopen(path_.c_str(), keep > 0 ? "r+be" : "wbe"), &std::fclose),
       sum_(XXH3_createState(), &XXH3_freeState) {
   if (!file_) fail_write(path_, "create");
+  if (keep > 0) {
+    const uint64_t size = std::filesystem::file_size(path_);
+    PITH_CHECK(size >= keep, "{} has {} bytes, fewer than the {} that were written", path_.string(),
+        size, keep);
+    if (::ftruncate(::fileno(file_.get()), static_cast<off_t>(keep)) != 0 ||
+        std::fseek(file_.get(), 0, SEEK_END) != 0)
+      fail_write(path_, "cut");
+  }
   XXH3_64bits_reset(sum_.get());
 }
 
@@ -75,10 +81,14 @@ void OutputFile::append(std::string_view bytes) {
     fail_write(path_, "write");
 }
 
-uint64_t OutputFile::close() {
+void OutputFile::sync() {
   if (std::fflush(file_.get()) != 0) fail_write(path_, "write");
   // Some devices can't be synced (EINVAL: a pipe, /dev/stdout); they hold nothing to lose.
   if (::fsync(::fileno(file_.get())) != 0 && errno != EINVAL) fail_write(path_, "sync");
+}
+
+uint64_t OutputFile::close() {
+  sync();
   if (std::fclose(file_.release()) != 0) fail_write(path_, "close");
   return XXH3_64bits_digest(sum_.get());
 }

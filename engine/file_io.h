@@ -25,12 +25,14 @@ MappedFile map_file(const std::filesystem::path& path);
 
 std::string read_file(const std::filesystem::path& path);
 
-// A file being written. Every failure names the path and the system's reason.
+// A file being written, from its beginning or behind the first `keep` bytes of what is there. Every
+// failure names the path and the system's reason.
 class OutputFile {
  public:
-  explicit OutputFile(std::filesystem::path path);
+  explicit OutputFile(std::filesystem::path path, uint64_t keep = 0);
   void append(std::string_view bytes);
-  uint64_t bytes() const { return bytes_; }
+  uint64_t bytes() const { return bytes_; }  // appended
+  void sync();                               // makes them durable
   uint64_t close();  // makes it durable; returns the xxh3-64 of all bytes appended
 
  private:

@@ -1,10 +1,7 @@
 #include "models/qwen3_moe.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/split_with_sizes.h>
 
-#include <algorithm>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "operators/embedding.h"

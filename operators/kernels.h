@@ -116,8 +116,8 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
 // A row's tokens are summed in this many parts.
 inline constexpr int64_t kBalanceParts = 32;
 
-// sum and count (num_rows, kBalanceParts, E) of probabilities and choices; start (num_rows + 1):
-// first token of each row.
+// sum and count (num_rows, kBalanceParts, E) of probabilities and choices; start (2 num_rows +
+// 1): first token of each row, then of its padding.
 void balance_parts(const float* probabilities, const int64_t* idx, const int32_t* row_id,
     float* sum, int32_t* count, int32_t* start, int64_t tokens, int64_t num_experts, int64_t k,
     int64_t num_rows, CUstream_st* stream);

@@ -3,6 +3,7 @@
 #include <ATen/ops/bincount.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/isnan.h>
+#include <ATen/ops/where.h>
 
 #include "operators/function.h"
 
@@ -93,13 +94,15 @@ Tensor sequence_balance_loss(const Tensor& given, const Tensor& topk_idx, const 
   PITH_IF_CUDA (p) {
     const auto int32 = p.options().dtype(at::kInt);
     const Tensor sum = at::empty({num_rows, cuda::kBalanceParts, num_experts}, p.options());
-    const Tensor count = at::empty(sum.sizes(), int32), start = at::empty({num_rows + 1}, int32);
+    const Tensor count = at::empty(sum.sizes(), int32),
+                 start = at::empty({2 * num_rows + 1}, int32);
     cuda::balance_parts(read<float>(p), read<int64_t>(idx), read<int32_t>(row_id),
         write<float>(sum), write<int32_t>(count), write<int32_t>(start), p.size(0), num_experts, k,
         num_rows, current_stream());
     Tensor global;
     if (context.size() > 1) {
-      global = at::cat({count.sum(1), start.diff().unsqueeze(1).to(at::kLong)}, 1);
+      const Tensor length = start.diff().view({num_rows, 2}).narrow(1, 0, 1);
+      global = at::cat({count.sum(1), length.to(at::kLong)}, 1);
       context.all_reduce(global);
     }
     const Tensor loss = at::empty({}, p.options());
@@ -108,24 +111,28 @@ Tensor sequence_balance_loss(const Tensor& given, const Tensor& topk_idx, const 
         read<int64_t>(global), write<float>(loss), write<float>(coefficient), num_experts, k,
         num_rows, current_stream());
     return record(loss, {p}, [coefficient, row_id](const Tensor& dloss) {
-      return Tensors{at::index_select(coefficient * dloss, 0, row_id)};
+      const Tensor dp = at::index_select(coefficient * dloss, 0, row_id.clamp_min(0));
+      return Tensors{dp.masked_fill_(row_id.lt(0).unsqueeze(1), 0)};
     });
   }
   check_ids(idx, "sequence_balance_loss: topk_idx", num_experts);
-  check_ids(row_id, "sequence_balance_loss: row_id", num_rows);
-  PITH_CHECK(
-      row_id.diff().ge(0).all().item<bool>(), "sequence_balance_loss: row_id is not ascending");
-  // Choices of each expert in each row and, last, the row's tokens.
+  const Tensor padding = row_id.lt(0), row = at::where(padding, row_id.bitwise_not(), row_id);
+  check_ids(row, "sequence_balance_loss: row_id", num_rows);
+  PITH_CHECK(row.mul(2).add(padding).diff().ge(0).all().item<bool>(),
+      "sequence_balance_loss: row_id is not ascending");
+  // Choices of each expert in each row and, last, the row's tokens; padding is one more row.
+  const Tensor counted = row.masked_fill(padding, num_rows);
   const Tensor cells = at::cat({idx, at::full_like(idx.narrow(1, 0, 1), num_experts)}, 1)
-                           .add(row_id.unsqueeze(1), num_experts + 1);
-  Tensor counts = at::bincount(cells.view(-1), {}, num_rows * (num_experts + 1))
-                      .view({num_rows, num_experts + 1});
+                           .add(counted.unsqueeze(1), num_experts + 1);
+  Tensor counts = at::bincount(cells.view(-1), {}, (num_rows + 1) * (num_experts + 1))
+                      .view({num_rows + 1, num_experts + 1});
+  counts.select(0, num_rows).zero_();
   context.all_reduce(counts);
   const Tensor length = counts.narrow(1, num_experts, 1).clamp_min(1).to(at::kDouble);
   const double scale = static_cast<double>(num_experts) / static_cast<double>(k);
   const Tensor coefficient =
       (counts.narrow(1, 0, num_experts) * scale / length.square()).to(p.scalar_type());
-  return (p * coefficient.index_select(0, row_id)).sum(at::kDouble).to(p.scalar_type());
+  return (p * coefficient.index_select(0, counted)).sum(at::kDouble).to(p.scalar_type());
 }
 
 }  // namespace pith

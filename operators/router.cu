@@ -143,13 +143,17 @@ __global__ void route_backward_kernel(const float* __restrict__ probabilities,
 
 // --- The balance loss: a row's tokens are neighbours ---
 
-// start (num_rows + 1): first token of each row. row_id is ascending.
+// Even for tokens of a row, odd for the padding behind them.
+__device__ int64_t place_of(int64_t row_id) { return row_id < 0 ? 2 * ~row_id + 1 : 2 * row_id; }
+
+// start (2 num_rows + 1): first token of each row, then of its padding. Their order is ascending.
 __global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tokens,
     int64_t num_rows, int32_t* __restrict__ start) {
   const int64_t t = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (t > tokens) return;
-  const int64_t before = t == 0 ? -1 : row_id[t - 1], here = t == tokens ? num_rows : row_id[t];
-  for (int64_t row = before + 1; row <= here; ++row) start[row] = static_cast<int32_t>(t);
+  const int64_t before = t == 0 ? -1 : place_of(row_id[t - 1]),
+                here = place_of(t == tokens ? num_rows : row_id[t]);
+  for (int64_t place = before + 1; place <= here; ++place) start[place] = static_cast<int32_t>(t);
 }
 
 // Block (row, part): sum (num_rows, kBalanceParts, E) of probabilities and count of choices of its
@@ -159,7 +163,7 @@ __global__ void balance_part_kernel(const float* __restrict__ probabilities,
     int32_t* __restrict__ count, int num_experts, int64_t k) {
   extern __shared__ int32_t chosen[];
   const int64_t row = blockIdx.x, part = blockIdx.y;
-  const int64_t first = start[row], length = start[row + 1] - first;
+  const int64_t first = start[2 * row], length = start[2 * row + 1] - first;
   const int64_t begin = first + length * part / kBalanceParts,
                 end = first + length * (part + 1) / kBalanceParts;
   const int e = static_cast<int>(threadIdx.x);
@@ -194,7 +198,7 @@ __global__ void balance_total_kernel(const float* __restrict__ sum,
       total += sum[at];
       choices += count[at];
     }
-    double length = start[row + 1] - start[row];
+    double length = start[2 * row + 1] - start[2 * row];
     if (global != nullptr) {
       choices = global[row * (num_experts + 1) + e];
       length = static_cast<double>(global[row * (num_experts + 1) + num_experts]);

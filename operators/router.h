@@ -30,10 +30,11 @@ Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::D
 // Load-balance loss summed over rows (DeepSeek-V2, arXiv 2405.04434, eq. 12 to 14, per sequence):
 // for each row sum_e (E / (K T_row)) count_e * mean_t probability_e, which is 1 for a perfectly
 // balanced row. probabilities (T, E) float32, topk_idx (T, K), row_id (T) int32 in [0, num_rows),
-// ascending -> scalar, differentiable in probabilities. Counts are integers. Divide by the global
-// number of rows for the mean; rows must not be cut between calls; a row without tokens adds 0.
-// Where rows are split over `context`, counts are summed over it (collective, in the forward pass
-// only), and the result is what the local tokens add to the loss of the whole rows.
+// ascending, or ~row for padding at the end of a row, which does not count -> scalar,
+// differentiable in probabilities. Counts are integers. Divide by the global number of rows for the
+// mean; rows must not be cut between calls; a row without tokens adds 0. Where rows are split over
+// `context`, counts are summed over it (collective, in the forward pass only), and the result is
+// what the local tokens add to the loss of the whole rows.
 Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
     const Tensor& row_id, int64_t num_rows, const Comm& context = {});
 

@@ -182,6 +182,13 @@ TEST(RowStream, BestFitDecreasingByHand) {
       (std::vector<std::vector<int64_t>>{{2000}, {2010}, {5000, 1000}, {4000, 3000}, {2020, 0}}));
   EXPECT_EQ(stream.row(0).labels.back(), 2010);  // of a document that goes on in another row
   EXPECT_DOUBLE_EQ(stream.padding_share(), 0.1);
+  // Padding is marked for the balance loss, which leaves it out.
+  const Tensor row_id = make_batch(stream, 3, 2, 2, 0, 1, true, at::kCPU).at(0).row_id;
+  std::vector<int32_t> marks(20, 0);
+  std::fill_n(marks.begin() + 10, 10, 1);
+  std::fill_n(marks.begin() + 15, 5, ~1);
+  EXPECT_EQ(
+      std::vector<int32_t>(row_id.data_ptr<int32_t>(), row_id.data_ptr<int32_t>() + 20), marks);
 }
 
 TEST(RowStream, PlacesBeyond32Bits) {

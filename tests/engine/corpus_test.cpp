@@ -92,6 +92,80 @@ TEST(Corpus, WriterRefusesIdsOutsideTheVocabularyAndLeavesNothingUnfinished) {
   EXPECT_EQ(Corpus(scratch / "corpus").num_tokens(), 2);
 }
 
+// The bytes of every file, by name.
+std::map<std::string, std::string> files_in(const Scratch& scratch) {
+  std::map<std::string, std::string> files;
+  for (const auto& entry : std::filesystem::directory_iterator(scratch.path))
+    files[entry.path().filename().string()] = read_file(entry.path());
+  return files;
+}
+
+TEST(Corpus, ShardsAreOneCorpus) {
+  Documents documents;
+  for (int32_t d = 0; d < 20; ++d) documents.emplace_back(static_cast<size_t>(d * 7 % 11), d);
+  const Scratch one, many;
+  const Corpus whole(write(one, documents));
+  const std::string prefix = (many / "corpus").string();
+  write(many, documents);  // an older corpus there goes
+  CorpusWriter writer(prefix, 257, "hash", 12);
+  for (const auto& document : documents) writer.add_document(document);
+  writer.finish();
+  const auto shards = corpus_shards(prefix);
+  EXPECT_GT(shards.size(), 5u);
+  EXPECT_EQ(files_in(many).size(), 3 * shards.size());
+  const Corpus cut(prefix);
+  EXPECT_EQ(cut.num_tokens(), whole.num_tokens());
+  ASSERT_EQ(cut.num_documents(), whole.num_documents());
+  for (int64_t d = 0; d < cut.num_documents(); ++d) EXPECT_EQ(cut.ids(d), whole.ids(d));
+  for (const std::string& shard : shards) EXPECT_LE(Corpus(shard).num_tokens(), 12);
+  EXPECT_TRUE(verify_corpus(prefix).empty());
+  EXPECT_NE(cut.fingerprint(), whole.fingerprint());
+  put_bytes(shards[2] + ".bin", std::string(read_file(shards[2] + ".bin").size(), '\xff'));
+  EXPECT_NE(verify_corpus(prefix).at(0).find(shards[2]), std::string::npos);
+  std::filesystem::remove(shards[3] + ".idx");
+  EXPECT_ERROR(Corpus{prefix}, "there is no corpus", shards[3]);
+  put_bytes(prefix + "-00000-of-00002.idx", "");
+  EXPECT_ERROR(Corpus{prefix}, "shards of two corpora");
+}
+
+// Whatever was written after the last sync, going on from there gives the same files.
+TEST(Corpus, WritingGoesOnFromWhatWasDurable) {
+  std::mt19937 random(5);
+  Documents documents(60);
+  for (auto& document : documents)
+    document.assign(random() % 9000, static_cast<int32_t>(random() % 257));
+  for (const int64_t shard_tokens : {0, 40'000}) {
+    const Scratch straight, broken;
+    CorpusWriter whole(straight / "c", 257, "hash", shard_tokens);
+    for (const auto& document : documents) whole.add_document(document);
+    whole.finish();
+    size_t done = 0;
+    for (CorpusProgress at; done < documents.size();) {
+      CorpusWriter writer(broken / "c", 257, "hash", shard_tokens, &at);
+      const size_t durable = std::min(documents.size(), done + random() % 9);
+      for (; done < durable; ++done) writer.add_document(documents[done]);
+      at = writer.sync();
+      if (done == documents.size()) {
+        const int64_t shards = writer.close();
+        // Interrupted between two renames.
+        const std::string name = shards > 0 ? "c-00000" : "c",
+                          last = shards > 0 ? fmt::format("c-00000-of-{:05}", shards) : "c";
+        std::filesystem::rename(broken / (name + ".bin.tmp"), broken / (last + ".bin"));
+        publish_corpus(broken / "c", shards);
+        break;
+      }
+      for (size_t lost = done; lost < std::min(documents.size(), done + random() % 9); ++lost)
+        writer.add_document(documents[lost]);
+    }
+    EXPECT_TRUE(files_in(broken) == files_in(straight)) << shard_tokens;
+    EXPECT_TRUE(verify_corpus(broken / "c").empty());
+  }
+  const Scratch scratch;
+  put_bytes(scratch / "c.bin.tmp", "abc");
+  const CorpusProgress more{.documents = 1, .tokens = 7};
+  EXPECT_ERROR(CorpusWriter(scratch / "c", 257, "", 0, &more), "c.bin.tmp has 3 bytes, fewer than");
+}
+
 TEST(Corpus, ReadsOtherProgramsFilesWithSeveralSequencesADocument) {
   const Scratch scratch;
   const std::string prefix = (scratch / "other").string();
@@ -119,16 +193,17 @@ TEST(Corpus, HostileIndexesAreRefused) {
   };
   const std::string good = index_of(4, 4, {2, 1}, {0, 1, 2});
   parse(good, 12);
-  EXPECT_ERROR(parse(good, 11), "x.idx", "document 1 ends at token 3, the .bin file holds 2");
-  EXPECT_ERROR(parse(good, 13), "fill 12 bytes, the .bin file has 13");
+  EXPECT_ERROR(parse(good, 11), "x.idx", "document 1 ends at token 3, the .bin holds 2");
+  EXPECT_ERROR(parse(good, 13), "fill 12 bytes, the .bin has 13");
   EXPECT_ERROR(
       parse(index_of(4, 4, {2, -1}, {0, 1, 2}), 12), "document 1: its tokens do not follow");
   EXPECT_ERROR(
       parse(index_of(8, 4, {2, 1}, {0, 1, 2}), 12), "document 1: its tokens do not follow");
-  EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {0, 2, 1, 2}), 12), "document 1 ends before it begins");
+  EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {0, 2, 1, 2}), 12), "document 1 goes from 2 to 1 of 2");
   EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {0, 1}), 12), "do not span all 2 sequences");
   EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {}), 12), "list of documents is empty");
-  EXPECT_ERROR(parse(index_of(4, 4, {1}, {0, int64_t{1} << 62, 1}), 4), "document 1 ends before");
+  EXPECT_ERROR(parse(index_of(4, 4, {1}, {0, int64_t{1} << 62, 1}), 4),
+      "document 0 goes from 0 to 4611686018427387904");
   for (size_t size = 0; size < good.size(); ++size)
     EXPECT_ERROR(parse(good.substr(0, size), 12), "x.idx");
   std::string huge = good;

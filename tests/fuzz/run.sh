@@ -38,7 +38,7 @@ sources_of() {
   printf '%s\n' core/error core/fmt "tests/fuzz/$1_fuzz"
   case "$1" in
     toml) echo engine/config ;;
-    tokenizer) ls text/*.cpp | sed 's/\.cpp$//' ;;
+    tokenizer | jsonl) ls text/*.cpp | sed 's/\.cpp$//' ;;
     *) printf '%s\n' core/{tensor,random,parameter} models/qwen3_moe \
          engine/{file_io,safetensors,hf_folder,checkpoint,corpus} ;;
   esac
@@ -56,7 +56,7 @@ for name in "${names[@]}"; do
   # Symbols of code that no parser calls (operators, autograd) stay unresolved: nothing runs them.
   $clang -fsanitize=fuzzer,address,undefined $linker -o "$folder/fuzz_$name" \
     $(sources_of "$name" | while read -r source; do object_of "$source"; done) \
-    "$torch/lib/libc10.so" "$torch/lib/libtorch_cpu.so" -lxxhash -lpcre2-8 -lutf8proc -lsimdjson -lzstd \
+    "$torch/lib/libc10.so" "$torch/lib/libtorch_cpu.so" -lxxhash -lpcre2-8 -lutf8proc -lsimdjson -lzstd -lz \
     -Wl,--allow-shlib-undefined -Wl,--unresolved-symbols=ignore-all \
     "-Wl,-rpath,$PWD/$torch/lib:$PWD/${torch%torch}nvidia/cu13/lib"
 done

@@ -79,8 +79,9 @@ TEST(RouterGpu, BalanceLossMatchesTheReference) {
     const Tensor idx = topk_lowest_id(random_tensor("scores", {c.rows, c.num_experts}), c.k);
     const int64_t first = c.rows / 3;  // rows 0 and 2; row 1 is without tokens, so is the last
     const auto int32 = at::TensorOptions(at::kInt);
-    const Tensor row_id =
-        at::cat({at::zeros({first}, int32), at::full({c.rows - first}, 2, int32)});
+    const int64_t padding = (c.rows - first) / 3;
+    const Tensor row_id = at::cat({at::zeros({first}, int32),
+        at::full({c.rows - first - padding}, 2, int32), at::full({padding}, ~2, int32)});
     check_on_gpu(
         [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
           return sequence_balance_loss(

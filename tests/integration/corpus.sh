@@ -27,7 +27,7 @@ ln -s .. "$tree/a/loop.h"                         # a linked folder
 
 build=(corpus build --extensions .h,.hpp,none "$tree")
 expect 0 'train +3 documents, 58 bytes of text, 61 tokens' "${build[@]}" --out "out ü/train"
-expect 0 'skipped +4 files: 1 duplicates, 1 empty, 2 not UTF-8 text' "${build[@]}" --out again/train
+expect 0 'skipped +4: 1 duplicates, 1 empty, 2 not UTF-8 text' "${build[@]}" --out again/train
 for extension in bin idx json; do cmp "out ü/train.$extension" again/train.$extension; done
 expect 0 'stopped +[0-9]+ of 7 files' "${build[@]}" --out less --max-bytes 10B
 expect 1 'no document for nothing' corpus build --out nothing "$tree/a/empty.h"
@@ -70,5 +70,5 @@ printf x | dd of="out ü/train.bin" bs=1 seek=20 conv=notrunc 2>/dev/null
 expect 1 'damaged: .*train.bin is damaged between bytes 0 and 122: documents 0 to 2' inspect "out ü/train"
 expect 1 'damaged' corpus verify "out ü/train"
 truncate -s -2 again/train.bin
-expect 1 'document 2 ends at token 61, the .bin file holds 60' corpus show again/train 0
+expect 1 'document 2 ends at token 61, the .bin holds 60' corpus show again/train 0
 echo PASS

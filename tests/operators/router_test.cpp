@@ -134,6 +134,26 @@ TEST(BalanceLoss, IsTheSumOverRows) {
       part(0, 7).item<float>() + part(7, 13).item<float>(), 1e-6);
 }
 
+// Known fault 27: rows padded at their end, from 3 to 8 and from 4 to 4 tokens, lose nothing and
+// gain nothing, whatever the padding's routes.
+TEST(BalanceLoss, PaddingDoesNotCount) {
+  const Tensor logits = random_tensor("logits", {12, 6}, at::kFloat);
+  const Tensor kept = ids({0, 1, 2, 8, 9, 10, 11}, {7});
+  const auto run = [&](const Tensor& x, const Tensor& row, Tensor& gradient) {
+    const Tensor leaf = x.clone().set_requires_grad(true);
+    const Routing r = route(leaf, 2, true);
+    const Tensor loss = sequence_balance_loss(r.probabilities, r.topk_idx, row.to(at::kInt), 3);
+    loss.backward();
+    gradient = leaf.grad();
+    return loss.item<float>();
+  };
+  Tensor padded, alone;
+  EXPECT_EQ(run(logits, ids({0, 0, 0, ~0, ~0, ~0, ~0, ~0, 2, 2, 2, 2}, {12}), padded),
+      run(logits.index_select(0, kept), ids({0, 0, 0, 2, 2, 2, 2}, {7}), alone));
+  EXPECT_TRUE(at::equal(padded.index_select(0, kept), alone));
+  EXPECT_EQ(padded.narrow(0, 3, 5).abs().sum().item<float>(), 0);
+}
+
 // Known fault 24: counts are integers; 40840 and 40960 are the same number in BF16.
 TEST(BalanceLoss, CountsAreExact) {
   const Tensor routes = at::cat({at::zeros({40960, 1}), at::full({40840, 1}, 1)}).to(at::kLong);
@@ -151,6 +171,8 @@ TEST(BalanceLoss, NamesWhatDoesNotFit) {
   const Tensor idx = ids({0, 3}, {2, 1}), row = ids({0, 1}, {2}).to(at::kInt);
   EXPECT_TRUE(contains(error(ids({0, 4}, {2, 1}), row), "topk_idx(1, 0) = 4"));
   EXPECT_TRUE(contains(error(idx, ids({1, 0}, {2}).to(at::kInt)), "not ascending"));
+  EXPECT_TRUE(contains(error(idx, ids({~1, 1}, {2}).to(at::kInt)), "not ascending"));
+  EXPECT_TRUE(contains(error(idx, ids({0, ~2}, {2}).to(at::kInt)), "row_id[1] = 2"));
   EXPECT_TRUE(contains(error(idx, ids({0, 1}, {2})), "row_id"));
 }
 

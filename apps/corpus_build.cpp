@@ -1,0 +1,414 @@
+#include "apps/corpus_build.h"
+
+#include <fcntl.h>
+#include <malloc.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include "apps/inspect.h"
+#include "core/error.h"
+#include "core/random.h"
+#include "engine/corpus.h"
+
+namespace pith {
+
+namespace fs = std::filesystem;
+using Kind = EncodedDocument::Kind;
+using Fingerprint = std::array<uint64_t, 2>;
+using Clock = std::chrono::steady_clock;
+
+// --- the journal ---
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(InputPosition, file, offset, line)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CorpusProgress, shard, documents, tokens)
+
+namespace {
+
+// One output, train or validation.
+struct Side {
+  CorpusProgress written;
+  int64_t shards = 0, documents = 0, tokens = 0, shuffled = 0;
+  uint64_t bytes = 0;
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Side, written, shards, documents, tokens, shuffled, bytes)
+
+struct Journal {
+  std::string phase = "encode";  // then "shuffle" with a seed, and "written"
+  InputPosition position;
+  std::array<Side, 2> sides;
+  std::array<int64_t, static_cast<size_t>(Kind::kLong) + 1> kinds{};  // documents of each Kind
+  int64_t seen = 0, duplicates = 0, dropped_characters = 0, longest = 0, files_read = 0;
+  std::string longest_place;
+  std::vector<std::string> problems;  // the first bad lines
+  bool full = false;                  // stopped by max_bytes
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, phase, position, sides, kinds, seen, duplicates,
+    dropped_characters, longest, files_read, longest_place, problems, full)
+
+// A path need not be UTF-8.
+std::string dump(const nlohmann::json& value) {
+  return value.dump(1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+// Fingerprints of the texts so far: an open-addressing table in an unnamed file, which the system
+// can put aside when memory is short, and an append-only file from which it is made again after an
+// interruption.
+class SeenTexts {
+ public:
+  SeenTexts(const fs::path& path, int64_t count)
+      : path_(path), log_(path, static_cast<uint64_t>(count) * sizeof(Fingerprint)) {
+    grow();
+    const MappedFile known = map_file(path);
+    for (int64_t i = 0; i < count; ++i) put(load<Fingerprint>(known.data.get(), i));
+  }
+  bool insert(const Fingerprint& text) {  // false when it was there
+    const bool is_new = put(text);
+    if (is_new) log_.append(raw(text));
+    return is_new;
+  }
+  int64_t sync() {
+    log_.sync();
+    return static_cast<int64_t>(size_);
+  }
+
+ private:
+  bool put(Fingerprint text) {
+    if (text == Fingerprint{}) text[0] = 1;  // all zero is a free place
+    Fingerprint* const table = table_.get();
+    uint64_t at = text[1] & (capacity_ - 1);
+    for (; table[at] != Fingerprint{}; at = (at + 1) & (capacity_ - 1))
+      if (table[at] == text) return false;
+    table[at] = text;
+    if (++size_ > capacity_ / 4 * 3) grow();
+    return true;
+  }
+  void grow() {
+    const auto old = table_;
+    const uint64_t old_capacity = capacity_;
+    capacity_ = std::max<uint64_t>(1 << 14, 2 * capacity_);
+    const uint64_t bytes = capacity_ * sizeof(Fingerprint);
+    std::string name = path_.string() + "-XXXXXX";
+    const int file = ::mkstemp(name.data());
+    const int error = file < 0 ? errno : ::posix_fallocate(file, 0, static_cast<off_t>(bytes));
+    void* pages = error != 0 ? MAP_FAILED
+                             : ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    PITH_CHECK(pages != MAP_FAILED, "cannot make a table of {} bytes beside {}: {}", bytes,
+        path_.string(), std::generic_category().message(error != 0 ? error : errno));
+    ::unlink(name.c_str());
+    ::close(file);
+    table_ = {static_cast<Fingerprint*>(pages), [bytes](Fingerprint* p) { ::munmap(p, bytes); }};
+    size_ = 0;
+    for (uint64_t i = 0; i < old_capacity; ++i)
+      if (old.get()[i] != Fingerprint{}) put(old.get()[i]);
+  }
+
+  fs::path path_;
+  uint64_t capacity_ = 0, size_ = 0;
+  std::shared_ptr<Fingerprint> table_;
+  OutputFile log_;
+};
+
+// A line on the standard error every ten seconds.
+class Progress {
+ public:
+  void show(uint64_t text, int64_t documents, int64_t tokens, double share) {
+    const auto now = Clock::now();
+    if (first_share_ < 0) first_share_ = share;
+    if (now - shown_ < std::chrono::seconds(10)) return;
+    shown_ = now;
+    const double seconds = std::chrono::duration<double>(now - begin_).count();
+    const double gained = share - first_share_;
+    const auto left = static_cast<int64_t>(gained > 0 ? seconds * (1 - share) / gained : 0);
+    fmt::print(stderr, "{:5.1f}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}\n",
+        100 * share, static_cast<double>(text) / 1e6 / seconds, grouped(documents), grouped(tokens),
+        left / 3600, left / 60 % 60, left % 60);
+  }
+
+ private:
+  double first_share_ = -1;
+  Clock::time_point begin_ = Clock::now(), shown_ = begin_;
+};
+
+// --- the build ---
+
+constexpr const char* kNames[] = {"train", "validation"};
+
+class Build {
+ public:
+  explicit Build(CorpusBuildOptions options)
+      : options_(std::move(options)),
+        tokenizer_(
+            options_.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(options_.tokenizer)),
+        files_(list_inputs(options_.paths, options_.endings)),
+        folder_(options_.out + ".build"),
+        outs_{options_.out} {
+    PITH_CHECK(fs::path(options_.out).has_filename(), "--out {} names a folder", options_.out);
+    if (!options_.validation_out.empty()) outs_.push_back(options_.validation_out);
+    PITH_CHECK(outs_.size() == 1 || fs::absolute(outs_[0]).lexically_normal() !=
+                                        fs::absolute(outs_[1]).lexically_normal(),
+        "--out and --validation-out are the same: {}", options_.out);
+    EncodeSettings& encode = options_.encode;
+    encode.bytes_in_flight = options_.memory / 40;  // measured: JSON of many numbers
+    PITH_CHECK(encode.bytes_in_flight >= encode.read.max_line,
+        "--memory {} is less than 40 times --max-line {}", options_.memory, encode.read.max_line);
+    const auto& named = options_.end_token;
+    if (!named && !tokenizer_.eos_id())
+      PITH_FAIL_HINT("name one with --end-token, or give --end-token '' for none",
+          "this tokenizer names no token that ends a document");
+    if (named == "") return;
+    encode.end_id = named ? tokenizer_.id(*named) : tokenizer_.eos_id();
+    PITH_CHECK(encode.end_id, "--end-token: this tokenizer has no token {}", *named);
+  }
+
+  void run() {
+    begin();
+    if (journal_.phase == "encode") {
+      open_writers(options_.seed.has_value());
+      encode_all();
+      close_writers(options_.seed ? "shuffle" : "written");
+    }
+    if (journal_.phase == "shuffle") {
+      for (size_t i = 0; i < outs_.size(); ++i) publish_corpus(stage(i), 0);
+      open_writers(false);
+      shuffle_all();
+      close_writers("written");
+    }
+    for (size_t i = 0; i < outs_.size(); ++i) {
+      tokenizer_.save(outs_[i] + ".tokenizer");
+      publish_corpus(outs_[i], journal_.sides[i].shards);
+    }
+    fs::remove_all(folder_);
+    print_summary();
+  }
+
+ private:
+  template <class T>
+  T total(T Side::* count) const {
+    return journal_.sides[0].*count + journal_.sides[1].*count;
+  }
+
+  // A list of everything that the result depends on.
+  std::string plan() const {
+    const EncodeSettings& encode = options_.encode;
+    auto plan = CLI::detail::split(
+        fmt::format("text field: {}\nid field: {}\nmaximum line: {}\nminimum length: {}\n"
+                    "maximum length: {}\ntokenizer: {}\nend token: {}\nseed: {}\n"
+                    "validation share: {}\nvalidation corpus: {}\nmaximum bytes: {}\n"
+                    "shard tokens: {}\nduplicates: {}",
+            encode.read.text_field, encode.read.id_field, encode.read.max_line, encode.min_length,
+            encode.max_length, hex(tokenizer_.hash()), encode.end_id.value_or(-1),
+            options_.seed ? std::to_string(*options_.seed) : "none", options_.validation_share,
+            options_.validation_out, options_.max_bytes, options_.shard_tokens,
+            options_.keep_duplicates ? "kept" : "removed"),
+        '\n');
+    for (const InputFile& file : files_)
+      plan.push_back(
+          fmt::format("input: {} ({} bytes, {})", file.path, file.bytes, file.modified_ns));
+    return dump(plan);
+  }
+
+  // Locks the build, then begins it or finds out where it was.
+  void begin() {
+    fs::create_directories(folder_);
+    lock_ = ::open((folder_ / "lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
+    PITH_CHECK(lock_ >= 0, "cannot write to {}", folder_.string());
+    PITH_CHECK(::flock(lock_, LOCK_EX | LOCK_NB) == 0, "{} is being built by another process",
+        options_.out);
+    const std::string planned = plan();
+    const fs::path journal = folder_ / "journal.json", plan_file = folder_ / "plan.json";
+    if (options_.restart || !fs::exists(journal)) {
+      fs::remove(journal);
+      write_file(folder_, "plan.json", planned);
+      return sync_folder(folder_);
+    }
+    const std::vector<std::string> now = parse_json(planned, "plan"), before = read_json(plan_file);
+    if (const auto [is, was] = std::ranges::mismatch(now, before); now != before)
+      PITH_FAIL_HINT("give the options and inputs it was begun with, or --restart",
+          "the unfinished build of {} cannot go on: it was begun with [{}], now it is [{}]",
+          options_.out, was == before.end() ? "nothing" : *was, is == now.end() ? "nothing" : *is);
+    const std::string text = read_file(journal);
+    check_seal(text, journal.string());
+    journal_ = parse_json(text, journal.string()).get<Journal>();
+    fmt::print(stderr, "goes on after {} documents\n", grouped(total(&Side::documents)));
+  }
+
+  std::string stage(size_t i) const { return (folder_ / kNames[i]).string(); }
+
+  void open_writers(bool staged) {
+    for (size_t i = 0; i < outs_.size(); ++i)
+      writers_.emplace_back(staged ? stage(i) : outs_[i], tokenizer_.vocab_size(),
+          hex(tokenizer_.hash()), staged ? 0 : options_.shard_tokens, &journal_.sides[i].written);
+    if (journal_.phase == "encode" && !options_.keep_duplicates)
+      seen_.emplace(folder_ / "seen", journal_.seen);
+    saved_ = Clock::now();
+  }
+
+  void close_writers(const char* next_phase) {
+    for (size_t i = 0; i < outs_.size(); ++i) {
+      if (journal_.sides[i].documents > 0) continue;
+      for (CorpusWriter& writer : writers_) writer.discard();
+      fs::remove_all(folder_);
+      print_skipped();
+      PITH_FAIL_HINT(
+          i == 0 ? "look at the paths, --extensions and --text-field" : "raise --validation-share",
+          "no document for {}", outs_[i]);
+    }
+    for (size_t i = 0; i < outs_.size(); ++i) {
+      journal_.sides[i].shards = writers_[i].close();
+      journal_.sides[i].written = {};
+    }
+    writers_.clear();
+    seen_.reset();
+    journal_.phase = next_phase;
+    save_journal();
+  }
+
+  void save_journal() {
+    const auto begin = Clock::now();
+    for (size_t i = 0; i < writers_.size(); ++i) journal_.sides[i].written = writers_[i].sync();
+    if (seen_) journal_.seen = seen_->sync();
+    write_file(folder_, "journal.json.tmp", seal_json(dump(journal_)));
+    fs::rename(folder_ / "journal.json.tmp", folder_ / "journal.json");
+    sync_folder(folder_);
+    saved_ = Clock::now();
+    saving_ = std::max<Clock::duration>(saved_ - begin, std::chrono::milliseconds(5));
+  }
+  void save_journal_sometimes() {  // for a twentieth of the time at most
+    if (Clock::now() - saved_ > 20 * saving_) save_journal();
+  }
+
+  void encode_all() {
+    uint64_t all = 1, text = 0;
+    for (const InputFile& file : files_) all += file.bytes;
+    CorpusEncoder encoder(files_, tokenizer_, options_.encode, journal_.position);
+    const auto next = [&](EncodedChunk& chunk) {
+      try {
+        return encoder.next(chunk);
+      } catch (const Error&) {
+        save_journal();
+        fmt::print(stderr, "what was done is kept: the same command goes on from there\n");
+        throw;
+      }
+    };
+    for (EncodedChunk chunk; !journal_.full && next(chunk);) {
+      journal_.files_read = chunk.file;
+      for (const EncodedDocument& document : chunk.documents) {
+        take(chunk.path, document);
+        if (journal_.full) break;
+        text += document.bytes;
+      }
+      journal_.dropped_characters += chunk.dropped_characters;
+      if (journal_.full) break;
+      journal_.position = chunk.end;
+      progress_.show(text, total(&Side::documents), total(&Side::tokens),
+          static_cast<double>(chunk.bytes_read) / static_cast<double>(all));
+      save_journal_sometimes();
+    }
+  }
+
+  void take(const std::string& path, const EncodedDocument& document) {
+    const std::string place =
+        (document.line > 0 ? fmt::format("{}:{}", path, document.line) : path) +
+        (document.id.empty() ? "" : fmt::format(" ({})", document.id));
+    const int64_t count = ++journal_.kinds[static_cast<size_t>(document.kind)];
+    if (document.kind == Kind::kBad) return refuse(count, place + ": " + document.problem);
+    if (document.kind != Kind::kGood) return;
+    journal_.full =
+        options_.max_bytes > 0 && total(&Side::bytes) + document.bytes > options_.max_bytes;
+    if (journal_.full) return;
+    if (seen_ && !seen_->insert(document.fingerprint)) {
+      ++journal_.duplicates;
+      return;
+    }
+    // The share that goes to validation depends on the content alone: a document stays on its side
+    // when files are added, moved or renamed.
+    const double draw = static_cast<double>(document.hash >> 11) * 0x1p-53;
+    const size_t i = outs_.size() > 1 && draw < options_.validation_share ? 1 : 0;
+    const auto tokens = static_cast<int64_t>(document.ids.size());
+    writers_[i].add_document(document.ids);
+    Side& side = journal_.sides[i];
+    ++side.documents;
+    side.tokens += tokens;
+    side.bytes += document.bytes;
+    if (tokens <= journal_.longest) return;
+    journal_.longest = tokens;
+    journal_.longest_place = place;
+  }
+
+  void refuse(int64_t count, const std::string& problem) {
+    if (journal_.problems.size() < 20) journal_.problems.push_back(problem);
+    if (count <= options_.max_bad) return;
+    for (const std::string& line : journal_.problems) fmt::print(stderr, "bad: {}\n", line);
+    PITH_FAIL_HINT("look at --text-field; raise --max-bad to go on", "more than {} bad lines: {}",
+        options_.max_bad, problem);
+  }
+
+  void shuffle_all() {
+    for (size_t i = 0; i < outs_.size(); ++i) {
+      const Corpus from(stage(i));
+      const uint64_t key = stream_key(*options_.seed, kNames[i]);
+      for (int64_t& done = journal_.sides[i].shuffled; done < from.num_documents(); ++done) {
+        if (done % 256 == 0) save_journal_sometimes();  // before this document
+        writers_[i].add_document(from.ids(permuted(key, done, from.num_documents())));
+      }
+    }
+  }
+
+  void print_skipped() const {
+    const auto [good, bad, binary, empty, small, big] = journal_.kinds;
+    fmt::print("{:<11} {}: {} duplicates, {} empty, {} not UTF-8 text, {} too short, {} too long\n",
+        "skipped", grouped(journal_.duplicates + empty + binary + small + big),
+        grouped(journal_.duplicates), grouped(empty), grouped(binary), grouped(small),
+        grouped(big));
+    if (bad > 0) fmt::print("{:<11} {} lines; the first:\n", "bad", grouped(bad));
+    for (const std::string& problem : journal_.problems) fmt::print("  {}\n", problem);
+  }
+
+  void print_summary() const {
+    for (size_t i = 0; i < outs_.size(); ++i) {
+      const Side& side = journal_.sides[i];
+      fmt::print(
+          "{:<11} {} documents, {} of text, {} tokens, {:.2f} bytes a token -> {}{}.bin, "
+          ".idx, .json\n",
+          kNames[i], grouped(side.documents), human_bytes(side.bytes), grouped(side.tokens),
+          static_cast<double>(side.bytes) / static_cast<double>(side.tokens), outs_[i],
+          side.shards > 0 ? fmt::format("-*-of-{:05}", side.shards) : "");
+    }
+    fmt::print(
+        "{:<11} {} tokens: {}\n", "longest", grouped(journal_.longest), journal_.longest_place);
+    print_skipped();
+    if (journal_.dropped_characters > 0)
+      fmt::print("{:<11} {} characters that the tokenizer has no token for\n", "dropped",
+          grouped(journal_.dropped_characters));
+    if (journal_.full)
+      fmt::print("{:<11} {} of {} files read; the next document would pass --max-bytes\n",
+          "stopped", grouped(journal_.files_read), files_.size());
+  }
+
+  CorpusBuildOptions options_;
+  Tokenizer tokenizer_;
+  std::vector<InputFile> files_;
+  fs::path folder_;
+  std::vector<std::string> outs_;
+  int lock_ = -1;  // held until the process ends
+  Journal journal_;
+  std::deque<CorpusWriter> writers_;
+  std::optional<SeenTexts> seen_;
+  Clock::time_point saved_;
+  Clock::duration saving_{};  // how long that took
+  Progress progress_;
+};
+
+}  // namespace
+
+void build_corpus(CorpusBuildOptions options) {
+  // Buffers of long documents go back to the system, not to the arena of the thread that had them.
+  ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
+  Build(std::move(options)).run();
+}
+
+}  // namespace pith
