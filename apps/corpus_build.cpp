@@ -74,7 +74,6 @@ class SeenTexts {
     log_.sync();
     return static_cast<int64_t>(size_);
   }
-
  private:
   bool put(Fingerprint text) {
     if (text == Fingerprint{}) text[0] = 1;  // all zero is a free place
@@ -127,7 +126,6 @@ class Progress {
         100 * share, static_cast<double>(text) / 1e6 / seconds, grouped(documents), grouped(tokens),
         left / 3600, left / 60 % 60, left % 60);
   }
-
  private:
   double first_share_ = -1;
   Clock::time_point begin_ = Clock::now(), shown_ = begin_;
@@ -184,7 +182,6 @@ class Build {
     fs::remove_all(folder_);
     print_summary();
   }
-
  private:
   template <class T>
   T total(T Side::* count) const {

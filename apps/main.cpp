@@ -90,9 +90,7 @@ int run(CLI::App& app, int argc, char** argv) {
     return fail(error.what_without_backtrace());
   } catch (const std::bad_alloc&) {
     return fail("out of memory");
-  } catch (const std::exception& error) {
-    return fail(error.what());
-  }
+  } catch (const std::exception& error) { return fail(error.what()); }
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
     return fail("standard output could not be written");
   }

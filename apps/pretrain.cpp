@@ -12,7 +12,6 @@
 #include "engine/batches.h"
 #include "engine/context_parallel.h"
 #include "engine/file_io.h"
-#include "engine/lr_schedule.h"
 #include "engine/metrics.h"
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
@@ -240,7 +239,6 @@ class Run {
     if (stopping_) event("stop", fmt::format("stopped by a signal after step {}", state_.step));
     return 0;
   }
-
  private:
   bool done() const { return state_.step >= last_step_; }
   bool first_rank() const { return mesh_.world.rank() == 0; }

@@ -32,7 +32,6 @@ class Work {
   Work() = default;
   explicit Work(Operation* operation) : operation_(operation) {}
   void wait();
-
  private:
   struct Drop {
     void operator()(Operation* operation) const;
@@ -96,7 +95,6 @@ class Comm {
   void barrier() const;  // of the hosts; streams are not waited for
 
   struct Impl;
-
  private:
   friend class World;
   explicit Comm(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}

@@ -17,7 +17,6 @@ class Error : public std::runtime_error {
   Error(const char* file, int line, std::string_view statement, const std::string& message,
       std::string_view hint = "");
   const std::string& message() const { return message_; }
-
  private:
   std::string message_;
 };

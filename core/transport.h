@@ -72,7 +72,6 @@ class Watched {  // a host call that may block
   ~Watched() { *over_ = true; }
   Watched(const Watched&) = delete;
   Watched& operator=(const Watched&) = delete;
-
  private:
   std::shared_ptr<std::atomic<bool>> over_ = std::make_shared<std::atomic<bool>>(false);
 };

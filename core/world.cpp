@@ -146,9 +146,7 @@ std::string failed_operation() {
         text = fmt::format("timeout: {} has not finished after {:.0f} s", it.what, it.limit_s);
       return false;
     });
-  } catch (const Error& error) {
-    text = error.what();
-  }
+  } catch (const Error& error) { text = error.what(); }
   return text;
 }
 
@@ -184,9 +182,7 @@ void run_heartbeat() {
                         "machine lost); it was last seen at: {}",
                 rank, job->heartbeat_s, now));
       }
-    } catch (const std::exception&) {
-      leave_without_store(failure.empty() ? kStoreLost : failure);
-    }
+    } catch (const std::exception&) { leave_without_store(failure.empty() ? kStoreLost : failure); }
   }
 }
 
@@ -276,9 +272,7 @@ World::~World() {
     job->store->set(gone[static_cast<size_t>(job->rank)], std::string());
     if (job->rank == 0) job->store->wait(gone, std::chrono::seconds(20));  // then the store ends
     if (launch_info().mpi) mpi_finish();
-  } catch (const std::exception& error) {
-    leave_without_store(error.what());
-  }
+  } catch (const std::exception& error) { leave_without_store(error.what()); }
 }
 
 void end_all_ranks(const std::string& text) {
@@ -332,9 +326,7 @@ std::vector<std::string> store_gather(
       result.emplace_back(value.begin(), value.end());
     // Every member is in this round, so every member has read the one before.
     if (round > 0) job->store->deleteKey(key(round - 1, rank));
-  } catch (const c10::Error&) {
-    end_all_ranks(kStoreLost);
-  }
+  } catch (const c10::Error&) { end_all_ranks(kStoreLost); }
   return result;
 }
 

@@ -45,7 +45,6 @@ class RowStream {
   int64_t rows_per_epoch() const;  // concat: whole ones, floor(tokens / sequence_length)
   double padding_share() const;    // of an epoch's tokens; 0 with concat
   const Corpus& corpus() const;
-
  private:
   struct State;
   std::shared_ptr<State> state_;
@@ -75,7 +74,6 @@ class Blend {
   int64_t rows_before_repeat() const;  // until a source would begin its second epoch
   const std::vector<RowStream>& sources() const { return sources_; }
   const std::vector<int64_t>& weights() const { return weights_; }  // reduced integers
-
  private:
   std::vector<RowStream> sources_;
   std::vector<int64_t> weights_;

@@ -92,9 +92,7 @@ std::string incomplete(const fs::path& checkpoint) {
     return "";
   } catch (const Error& error) {
     return error.message();
-  } catch (const fs::filesystem_error& error) {
-    return error.what();
-  }
+  } catch (const fs::filesystem_error& error) { return error.what(); }
 }
 
 void delete_older(const fs::path& root, int64_t step, int64_t keep_last) {
@@ -120,7 +118,6 @@ struct Save {
 
   void prepare(const Comm& world);
   void run() const;
-
  private:
   template <class Part>
   void guard(const Part& part) const;
@@ -273,9 +270,7 @@ std::vector<std::string> verify_file(const fs::path& path, const WrittenFile& ex
     }
     if (problems.empty()) problems.push_back(name + " is damaged in its header");
     return problems;
-  } catch (const Error& error) {
-    return {error.message()};
-  }
+  } catch (const Error& error) { return {error.message()}; }
 }
 
 uint64_t parse_hex(const std::string& text, const std::string& source) {
@@ -290,9 +285,7 @@ uint64_t parse_hex(const std::string& text, const std::string& source) {
 CheckpointWriter::~CheckpointWriter() {
   try {
     finish();
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "{}\n", error.what());
-  }
+  } catch (const std::exception& error) { fmt::print(stderr, "{}\n", error.what()); }
 }
 
 void CheckpointWriter::start(
@@ -303,9 +296,7 @@ void CheckpointWriter::start(
   thread_ = std::thread([this, save = std::move(save)] {
     try {
       save.run();
-    } catch (...) {
-      error_ = std::current_exception();
-    }
+    } catch (...) { error_ = std::current_exception(); }
   });
 }
 
@@ -333,9 +324,7 @@ Manifest parse_manifest(std::string_view text, const std::string& source) {
       manifest.files.emplace(name, std::move(file));
     }
     return manifest;
-  } catch (const json::exception& error) {
-    PITH_FAIL("{}: {}", source, error.what());
-  }
+  } catch (const json::exception& error) { PITH_FAIL("{}: {}", source, error.what()); }
 }
 
 Manifest read_manifest(const fs::path& checkpoint) {
@@ -356,9 +345,7 @@ std::vector<std::string> verify_checkpoint(const fs::path& folder) {
   Manifest manifest;
   try {
     manifest = read_manifest(folder);
-  } catch (const Error& error) {
-    return {error.message()};
-  }
+  } catch (const Error& error) { return {error.message()}; }
   std::vector<const WrittenFile*> files;
   for (const auto& [name, file] : manifest.files) files.push_back(&file);
   std::vector<std::vector<std::string>> found(files.size());

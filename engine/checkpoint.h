@@ -57,7 +57,6 @@ class CheckpointWriter {
   void start(std::filesystem::path root, CheckpointContent content, int64_t keep_last,
       const Comm& world = {});
   void finish();  // waits
-
  private:
   std::thread thread_;
   std::exception_ptr error_;
@@ -91,7 +90,6 @@ class OptimizerReader {
   // Copies elements [first, first + out.numel()) of one tensor's state into `out` (flat, any
   // device), reading those only. Throws naming tensor and file.
   void read(const std::string& kind, const HfTensor& tensor, Tensor out, int64_t first = 0) const;
-
  private:
   struct Piece {
     size_t file;

@@ -368,7 +368,6 @@ class Reader {
     if (config_.model.config.empty()) config_.model.config = config_.model.init;
     return config_;
   }
-
  private:
   struct Place {
     int64_t order = 0;  // line; overrides come after all lines

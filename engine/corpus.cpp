@@ -66,9 +66,7 @@ std::optional<SideFile> read_side_file(const std::string& path) {
     PITH_CHECK(document.at("version") == 1, "{}: version {} is not known", path,
         document.at("version").dump());
     return document.get<SideFile>();
-  } catch (const json::exception& error) {
-    PITH_FAIL("{}: {}", path, error.what());
-  }
+  } catch (const json::exception& error) { PITH_FAIL("{}: {}", path, error.what()); }
 }
 
 // Where a shard is written, and its name in the end: PREFIX-00003, PREFIX-00003-of-00007.
@@ -264,9 +262,7 @@ std::vector<std::string> verify_corpus(const std::string& prefix) {
   const auto attempt = [&](auto part) {
     try {
       part();
-    } catch (const Error& error) {
-      problems.push_back(error.message());
-    }
+    } catch (const Error& error) { problems.push_back(error.message()); }
   };
   attempt([&] {
     const Corpus corpus(prefix);

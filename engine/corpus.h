@@ -43,7 +43,6 @@ class Corpus {
   // vocabulary (without a side file: a negative one) is an Error naming document and place.
   void read(int64_t document, int64_t begin, std::span<int64_t> out) const;
   std::vector<int32_t> ids(int64_t document) const;  // all of a document
-
  private:
   friend std::vector<std::string> verify_corpus(const std::string& prefix);
   struct Shard {
@@ -93,7 +92,6 @@ class CorpusWriter {
   int64_t close();                     // no more documents; returns what publish_corpus wants
   void finish();                       // close and publish
   void discard() { wanted_ = false; }  // what was written is removed in the end
-
  private:
   void open_shard();
   void close_shard();

@@ -43,7 +43,6 @@ class ExpertExchange {
   Tensor combined_grad();
   void dispatch_backward(const Tensor& grad_rows, const Tensor& grad_weight);
   std::pair<Tensor, Tensor> dispatched_grad();
-
  private:
   void transfer(const Tensor& tensor, const std::vector<int64_t>& recv,
       const std::vector<int64_t>& send);         // starts; rows from and to each member

@@ -34,7 +34,6 @@ class OutputFile {
   uint64_t bytes() const { return bytes_; }  // appended
   void sync();                               // makes them durable
   uint64_t close();  // makes it durable; returns the xxh3-64 of all bytes appended
-
  private:
   std::filesystem::path path_;
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;

@@ -20,7 +20,6 @@ class HfFolder {
   Tensor tensor(const std::string& name) const;                   // memory-mapped view
   const std::filesystem::path& path() const { return path_; }
   const std::vector<SafetensorsFile>& files() const { return files_; }
-
  private:
   std::filesystem::path path_;
   std::vector<SafetensorsFile> files_;

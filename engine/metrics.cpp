@@ -115,9 +115,7 @@ void MetricsLog::File::open(const fs::path& at, int64_t resumed_step) {
     stream.open(path, std::ios::binary | std::ios::app);
     if (!stream.is_open())
       warn(name, fmt::format("{}: cannot be opened: {}", path.string(), std::strerror(errno)));
-  } catch (const fs::filesystem_error& error) {
-    warn(name, error.what());
-  }
+  } catch (const fs::filesystem_error& error) { warn(name, error.what()); }
 }
 
 void MetricsLog::File::append(const std::string& bytes) {

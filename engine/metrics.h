@@ -45,7 +45,6 @@ class MetricsLog {
   void write(const StepMetrics& metrics);
   // An event line in metrics.jsonl and a line on stdout (resume, save, validation, stop).
   void event(const std::string& name, const std::string& text);
-
  private:
   struct File {  // appended to, flushed at once
     const char* name;

@@ -104,7 +104,6 @@ class Pipeline {
       std::span<LayerCache> caches = {}, std::span<RoutingTape> tapes = {});
 
   void observe(StageObserver observer) { observer_ = std::move(observer); }
-
  private:
   using Run = ChunkRun;
   using Kind = StageLinks::Kind;

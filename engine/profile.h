@@ -16,7 +16,6 @@ class Profile {
   ~Profile();
   Profile(const Profile&) = delete;
   Profile& operator=(const Profile&) = delete;
-
  private:
   std::filesystem::path folder_;
   int64_t rank_;

@@ -39,7 +39,6 @@ class SafetensorsFile {
   std::string_view bytes(const std::string& name) const;  // of one tensor, as stored
   // CPU; do not write to it. No copy, unless the data are not aligned to the dtype in this file.
   Tensor tensor(const std::string& name) const;
-
  private:
   std::filesystem::path path_;
   MappedFile file_;

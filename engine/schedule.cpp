@@ -54,16 +54,11 @@ double cost_of(
     const Action& action, const std::vector<StageCosts>& costs, int64_t ranks, int64_t rank) {
   const StageCosts& own = costs[static_cast<size_t>(global_chunk(ranks, rank, action.chunk))];
   switch (action.kind) {
-    case Kind::forward:
-      return own.forward;
-    case Kind::backward:
-      return own.backward_input + own.weight;
-    case Kind::backward_input:
-      return own.backward_input;
-    case Kind::weight:
-      return own.weight;
-    case Kind::overlapped:
-      break;
+    case Kind::forward: return own.forward;
+    case Kind::backward: return own.backward_input + own.weight;
+    case Kind::backward_input: return own.backward_input;
+    case Kind::weight: return own.weight;
+    case Kind::overlapped: break;
   }
   const StageCosts& other =
       costs[static_cast<size_t>(global_chunk(ranks, rank, action.backward_chunk))];
@@ -75,16 +70,11 @@ std::string label_of(const Action& action) {
     return fmt::format("{}{}:{}", kind, chunk, microbatch);
   };
   switch (action.kind) {
-    case Kind::forward:
-      return one("F", action.chunk, action.microbatch);
-    case Kind::backward:
-      return one("B", action.chunk, action.microbatch);
-    case Kind::backward_input:
-      return one("I", action.chunk, action.microbatch);
-    case Kind::weight:
-      return one("W", action.chunk, action.microbatch);
-    case Kind::overlapped:
-      break;
+    case Kind::forward: return one("F", action.chunk, action.microbatch);
+    case Kind::backward: return one("B", action.chunk, action.microbatch);
+    case Kind::backward_input: return one("I", action.chunk, action.microbatch);
+    case Kind::weight: return one("W", action.chunk, action.microbatch);
+    case Kind::overlapped: break;
   }
   return fmt::format("{}|{}", one("F", action.chunk, action.microbatch),
       one("B", action.backward_chunk, action.backward_microbatch));

@@ -102,12 +102,8 @@ void ShardGroup::initialize(uint64_t seed, double init_std, int64_t num_layers) 
       case Init::output_normal:
         fill_normal(target, seed, piece.tensor->name, output_std, piece.first);
         break;
-      case Init::ones:
-        target.fill_(1);
-        break;
-      case Init::zeros:
-        target.zero_();
-        break;
+      case Init::ones: target.fill_(1); break;
+      case Init::zeros: target.zero_(); break;
     }
   }
   publish();

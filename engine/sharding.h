@@ -98,7 +98,6 @@ class ShardGroup {
   // value_part and grad_part: this rank's, in keep mode views of those. All but the values are
   // undefined for inference. grad_part is the sum over ranks after finish_step().
   Tensor values, grads, value_part, grad_part, master, exp_avg, exp_avg_sq;
-
  private:
   struct Reduction {
     Work work;

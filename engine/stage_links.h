@@ -24,7 +24,6 @@ class StageLinks {
   Tensor receive(Kind kind, int chunk, int64_t tokens);
   void send(Kind kind, int chunk, const Tensor& tensor);
   void finish();  // waits for all sends
-
  private:
   struct Transfer {
     Tensor tensor;

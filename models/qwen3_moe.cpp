@@ -57,7 +57,6 @@ class Fields {
 
   const json& operator[](const char* key) const { return object_[key]; }
   const std::string& problems() const { return problems_; }
-
  private:
   const json& object_;
   std::string problems_;

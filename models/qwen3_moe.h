@@ -41,7 +41,6 @@ class Qwen3MoeLayer {
   Tensor aggregate(const LayerContext& context, const Tensor& returned, const Attended& attended,
       const Tensor& shared);
   std::vector<Parameter*> parameters();
-
  private:
   Qwen3MoeConfig config_;
   bool sparse_;
@@ -63,7 +62,6 @@ class Qwen3MoeModel {
   Parameter& head_weight();
   RotaryTable rotary(int64_t num_positions, at::Device device) const;
   std::vector<std::vector<Parameter*>> parameter_units();
-
  private:
   Config config_;
   ModelPart part_;

@@ -64,7 +64,6 @@ class Bpe {
   void encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
       std::vector<uint32_t>* lengths) const;
   bool byte_level() const { return config_.byte_level; }
-
  private:
   struct Slot {
     uint64_t pair = kEmpty;

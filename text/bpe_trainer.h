@@ -30,7 +30,6 @@ class BpeTrainer {
   void add(std::span<const std::string> texts);
   // Learns the merges. Ties go to the smaller left id, then the smaller right id.
   Tokenizer train() const;
-
  private:
   using Counts = std::unordered_map<std::string, int64_t>;
   BpeTrainerOptions options_;

@@ -56,9 +56,7 @@ void CorpusEncoder::work() {
     lock.unlock();
     try {
       if (!slot->error) encode(std::exchange(slot->chunk, {}), slot->encoded);
-    } catch (...) {
-      slot->error = std::current_exception();
-    }
+    } catch (...) { slot->error = std::current_exception(); }
     lock.lock();
     slot->ready = true;
     changed_.notify_all();

@@ -42,7 +42,6 @@ class CorpusEncoder {
   // The next chunk in the order of the files, whatever the number of workers; false at the end. An
   // Error of the reader comes after all chunks before it.
   bool next(EncodedChunk& chunk);
-
  private:
   struct Slot {  // from the reader to next(): workers fill `encoded` and set `ready`
     Chunk chunk;

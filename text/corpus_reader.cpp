@@ -117,7 +117,6 @@ class ByteSource {
   uint64_t consumed() const {  // bytes of the file itself
     return static_cast<uint64_t>(std::max<off_t>(::gzoffset(file_.get()), 0));
   }
-
  private:
   size_t read_file(char* out, size_t size) {
     const int n = ::gzread(file_.get(), out, static_cast<unsigned>(size));
@@ -248,8 +247,7 @@ struct InputReader::State {
 
   bool next_file(Chunk& chunk) {
     if (at.offset > 0) return false;
-    while (pending.size() <= options.max_line && read_more()) {
-    }
+    while (pending.size() <= options.max_line && read_more()) {}
     chunk.bytes = std::exchange(pending, {});
     if (chunk.bytes.size() > options.max_line) {
       chunk.bytes = {};

@@ -56,7 +56,6 @@ class InputReader {
   InputReader(std::vector<InputFile> files, ReadOptions options, InputPosition start = {});
   ~InputReader();
   bool next(Chunk& chunk);  // false at the end
-
  private:
   struct State;
   std::unique_ptr<State> state_;

@@ -56,7 +56,6 @@ class Encoder {
           [&](const Text& rest) { pre_tokenize(0, rest, track); });
     });
   }
-
  private:
   // Emits the added tokens in `text` and gives what lies between them to `rest`.
   template <class Rest>

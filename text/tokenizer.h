@@ -67,7 +67,6 @@ class Tokenizer {
   uint64_t hash() const;                     // of the content, not of the file's layout
 
   struct State;  // private to text/
-
  private:
   friend class StreamingDecoder;
   explicit Tokenizer(std::shared_ptr<const State> state) : state_(std::move(state)) {}
@@ -82,7 +81,6 @@ class StreamingDecoder {
       : tokenizer_(std::move(tokenizer)), skip_special_tokens_(skip_special_tokens) {}
   std::string push(int32_t id);  // the text that this id completes, often ""
   std::string finish();          // what was held back; incomplete characters become U+FFFD
-
  private:
   Tokenizer tokenizer_;
   bool skip_special_tokens_;

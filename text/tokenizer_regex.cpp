@@ -56,7 +56,6 @@ class Translator {
     }
     return std::move(out_);
   }
-
  private:
   [[noreturn]] void refuse(std::string_view what) const {
     PITH_FAIL("regex construct {} is not supported, in {}", what, pattern_);

@@ -36,7 +36,6 @@ class Regex {
       while (from < text.size() && utf8_continues(text[from]));
     }
   }
-
  private:
   Regex() = default;
   bool find(std::string_view text, size_t from, size_t& begin, size_t& end) const;

@@ -50,7 +50,6 @@ class Rewriter {
   // Puts new text before everything, at the place of the first character.
   void prepend(std::string_view text);
   Text finish();  // copies the rest, if anything changed; the result views this object
-
  private:
   void copy(size_t end);
   const Text from_;
@@ -150,7 +149,6 @@ class AddedTokenMatcher {
   }
   // The first match at or behind `from`; nullptr when there is none.
   const AddedToken* find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
-
  private:
   std::map<std::string, const AddedToken*, std::less<>> tokens_;
   std::bitset<256> starts_;

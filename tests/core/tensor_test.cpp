@@ -10,9 +10,7 @@ template <class F>
 std::string error_of(F f) {
   try {
     f();
-  } catch (const Error& error) {
-    return error.what();
-  }
+  } catch (const Error& error) { return error.what(); }
   return "no error";
 }
 

@@ -22,9 +22,7 @@ std::string refusal(const std::string& text, const std::vector<std::string>& ove
   try {
     parse(text, overrides);
     return "";
-  } catch (const Error& error) {
-    return error.message();
-  }
+  } catch (const Error& error) { return error.message(); }
 }
 
 std::string read(const fs::path& path) {
@@ -260,9 +258,7 @@ TEST(Config, FilesThatCannotBeRead) {
     try {
       load_run_config(path, {});
       return "";
-    } catch (const Error& error) {
-      return error.message();
-    }
+    } catch (const Error& error) { return error.message(); }
   };
   EXPECT_EQ(message("/nowhere/run.toml"),
       "/nowhere/run.toml: cannot be opened: No such file or directory");

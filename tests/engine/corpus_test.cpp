@@ -86,9 +86,7 @@ TEST(Corpus, WriterRefusesIdsOutsideTheVocabularyAndLeavesNothingUnfinished) {
   EXPECT_ERROR(CorpusWriter((scratch.path / "").string(), 257, ""), "names a folder");
   // A build that dies leaves the old corpus as it was.
   write(scratch, {{1, 2}});
-  {
-    CorpusWriter(scratch / "corpus", 257, "").add_document(std::vector<int32_t>{9});
-  }
+  { CorpusWriter(scratch / "corpus", 257, "").add_document(std::vector<int32_t>{9}); }
   EXPECT_EQ(Corpus(scratch / "corpus").num_tokens(), 2);
 }
 

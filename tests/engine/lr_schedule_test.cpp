@@ -1,4 +1,4 @@
-#include "engine/lr_schedule.h"
+#include "engine/optimizer.h"
 
 #include <gtest/gtest.h>
 

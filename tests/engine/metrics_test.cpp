@@ -107,14 +107,10 @@ TEST_F(Metrics, ResumeCutsLaterStepsAndHalfLines) {
     log.event("stop", "killed");
   }
   const std::string whole = read(file());
-  {
-    MetricsLog log(folder_, 8, false);
-  }
+  { MetricsLog log(folder_, 8, false); }
   EXPECT_EQ(read(file()), whole);
   std::ofstream(file(), std::ios::app) << R"({"step": 9, "loss": 4.)";
-  {
-    MetricsLog log(folder_, 8, false);
-  }
+  { MetricsLog log(folder_, 8, false); }
   EXPECT_EQ(read(file()), whole);  // the half line is gone
   {
     MetricsLog log(folder_, 5, false);
@@ -130,9 +126,7 @@ TEST_F(Metrics, ResumeCutsLaterStepsAndHalfLines) {
     log.write(step(7));
   }
   EXPECT_EQ(steps(), (std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7}));
-  {
-    MetricsLog log(folder_, 0, false);
-  }
+  { MetricsLog log(folder_, 0, false); }
   EXPECT_EQ(read(file()), "");
 }
 
@@ -140,9 +134,7 @@ TEST_F(Metrics, DamagedLinesInTheMiddleDoNotStopAResume) {
   fs::create_directories(folder_);
   std::ofstream(file(), std::ios::binary) << "{\"step\": 1}\n\n[1]\nnonsense\n{\"step\": 2}\n"
                                           << "{\"step\": 3}\n";
-  {
-    MetricsLog log(folder_, 2, false);
-  }
+  { MetricsLog log(folder_, 2, false); }
   EXPECT_EQ(read(file()), "{\"step\": 1}\n\n[1]\nnonsense\n{\"step\": 2}\n");
 }
 
@@ -259,9 +251,7 @@ std::vector<std::string> frames(const std::string& bytes) {
 }
 
 TEST_F(Metrics, TensorBoardEventsReadBack) {
-  {
-    MetricsLog log(folder_, 7, true);
-  }
+  { MetricsLog log(folder_, 7, true); }
   fs::path path;
   for (const auto& entry : fs::directory_iterator(folder_ / "tensorboard")) path = entry.path();
   EXPECT_TRUE(path.filename().string().starts_with("events.out.tfevents."));

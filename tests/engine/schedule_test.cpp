@@ -42,22 +42,14 @@ TEST(Schedule, EveryMicroBatchOnce) {
       };
       for (const Action& a : make_schedule(ranks, rank, n, true)) {
         switch (a.kind) {
-          case Action::Kind::forward:
-            EXPECT_EQ(forwards[a.chunk]++, a.microbatch);
-            break;
+          case Action::Kind::forward: EXPECT_EQ(forwards[a.chunk]++, a.microbatch); break;
           case Action::Kind::overlapped:
             backward(a.backward_chunk, a.backward_microbatch);
             EXPECT_EQ(forwards[a.chunk]++, a.microbatch);
             break;
-          case Action::Kind::backward_input:
-            put_off[{a.chunk, a.microbatch}] = 1;
-            [[fallthrough]];
-          case Action::Kind::backward:
-            backward(a.chunk, a.microbatch);
-            break;
-          case Action::Kind::weight:
-            EXPECT_EQ((put_off[{a.chunk, a.microbatch}]--), 1);
-            break;
+          case Action::Kind::backward_input: put_off[{a.chunk, a.microbatch}] = 1; [[fallthrough]];
+          case Action::Kind::backward: backward(a.chunk, a.microbatch); break;
+          case Action::Kind::weight: EXPECT_EQ((put_off[{a.chunk, a.microbatch}]--), 1); break;
         }
       }
       for (const int chunk : {0, 1}) {

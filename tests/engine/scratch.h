@@ -32,9 +32,7 @@ inline void put_bytes(const std::filesystem::path& path, const std::string& byte
 inline std::string error_of(const std::function<void()>& action) {
   try {
     action();
-  } catch (const Error& error) {
-    return error.message();
-  }
+  } catch (const Error& error) { return error.message(); }
   ADD_FAILURE() << "no error was thrown";
   return "";
 }

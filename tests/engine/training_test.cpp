@@ -7,7 +7,7 @@
 #include <cmath>
 #include <fstream>
 
-#include "engine/lr_schedule.h"
+#include "engine/optimizer.h"
 #include "tests/engine/tiny_model.h"
 
 namespace pith {
@@ -194,9 +194,7 @@ TEST(TrainingState, RoundTripsAndNamesWhatDiffers) {
     try {
       state.check_same_data(other, "checkpoint");
       return "";
-    } catch (const Error& error) {
-      return error.message();
-    }
+    } catch (const Error& error) { return error.message(); }
   };
   const std::string head =
       "checkpoint cannot be resumed: its position in the data would mean other rows:\n  ";

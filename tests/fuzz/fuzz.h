@@ -12,8 +12,7 @@
   extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) { \
     try {                                                                   \
       fuzz_one({reinterpret_cast<const char*>(data), size});                \
-    } catch (const pith::Error&) {                                          \
-    }                                                                       \
+    } catch (const pith::Error&) {}                                         \
     return 0;                                                               \
   }                                                                         \
   static void fuzz_one(std::string_view text)

@@ -11,9 +11,7 @@ namespace pith::test {
 inline std::string error_text(const std::function<void()>& f) {
   try {
     f();
-  } catch (const Error& error) {
-    return error.what();
-  }
+  } catch (const Error& error) { return error.what(); }
   return "no error";
 }
 

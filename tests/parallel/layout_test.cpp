@@ -102,9 +102,7 @@ TEST(Layout, RecomputedLayersKeepTheirInputsOnly) {
       const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, memory);
       const BatchResult result = pipeline.forward_backward(batches, NextTokenLoss(), tapes);
       EXPECT_EQ(result.num_moe_layers, 7);
-      if (recompute) {
-        EXPECT_EQ(result.balance_sum.item<double>(), balance);
-      }
+      if (recompute) { EXPECT_EQ(result.balance_sum.item<double>(), balance); }
       balance = result.balance_sum.item<double>();
     }
     EXPECT_TRUE(tapes[0].topk_weight[7].defined());

@@ -59,7 +59,6 @@ struct Units {
       add({"head", {61, 9}, ParameterGroup::embedding, Init::normal});
     }
   }
-
  private:
   void add(Parameter parameter) { units.back().push_back(&own.emplace_back(std::move(parameter))); }
 };
@@ -385,16 +384,12 @@ TEST(Sharding, AFailingRankFailsTheSaveAndLeavesTheOlderOne) {
   writer.start(folder.path, std::move(content), 1, many.mesh.world);
   try {
     writer.finish();
-  } catch (const Error& error) {
-    message = error.what();
-  }
+  } catch (const Error& error) { message = error.what(); }
   if (world().rank() <= 1) {
     EXPECT_NE(message.find("cannot save checkpoint"), std::string::npos) << message;
     EXPECT_NE(message.find("do not lie within"), std::string::npos) << message;
   }
-  if (world().rank() == 0) {
-    EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
-  }
+  if (world().rank() == 0) { EXPECT_NE(message.find("rank 1"), std::string::npos) << message; }
   many.mesh.world.barrier();
   EXPECT_EQ(newest_checkpoint(folder.path), folder.path / "step-00000001");
   EXPECT_EQ(std::distance(fs::directory_iterator(folder.path), fs::directory_iterator()), 1);

@@ -41,9 +41,7 @@ class CorpusReader : public testing::Test {
   static std::string error_of(const std::vector<std::string>& paths) {
     try {
       read(paths);
-    } catch (const Error& error) {
-      return error.message();
-    }
+    } catch (const Error& error) { return error.message(); }
     return "no error";
   }
   fs::path folder_;
@@ -237,9 +235,7 @@ TEST_F(CorpusReader, WorkersDoNotChangeAnything) {
           for (const int32_t id : document.ids) result += static_cast<char>(id);
         }
       }
-    } catch (const Error& error) {
-      result += error.message();
-    }
+    } catch (const Error& error) { result += error.message(); }
     EXPECT_NE(result.find("d.jsonl.zst is cut short"), std::string::npos);
     EXPECT_TRUE(result == results[0]) << workers;
   }

@@ -88,9 +88,7 @@ TEST(Tokenizer, RefusesByName) {
     json += std::string(value) + (key.starts_with("model.") ? "}}" : "}");
     try {
       Tokenizer::from_json(json);
-    } catch (const Error& error) {
-      return error.what();
-    }
+    } catch (const Error& error) { return error.what(); }
     return "accepted";
   };
   EXPECT_EQ(message("normalizer", "null"), "accepted");
