@@ -91,9 +91,8 @@ int run(CLI::App& app, int argc, char** argv) {
   } catch (const std::bad_alloc&) {
     return fail("out of memory");
   } catch (const std::exception& error) { return fail(error.what()); }
-  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)
     return fail("standard output could not be written");
-  }
   return 0;
 }
 

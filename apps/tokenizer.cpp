@@ -105,13 +105,12 @@ void run_encode(const Options& options) {
   for (const std::string& input : options.inputs) {
     const std::string text = read_text(input);
     const Encoding encoding = tokenizer.encode(text, options.encode);
-    if (!options.encode.offsets) {
+    if (!options.encode.offsets)
       fmt::print("{}\n", fmt::join(encoding.ids, " "));
-    } else {
+    else
       for (size_t i = 0; i < encoding.ids.size(); ++i)
         fmt::print("{} {} {} {}\n", encoding.ids[i], encoding.offsets[i].begin,
             encoding.offsets[i].end, tokenizer.token(encoding.ids[i]));
-    }
     if (encoding.replaced_sequences > 0)
       fmt::print(stderr, "{}: {} ill-formed UTF-8 sequences were read as U+FFFD\n", input,
           encoding.replaced_sequences);

@@ -82,10 +82,9 @@ int trace(const TraceOptions& options) {
   tapes[0].replay = true;
   write("logits", pipeline.forward_only(batch, AllLogits(), {}, tapes).per_token[0]);
   if (options.grads) {
-    for (const Parameter* parameter : all_parameters(groups)) {
+    for (const Parameter* parameter : all_parameters(groups))
       for (const HfTensor& tensor : parameter->tensors)
         write("grad." + tensor.name, Parameter::view_of(parameter->grad.view({-1}), tensor));
-    }
   }
   write_safetensors(options.out, written);
   fmt::print("{}: {} tensors; loss {:.6f} over {} trained tokens\n", options.out, written.size(),

@@ -38,10 +38,9 @@ std::string load_cuda() { return "this program was built without CUDA (no nvcc w
 // A field of /proc/self/status in GiB.
 double process_memory(const std::string& field) {
   std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
+  for (std::string line; std::getline(status, line);)
     if (line.starts_with(field + ":"))
       return std::stod(line.substr(field.size() + 1)) / (1024.0 * 1024.0);
-  }
   return 0;
 }
 

@@ -105,11 +105,10 @@ void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t r
       char* from = static_cast<char*>(data) + done;
       const auto count = static_cast<int>(std::min(kMost, bytes - done));
       MPI_Request* request = &operation.requests.emplace_back();
-      if (is_send) {
+      if (is_send)
         check(mpi().isend(from, count, mpi().byte, peer, tag, mpi().world, request));
-      } else {
+      else
         check(mpi().irecv(from, count, mpi().byte, peer, tag, mpi().world, request));
-      }
     }
   };
   for (const auto& [peer, tensor, is_send] : operation.messages)

@@ -25,11 +25,10 @@ void fill_normal(
   if (n == 0) return;
   const int64_t blocks = (first + n + 3) / 4 - first / 4;
   const auto grid = static_cast<unsigned>((blocks + 255) / 256);
-  if (bf16) {
+  if (bf16)
     fill_kernel<<<grid, 256, 0, stream>>>(static_cast<__nv_bfloat16*>(out), n, first, key, std);
-  } else {
+  else
     fill_kernel<<<grid, 256, 0, stream>>>(static_cast<float*>(out), n, first, key, std);
-  }
 }
 
 }  // namespace pith::cuda

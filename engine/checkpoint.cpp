@@ -261,13 +261,11 @@ std::vector<std::string> verify_file(const fs::path& path, const WrittenFile& ex
       return {fmt::format("{} is damaged: its bytes do not match the manifest's sum", name)};
     std::vector<std::string> problems;
     const SafetensorsFile tensors(path);
-    for (const auto& [tensor, sum] : expected.tensors) {
-      if (!tensors.header().tensors.count(tensor)) {
+    for (const auto& [tensor, sum] : expected.tensors)
+      if (!tensors.header().tensors.count(tensor))
         problems.push_back(fmt::format("{} is damaged: tensor {} is gone", name, tensor));
-      } else if (xxh3(tensors.bytes(tensor)) != sum) {
+      else if (xxh3(tensors.bytes(tensor)) != sum)
         problems.push_back(fmt::format("{} is damaged in tensor {}", name, tensor));
-      }
-    }
     if (problems.empty()) problems.push_back(name + " is damaged in its header");
     return problems;
   } catch (const Error& error) { return {error.message()}; }

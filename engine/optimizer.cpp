@@ -51,9 +51,8 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
 double learning_rate(const RunConfig::Training& training, int64_t step) {
   PITH_CHECK(step >= 1, "learning rate of step {}: steps count from 1", step);
   const auto& t = training;
-  if (step <= t.warmup_steps) {
+  if (step <= t.warmup_steps)
     return t.lr * static_cast<double>(step) / static_cast<double>(t.warmup_steps);
-  }
   if (t.schedule == "constant") return t.lr;
   const bool wsd = t.schedule == "wsd";
   PITH_CHECK(

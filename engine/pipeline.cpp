@@ -420,10 +420,9 @@ BatchResult Pipeline<Model>::execute(const std::vector<Action>& schedule,
     } else {
       for (const WeightGradient& job : run.deferred) add_weight_gradient(job);
       run.deferred.clear();
-      if (last_ && shards_ && defers_) {  // otherwise the backward was the last
+      if (last_ && shards_ && defers_)  // otherwise the backward was the last
         for (const int64_t layer : layers_[static_cast<size_t>(action.chunk)])
           shards_of(layer).after_backward(true);
-      }
     }
   }
   links_.finish();

@@ -17,12 +17,11 @@ using Spans = std::vector<std::pair<uint64_t, uint64_t>>;  // begin and end in n
 Spans united(Spans spans) {
   std::ranges::sort(spans);
   Spans result;
-  for (const auto& [begin, end] : spans) {
+  for (const auto& [begin, end] : spans)
     if (result.empty() || begin > result.back().second)
       result.emplace_back(begin, end);
     else
       result.back().second = std::max(result.back().second, end);
-  }
   return result;
 }
 

@@ -26,9 +26,8 @@ void handle_stop(int signal) {
   if (first_signal_ns.compare_exchange_strong(first, now)) {
     constexpr std::string_view text =
         "\nstopping: this step is finished and saved first; once more to exit at once\n";
-    if (signal != SIGUSR1 && !in_job) {
-      [[maybe_unused]] const auto written = write(STDERR_FILENO, text.data(), text.size());
-    }
+    if (signal != SIGUSR1 && !in_job) [[maybe_unused]]
+      const auto written = write(STDERR_FILENO, text.data(), text.size());
   } else if (signal != SIGUSR1 && now - first > kSameEvent) {
     _exit(130);
   }

@@ -82,20 +82,18 @@ void collect_state(std::span<ShardGroup> groups, CheckpointContent& content) {
     group.before_forward();
     if (group.unit() % group.shard().size() == group.shard().rank()) {
       const Tensor values = host_copy(group.values);
-      for (size_t i = 0; i < group.parameters().size(); ++i) {
+      for (size_t i = 0; i < group.parameters().size(); ++i)
         for (const HfTensor& tensor : group.parameters()[i]->tensors)
           content.weights.emplace_back(
               tensor.name, Parameter::view_of(group.slice(values, i), tensor));
-      }
     }
     group.after_forward();
     auto states = states_of(group);
     for (auto& [kind, buffer] : states) buffer = host_copy(buffer);
-    for (const auto& [parameter, tensor, first, begin, count] : group.pieces()) {
+    for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
       for (const auto& [kind, buffer] : states)
         content.optimizer.push_back(
             {kind, tensor->name, first, tensor->numel(), buffer.narrow(0, begin, count)});
-    }
   }
 }
 

@@ -73,11 +73,10 @@ double read_rope_theta(Fields& fields) {
       fields.problem(key, "must be an object");
       continue;
     }
-    for (const char* kind : {"rope_type", "type"}) {
+    for (const char* kind : {"rope_type", "type"})
       if (rope.contains(kind) && rope[kind] != "default")
         fields.problem(
             key, fmt::format("asks for '{}': only 'default' is supported", rope[kind].dump()));
-    }
     if (rope.contains("rope_theta")) {
       if (rope["rope_theta"].is_number() && rope["rope_theta"].get<double>() > 0)
         theta = rope["rope_theta"].get<double>();

@@ -43,9 +43,8 @@ __device__ double block_sum(double x) {
   if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = x;
   __syncthreads();
   double sum = 0;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0)
     for (double part : warp_sums) sum += part;
-  }
   return sum;
 }
 
@@ -66,9 +65,8 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  for (; i < n; i += stride) {
+  for (; i < n; i += stride)
     for (int64_t j = i; j < i + N && j < n; ++j) sum += static_cast<double>(x[j]) * x[j];
-  }
   sum = block_sum(sum);
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }

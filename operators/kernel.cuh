@@ -41,11 +41,10 @@ __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
 template <class T>
 __device__ inline T from_float(float x) {
-  if constexpr (sizeof(T) == 4) {
+  if constexpr (sizeof(T) == 4)
     return x;
-  } else {
+  else
     return __float2bfloat16_rn(x);
-  }
 }
 
 template <int N, class T>
@@ -60,9 +59,8 @@ __device__ inline void store(T* p, const Vec<T, N>& x) {
 // Sum over LANES (a power of two up to 32) neighbouring threads; each of them gets the same bits.
 template <int LANES, class T>
 __device__ inline T lanes_sum(T x) {
-  for (int distance = LANES / 2; distance > 0; distance /= 2) {
+  for (int distance = LANES / 2; distance > 0; distance /= 2)
     x += __shfl_xor_sync(0xffffffffu, x, distance);
-  }
   return x;
 }
 
@@ -70,12 +68,10 @@ __device__ inline T lanes_sum(T x) {
 // multiples.
 template <class T, int N>
 bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides) {
-  for (const void* p : pointers) {
+  for (const void* p : pointers)
     if (reinterpret_cast<uintptr_t>(p) % (sizeof(T) * N) != 0) return false;
-  }
-  for (int64_t stride : strides) {
+  for (int64_t stride : strides)
     if (stride % N != 0) return false;
-  }
   return true;
 }
 

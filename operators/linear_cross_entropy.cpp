@@ -32,9 +32,8 @@ Tensor logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs
   const Tensor ignored = labels.eq(kIgnored), column = labels.clamp_min(0).unsqueeze(1);
   at::_log_softmax_out(logits, logits, 1, false);
   logprobs.copy_(logits.gather(1, column).squeeze(1)).masked_fill_(ignored, 0);
-  if (gradient) {
+  if (gradient)
     logits.exp_().scatter_(1, column, -1, "add").index_fill_(0, ignored.nonzero().squeeze(1), 0);
-  }
   return logits;
 }
 

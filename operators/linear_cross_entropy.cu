@@ -59,14 +59,12 @@ __global__ __launch_bounds__(kThreads) void cross_entropy_kernel(float* __restri
       if (i < vocabulary) x[u] = load<N>(row + i);
     }
     float top = mine.top;
-    for (int u = 0; u < kVectors; ++u) {
+    for (int u = 0; u < kVectors; ++u)
       for (int n = 0; n < N; ++n) top = fmaxf(top, x[u].v[n]);
-    }
     if (top == -INFINITY) continue;
     float sum = mine.sum * __expf(mine.top - top);
-    for (int u = 0; u < kVectors; ++u) {
+    for (int u = 0; u < kVectors; ++u)
       for (int n = 0; n < N; ++n) sum += __expf(x[u].v[n] - top);
-    }
     mine = {top, sum};
   }
   const SoftmaxSum all = block_combine(mine);

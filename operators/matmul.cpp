@@ -14,13 +14,12 @@ std::vector<WeightGradient>* deferred = nullptr;
 
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
   const at::NoGradGuard no_grad;
-  if (widen_first(a)) {
+  if (widen_first(a))
     out.copy_(at::mm(a.to(at::kFloat), b.to(at::kFloat)));
-  } else if (a.scalar_type() == out.scalar_type()) {
+  else if (a.scalar_type() == out.scalar_type())
     at::mm_out(out, a, b);
-  } else {
+  else
     at::mm_out(out, a, b, out.scalar_type());
-  }
 }
 
 Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
@@ -32,13 +31,12 @@ Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
 void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha) {
   if (x.size(0) == 0) return;
   Tensor out = gradient;  // a second handle on the same memory
-  if (widen_first(x) || widen_first(dy)) {
+  if (widen_first(x) || widen_first(dy))
     at::addmm_out(out, out, dy.to(at::kFloat).t(), x.to(at::kFloat), 1, alpha);
-  } else if (x.scalar_type() == out.scalar_type()) {
+  else if (x.scalar_type() == out.scalar_type())
     at::addmm_out(out, out, dy.t(), x, 1, alpha);
-  } else {
+  else
     at::addmm_out(out, out, dy.t(), x, out.scalar_type(), 1, alpha);
-  }
 }
 
 void add_weight_gradient(const WeightGradient& job) {

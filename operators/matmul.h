@@ -17,9 +17,8 @@ template <class F>
 void for_each_expert(const Tensor& offsets_host, F&& f) {
   const int32_t* end = offsets_host.const_data_ptr<int32_t>();
   int64_t begin = 0;
-  for (int64_t e = 0; e < offsets_host.numel(); begin = end[e++]) {
+  for (int64_t e = 0; e < offsets_host.numel(); begin = end[e++])
     if (end[e] > begin) f(e, begin, end[e] - begin);
-  }
 }
 
 // gradient (out, in) in wide_dtype += alpha * dy^T x, with dy (T, out) and x (T, in); T may be 0.

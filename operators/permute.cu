@@ -27,11 +27,10 @@ __global__ void count_kernel(const int64_t* __restrict__ topk_idx, int64_t entri
   const int64_t begin = id * chunk, end = min(begin + chunk, entries);
   for (int64_t i = begin + lane; i < end; i += kWarp) {
     const int64_t expert = topk_idx[i];
-    if (expert >= 0 && expert < num_experts) {
+    if (expert >= 0 && expert < num_experts)
       atomicAdd(&mine[expert], 1);
-    } else if (expert != -1) {
+    else if (expert != -1)
       atomicAdd(invalid, 1);
-    }
   }
   __syncwarp();
   if (begin >= entries) return;
@@ -143,9 +142,8 @@ __global__ void gather_sum_kernel(T* __restrict__ out, const T* __restrict__ slo
         x[u] = {};
       }
     }
-    for (int u = 0; u < 4; ++u) {
+    for (int u = 0; u < 4; ++u)
       for (int n = 0; n < N; ++n) sum[n] = fmaf(factor[u], to_float(x[u].v[n]), sum[n]);
-    }
   }
   Vec<T, N> result;
   for (int n = 0; n < N; ++n) result.v[n] = from_float<T>(sum[n]);

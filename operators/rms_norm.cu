@@ -81,9 +81,8 @@ __global__ void __launch_bounds__(S::MOST)
   if (lane<S>() == 0) rstd[r] = scale;
   for_vectors<S>(rows.dim, [&](int k, int j) {
     const Vec<T, S::N> w = load<S::N>(weight + j);
-    for (int i = 0; i < S::N; ++i) {
+    for (int i = 0; i < S::N; ++i)
       cached[k].v[i] = from_float<T>(to_float(cached[k].v[i]) * scale * to_float(w.v[i]));
-    }
     store(y + r * rows.dim + j, cached[k]);
   });
 }
@@ -133,15 +132,13 @@ __global__ void __launch_bounds__(S::MOST) backward_kernel(const T* x, NormRows 
   extern __shared__ float columns[];
   for (int turn = 0; turn < num_groups; ++turn) {
     for_vectors<S>(group == turn ? rows.dim : 0, [&](int k, int j) {
-      for (int i = 0; i < N; ++i) {
+      for (int i = 0; i < N; ++i)
         columns[j + i] = turn == 0 ? sums[k][i] : columns[j + i] + sums[k][i];
-      }
     });
     __syncthreads();
   }
-  for (int j = threadIdx.x; j < rows.dim; j += blockDim.x) {
+  for (int j = threadIdx.x; j < rows.dim; j += blockDim.x)
     partial[blockIdx.x * rows.dim + j] = columns[j];
-  }
 }
 
 // dweight (dim) += the column sums of partial (blocks, dim), in a fixed order.

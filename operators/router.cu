@@ -8,9 +8,8 @@ constexpr int kWarpsPerBlock = 4;
 
 __device__ inline float lanes_max(float x) {
 #pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2)
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
-  }
   return x;
 }
 
@@ -169,9 +168,8 @@ __global__ void balance_part_kernel(const float* __restrict__ probabilities,
   const int e = static_cast<int>(threadIdx.x);
   if (e < num_experts) chosen[e] = 0;
   __syncthreads();
-  for (int64_t i = begin * k + e; i < end * k; i += blockDim.x) {
+  for (int64_t i = begin * k + e; i < end * k; i += blockDim.x)
     atomicAdd(&chosen[idx[i]], 1);  // integers: any order, one result
-  }
   __syncthreads();
   if (e >= num_experts) return;
   float total = 0;

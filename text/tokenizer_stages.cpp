@@ -13,11 +13,10 @@ TokenSpan Text::origin_of(size_t begin, size_t end) const {
 
 void Rewriter::copy(size_t end) {
   text_.append(from_.text.substr(copied_, end - copied_));
-  if (track_ && from_.origin) {
+  if (track_ && from_.origin)
     origin_.insert(origin_.end(), from_.origin + copied_, from_.origin + end);
-  } else if (track_) {
+  else if (track_)
     for (size_t i = copied_; i < end; ++i) origin_.push_back(from_.origin_of(i, i + 1));
-  }
   copied_ = end;
 }
 
@@ -101,11 +100,10 @@ void decode(DecodeByteFallback, Tokens& tokens) {
   Tokens out;
   std::string run;
   auto flush = [&] {
-    if (utf8_valid_prefix(run) < run.size()) {
+    if (utf8_valid_prefix(run) < run.size())
       out.insert(out.end(), run.size(), "\uFFFD");
-    } else if (!run.empty()) {
+    else if (!run.empty())
       out.push_back(run);
-    }
     run.clear();
   };
   for (std::string& token : tokens) {
