@@ -6,7 +6,7 @@
 #include "apps/corpus_build.h"
 #include "apps/inspect.h"
 #include "core/error.h"
-#include "engine/corpus.h"
+#include "engine/batches.h"
 
 namespace pith {
 namespace {
@@ -42,13 +42,9 @@ void copy_corpora(const CopyOptions& options) {
     PITH_CHECK(
         fs::absolute(prefix).lexically_normal() != fs::absolute(options.out).lexically_normal(),
         "--out is the input {}", prefix);
-    const Corpus& corpus = corpora.emplace_back(prefix);
-    const Corpus& first = corpora.front();
-    PITH_CHECK(corpus.tokenizer_hash() == first.tokenizer_hash() &&
-                   corpus.vocab_size() == first.vocab_size(),
-        "{} and {} have different tokenizers: {} ({} ids), {} ({} ids)", first.prefix(), prefix,
-        first.tokenizer_hash(), first.vocab_size(), corpus.tokenizer_hash(), corpus.vocab_size());
+    corpora.emplace_back(prefix);
   }
+  check_same_tokenizer(corpora);
   const Corpus& first = corpora.front();
   const auto tokenizer = find_tokenizer(options.tokenizer, first.prefix());
   const std::string hash = tokenizer ? hex(tokenizer->hash()) : first.tokenizer_hash();

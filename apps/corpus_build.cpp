@@ -41,13 +41,13 @@ struct Journal {
   InputPosition position;
   std::array<Side, 2> sides;
   std::array<int64_t, static_cast<size_t>(Kind::kLong) + 1> kinds{};  // documents of each Kind
-  int64_t seen = 0, duplicates = 0, dropped_characters = 0, longest = 0, files_read = 0;
+  int64_t seen = 0, duplicates = 0, dropped_characters = 0, longest = 0;
   std::string longest_place;
   std::vector<std::string> problems;  // the first bad lines
   bool full = false;                  // stopped by max_bytes
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, phase, position, sides, kinds, seen, duplicates,
-    dropped_characters, longest, files_read, longest_place, problems, full)
+    dropped_characters, longest, longest_place, problems, full)
 
 // A path need not be UTF-8.
 std::string dump(const nlohmann::json& value) {
@@ -109,26 +109,6 @@ class SeenTexts {
   uint64_t capacity_ = 0, size_ = 0;
   std::shared_ptr<Fingerprint> table_;
   OutputFile log_;
-};
-
-// A line on the standard error every ten seconds.
-class Progress {
- public:
-  void show(uint64_t text, int64_t documents, int64_t tokens, double share) {
-    const auto now = Clock::now();
-    if (first_share_ < 0) first_share_ = share;
-    if (now - shown_ < std::chrono::seconds(10)) return;
-    shown_ = now;
-    const double seconds = std::chrono::duration<double>(now - begin_).count();
-    const double gained = share - first_share_;
-    const auto left = static_cast<int64_t>(gained > 0 ? seconds * (1 - share) / gained : 0);
-    fmt::print(stderr, "{:5.1f}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}\n",
-        100 * share, static_cast<double>(text) / 1e6 / seconds, grouped(documents), grouped(tokens),
-        left / 3600, left / 60 % 60, left % 60);
-  }
- private:
-  double first_share_ = -1;
-  Clock::time_point begin_ = Clock::now(), shown_ = begin_;
 };
 
 // --- the build ---
@@ -279,8 +259,23 @@ class Build {
   }
 
   void encode_all() {
-    uint64_t all = 1, text = 0;
+    uint64_t all = 1, text = 0, already = UINT64_MAX;
     for (const InputFile& file : files_) all += file.bytes;
+    const auto begin = Clock::now();
+    auto shown = begin;
+    const auto show_progress = [&](uint64_t bytes_read) {  // every ten seconds
+      already = std::min(already, bytes_read);
+      if (Clock::now() - shown < std::chrono::seconds(10)) return;
+      shown = Clock::now();
+      const double seconds = std::chrono::duration<double>(shown - begin).count();
+      const double done = static_cast<double>(bytes_read - already + 1);
+      const auto left =
+          static_cast<int64_t>(seconds / done * static_cast<double>(all - bytes_read));
+      fmt::print(stderr, "{}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}\n",
+          100 * bytes_read / all, static_cast<double>(text) / 1e6 / seconds,
+          grouped(total(&Side::documents)), grouped(total(&Side::tokens)), left / 3600,
+          left / 60 % 60, left % 60);
+    };
     CorpusEncoder encoder(files_, tokenizer_, options_.encode, journal_.position);
     const auto next = [&](EncodedChunk& chunk) {
       try {
@@ -292,7 +287,6 @@ class Build {
       }
     };
     for (EncodedChunk chunk; !journal_.full && next(chunk);) {
-      journal_.files_read = chunk.file;
       for (const EncodedDocument& document : chunk.documents) {
         take(chunk.path, document);
         if (journal_.full) break;
@@ -301,8 +295,7 @@ class Build {
       journal_.dropped_characters += chunk.dropped_characters;
       if (journal_.full) break;
       journal_.position = chunk.end;
-      progress_.show(text, total(&Side::documents), total(&Side::tokens),
-          static_cast<double>(chunk.bytes_read) / static_cast<double>(all));
+      show_progress(chunk.bytes_read);
       save_journal_sometimes();
     }
   }
@@ -339,7 +332,7 @@ class Build {
   void refuse(int64_t count, const std::string& problem) {
     if (journal_.problems.size() < 20) journal_.problems.push_back(problem);
     if (count <= options_.max_bad) return;
-    for (const std::string& line : journal_.problems) fmt::print(stderr, "bad: {}\n", line);
+    print_skipped();
     PITH_FAIL_HINT("look at --text-field; raise --max-bad to go on", "more than {} bad lines: {}",
         options_.max_bad, problem);
   }
@@ -383,7 +376,7 @@ class Build {
           grouped(journal_.dropped_characters));
     if (journal_.full)
       fmt::print("{:<11} {} of {} files read; the next document would pass --max-bytes\n",
-          "stopped", grouped(journal_.files_read), files_.size());
+          "stopped", grouped(journal_.position.file), files_.size());
   }
 
   CorpusBuildOptions options_;
@@ -397,7 +390,6 @@ class Build {
   std::optional<SeenTexts> seen_;
   Clock::time_point saved_;
   Clock::duration saving_{};  // how long that took
-  Progress progress_;
 };
 
 }  // namespace

@@ -20,9 +20,7 @@ struct CorpusBuildOptions {
 // renewed, names the input position and the sizes of all outputs at one moment; after any
 // interruption the outputs are cut back to it. So the result does not depend on interruptions, nor
 // on the number of workers. Other options or changed inputs are refused by name until `restart`.
-// Shuffling is a second pass over the finished, unshuffled corpus in OUT.build/: a permutation
-// without a table, so every order is possible whatever the memory, at the price of random reads
-// and disk space for both.
+// Shuffling is a second pass over the finished, unshuffled corpus in OUT.build/.
 void build_corpus(CorpusBuildOptions options);
 
 }  // namespace pith

@@ -170,14 +170,6 @@ simdjson::simdjson_result<Element> find(Element element, std::string_view path) 
   }
 }
 
-const char* type_name(Element element) {
-  return element.is_array()    ? "an array"
-         : element.is_object() ? "an object"
-         : element.is_bool()   ? "true or false"
-         : element.is_null()   ? "null"
-                               : "a number";
-}
-
 // `line` has SIMDJSON_PADDING readable bytes behind it.
 void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadOptions& options,
     Document& out) {
@@ -192,7 +184,8 @@ void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadO
   if (find(root, options.text_field).get(field))
     out.problem = fmt::format("no field \"{}\"", options.text_field);
   else if (field.get(text))
-    out.problem = fmt::format("field \"{}\" is {}, not text", options.text_field, type_name(field));
+    out.problem = fmt::format(
+        "field \"{}\" is {:.40}, not text", options.text_field, simdjson::minify(field));
   else
     out.text = text;
 }
@@ -248,11 +241,11 @@ struct InputReader::State {
   bool next_file(Chunk& chunk) {
     if (at.offset > 0) return false;
     while (pending.size() <= options.max_line && read_more()) {}
-    chunk.bytes = std::exchange(pending, {});
-    if (chunk.bytes.size() > options.max_line) {
-      chunk.bytes = {};
+    if (pending.size() > options.max_line)
       chunk.problem = too_long("this file, one document,", options.max_line);
-    }
+    else
+      chunk.bytes = std::move(pending);
+    pending = {};
     at.offset = 1;
     return true;
   }
@@ -340,23 +333,18 @@ std::vector<Document> read_documents(const Chunk& chunk, const ReadOptions& opti
   std::vector<Document> documents;
   int64_t line = chunk.line;
   const auto add = [&]() -> Document& {
-    Document& document = documents.emplace_back();
-    document.line = line;
-    return document;
+    documents.emplace_back().line = line;
+    return documents.back();
   };
   const auto is_utf8 = [](std::string_view text) {
     return simdjson::validate_utf8(text.data(), text.size());
   };
-  if (chunk.layout == Layout::kWhole) {
+  if (chunk.layout == Layout::kWhole || !chunk.problem.empty()) {
+    line += chunk.layout == Layout::kWhole ? 0 : 1;
     Document& document = add();
     document.problem = chunk.problem;
     document.is_text = chunk.bytes.find('\0') == std::string::npos && is_utf8(chunk.bytes);
     if (document.is_text) document.text = chunk.bytes;
-    return documents;
-  }
-  if (!chunk.problem.empty()) {
-    ++line;
-    add().problem = chunk.problem;
     return documents;
   }
   size_t begin = 0;

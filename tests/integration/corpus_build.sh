@@ -37,7 +37,7 @@ for workers in 1 2 3 8; do
   same w1/ w$workers/
 done
 "$PITHTRAIN" "${build[@]}" --workers 2 --out w2/t --validation-out w2/v >summary
-grep -qE 'raw/a.jsonl:78: field "text" is a number, not text' summary || fail "$(cat summary)"
+grep -qE 'raw/a.jsonl:78: field "text" is 77, not text' summary || fail "$(cat summary)"
 grep -qE 'skipped +[0-9,]+: [1-9][0-9,]* duplicates' summary || fail "$(cat summary)"
 grep -qE 'longest +[0-9,]+ tokens: raw/[abd].jsonl' summary || fail "$(cat summary)"
 [ -e w1/t-00002-of-*.idx ] || ls w1/t-00002-of-*.idx >/dev/null || fail "too few shards"

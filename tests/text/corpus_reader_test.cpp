@@ -126,7 +126,7 @@ TEST_F(CorpusReader, BadLinesSayWhyAndWhere) {
   const ReadOptions options{.id_field = "id", .max_line = 50'000};
   const auto documents = read({put("x.jsonl", lines)}, options);
   const std::vector<std::pair<int, std::string>> expected = {{1, ""},
-      {4, "\"text\" is a number, not text"}, {5, "\"text\" is null"}, {6, "no field \"text\""},
+      {4, "\"text\" is 5, not text"}, {5, "\"text\" is null, not text"}, {6, "no field \"text\""},
       {7, "no field \"text\""}, {8, "not JSON"}, {9, "not JSON: The input is not valid UTF-8"},
       {10, "not JSON: Problem while parsing a string"}, {11, "too deep"}, {12, "too deep"},
       {13, "longer than 50000 bytes"}, {14, ""}, {15, ""}};

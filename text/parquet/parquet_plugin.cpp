@@ -3,8 +3,8 @@
 
 #include <parquet/api/reader.h>
 
-#include <exception>
 #include <memory>
+#include <stdexcept>
 
 namespace {
 
@@ -30,15 +30,10 @@ void* open(const char* path, const char* name, int64_t first_row, std::string& e
   column->file = parquet::ParquetFileReader::OpenFile(path, false, properties);
   const parquet::FileMetaData& about = *column->file->metadata();
   column->index = about.schema()->ColumnIndex(std::string(name));
-  if (column->index < 0) {
-    error = "no column \"" + std::string(name) + "\"";
-    return nullptr;
-  }
+  if (column->index < 0) throw std::runtime_error("no column \"" + std::string(name) + "\"");
   const parquet::ColumnDescriptor& kind = *about.schema()->Column(column->index);
-  if (kind.physical_type() != parquet::Type::BYTE_ARRAY || kind.max_repetition_level() > 0) {
-    error = "column \"" + std::string(name) + "\" is not text";
-    return nullptr;
-  }
+  if (kind.physical_type() != parquet::Type::BYTE_ARRAY || kind.max_repetition_level() > 0)
+    throw std::runtime_error("column \"" + std::string(name) + "\" is not text");
   while (column->group < about.num_row_groups() &&
          first_row >= about.RowGroup(column->group)->num_rows())
     first_row -= about.RowGroup(column->group++)->num_rows();
