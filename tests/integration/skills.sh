@@ -33,6 +33,6 @@ export PITH_HEARTBEAT_S=4
 expect 0 'fine' hang 10 echo fine
 expect 1 'status 3' hang 10 sh -c 'exit 3'
 PITH_TEST_FAILURE=throw expect 1 'FAILED rank 2: no row 7' hang 60 "$PITHTRAIN" launch 3 --program "$PITH_BUILD_DIR/test_parallel" go
-PITH_TEST_FAILURE=loop expect 1 'process [0-9]+, rank 2: ' hang 8 "$PITHTRAIN" launch 3 --program "$PITH_BUILD_DIR/test_parallel" go
+PITH_TEST_FAILURE=loop expect 1 'process [0-9]+, rank 2: ' hang 30 "$PITHTRAIN" launch 3 --program "$PITH_BUILD_DIR/test_parallel" go
 [ $failures -eq 0 ] && echo "PASS"
 exit $((failures > 0))

@@ -28,7 +28,7 @@ std::vector<Layout> expert_layouts() {
 
 // Known fault 7. Experts 0 and 1 are on the first rank: the others compute no row.
 TEST(HardCases, ARankWithoutTokensInItsExperts) {
-  const Problem problem = problem_of(4 * world().size(), 16, {0, 1});
+  const Problem problem = problem_of(2 * world().size(), 16, {0, 1});
   const Outcome expected = run_alone(problem, Rule::sgd, 3);
   for (const Layout& layout : expert_layouts()) expect_same(problem, layout, 3, expected);
   for (const auto& [name, grad] : expected.grads) {
@@ -38,14 +38,14 @@ TEST(HardCases, ARankWithoutTokensInItsExperts) {
 }
 
 TEST(HardCases, AllTokensToOneExpert) {
-  const Problem problem = problem_of(4 * world().size(), 16, {7});
+  const Problem problem = problem_of(2 * world().size(), 16, {7});
   const Outcome expected = run_alone(problem, Rule::sgd, 3);
   for (const Layout& layout : expert_layouts()) expect_same(problem, layout, 3, expected);
 }
 
 // All ranks but one have a loss of zero.
 TEST(HardCases, OneTrainedTokenInTheBatch) {
-  Problem problem = problem_of(4 * world().size(), 16);
+  Problem problem = problem_of(2 * world().size(), 16);
   for (Row& row : problem.rows) std::ranges::fill(row.labels, -100);
   problem.rows[2].labels[5] = 9;
   const Outcome expected = run_alone(problem, Rule::sgd, 3);
@@ -69,7 +69,7 @@ TEST(HardCases, OneStageWithOneMicroBatch) {
 
 // A first stage of embedding and head alone, a middle chunk without layers.
 TEST(HardCases, ChunksWithoutLayers) {
-  const Problem problem = problem_of(4 * world().size(), 16);
+  const Problem problem = problem_of(2 * world().size(), 16);
   const Outcome expected = run_alone(problem, Rule::sgd, 1);
   for (const std::vector<int64_t>& chunks :
       {std::vector<int64_t>{0, 3, 0, 0}, {0, 0, 3, 0}, {1, 0, 1, 1}})
