@@ -62,12 +62,12 @@ void copy_corpora(const CopyOptions& options) {
 
 // A view of little-endian integers.
 struct NumpyArray {
-  const char* data;
-  int64_t size, width;  // elements, bytes of one
+  std::string_view bytes;  // begins with them
+  int64_t size, width;     // elements, bytes of one
   bool is_signed;
   int64_t operator[](int64_t i) const {
     uint64_t value = 0;
-    std::memcpy(&value, data + i * width, static_cast<size_t>(width));
+    std::memcpy(&value, &bytes[static_cast<size_t>(i * width)], static_cast<size_t>(width));
     const int unused = 64 - 8 * static_cast<int>(width);
     return is_signed ? static_cast<int64_t>(value << unused) >> unused
                      : static_cast<int64_t>(value);
@@ -90,7 +90,7 @@ NumpyArray read_numpy(std::string_view& bytes, const std::string& source) {
   PITH_CHECK(std::regex_search(header, kind, type) && std::regex_search(header, count, shape),
       "{}: {} is not a one-dimensional array of integers", source, header);
   bytes.remove_prefix(start + length);
-  const NumpyArray array{bytes.data(), std::stoll(count[1]), std::stoll(kind[2]), kind[1] == "i"};
+  const NumpyArray array{bytes, std::stoll(count[1]), std::stoll(kind[2]), kind[1] == "i"};
   PITH_CHECK(array.size <= std::ssize(bytes) / array.width,
       "{}: {} elements of {} bytes do not fit the {} bytes that follow", source, array.size,
       array.width, bytes.size());

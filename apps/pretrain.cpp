@@ -118,8 +118,8 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
     const auto layers = static_cast<double>(
         chunks[static_cast<size_t>(stage)] + chunks[static_cast<size_t>(2 * shape.pp - 1 - stage)]);
     const double kept = static_cast<double>(plan.peak_activations[static_cast<size_t>(stage)]) / 2;
-    const auto tokens =
-        static_cast<double>(training.micro_batch * config.data.sequence_length / shape.cp);
+    const int64_t local = training.micro_batch * config.data.sequence_length / shape.cp;
+    const auto tokens = static_cast<double>(local);
     const double layer = tokens * static_cast<double>(size.activations_per_token) /
                          static_cast<double>(model.num_layers);
     double activations = layer * layers * std::max(kept, 1.0);
