@@ -89,7 +89,7 @@ SafetensorsHeader parse_safetensors_header(
     std::string_view head, uint64_t file_size, const std::string& source) {
   PITH_CHECK(head.size() >= 8 && file_size >= head.size(),
       "{}: {} bytes are too few for a safetensors file", source, file_size);
-  const auto length = load<uint64_t>(head.data());
+  const auto length = load<uint64_t>(&head.front());
   PITH_CHECK(length <= file_size - 8, "{}: the header of {} bytes is longer than the file of {}",
       source, length, file_size);
   PITH_CHECK(length <= kLargestHeader, "{}: a header of {} bytes is longer than the format allows",
