@@ -28,13 +28,17 @@ done
 if kill -0 $job 2>/dev/null; then
   echo "it still runs after $seconds s; its last lines:"
   tail -n 5 "$log"
-  for pid in $(processes); do
+  rank_of() { tr '\0' '\n' <"/proc/$1/environ" | sed -nE 's/^(OMPI_COMM_WORLD_RANK|RANK)=//p' | head -n 1; }
+  pids=$(processes)
+  for pid in $pids; do
     [ -r "/proc/$pid/status" ] || continue
-    rank=$(tr '\0' '\n' <"/proc/$pid/environ" | sed -nE 's/^(OMPI_COMM_WORLD_RANK|RANK)=//p' | head -n 1)
+    rank=$(rank_of "$pid")
     echo "process $pid, rank ${rank:-none}: $(sed -nE 's/^State:\s+//p' "/proc/$pid/status"), $(tr '\0' ' ' <"/proc/$pid/cmdline" | cut -c1-100)"
-    if [ -n "$rank" ] && command -v gdb >/dev/null; then
-      gdb -p "$pid" -batch -ex 'thread apply all bt 12' 2>/dev/null | grep -E '^(Thread|#)' | cut -c1-140
-    fi
+  done
+  for pid in $pids; do  # last: gdb stops a process, which the heartbeat of the others notices
+    command -v gdb >/dev/null && [ -r "/proc/$pid/environ" ] && [ -n "$(rank_of "$pid")" ] || continue
+    echo "stacks of process $pid"
+    gdb -p "$pid" -batch -ex 'thread apply all bt 12' 2>/dev/null | grep -E '^(Thread|#)' | cut -c1-140
   done
   kill $job 2>/dev/null
   sleep 2
