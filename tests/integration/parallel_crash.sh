@@ -9,16 +9,10 @@ unset MPIRUN  # launch has to find the one of .deps
 export PITH_HEARTBEAT_S=6
 export TEST_TMP=${TEST_TMP:-$PWD}
 
-mkdir text
-for i in $(seq 1 60); do seq "$i" $((i * 37 % 90 + 2 * i)) >"text/$i.txt"; done
+. "$PITH_SOURCE_DIR/tests/tiny_run.sh"
+tiny_text 60
 "$PITHTRAIN" corpus build --out corpus/train text >/dev/null
-cat >config.json <<'JSON'
-{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 257, "hidden_size": 32,
- "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
- "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2,
- "norm_topk_prob": true, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 64,
- "tie_word_embeddings": false, "eos_token_id": 256}
-JSON
+tiny_config layers=4
 cat >run.toml <<'TOML'
 [run]
 device = "cpu"

@@ -8,16 +8,10 @@ unset MPIRUN  # launch has to find the one of .deps
 # processes pp cp ep weights, of each link of the chain; the run itself is pp 2, dp 4, ep 2
 links=("8 1 1 4 reshard" "8 4 1 1 keep" "8 2 2 4 reshard" "1 1 1 1 keep")
 
-mkdir text
-for i in $(seq 1 60); do seq "$i" $((i * 37 % 90 + 2 * i)) >"text/$i.txt"; done
+. "$PITH_SOURCE_DIR/tests/tiny_run.sh"
+tiny_text 60
 "$PITHTRAIN" corpus build --out corpus/train text >/dev/null
-cat >config.json <<'JSON'
-{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 257, "hidden_size": 32,
- "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
- "intermediate_size": 48, "moe_intermediate_size": 20, "num_experts": 8, "num_experts_per_tok": 2,
- "norm_topk_prob": true, "mlp_only_layers": [1], "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
- "max_position_embeddings": 64, "tie_word_embeddings": false, "eos_token_id": 256}
-JSON
+tiny_config layers=6 experts=8 width=20 dense='[1]'
 cat >run.toml <<'TOML'
 [run]
 device = "cpu"

@@ -5,16 +5,10 @@ set -eu
 fail() { echo "FAIL: $*"; exit 1; }
 mkdir 'fol der ü' && cd 'fol der ü'
 
-mkdir text
-for i in $(seq 1 80); do seq "$i" $((i * 37 % 90 + 2 * i)) >"text/$i.txt"; done
+. "$PITH_SOURCE_DIR/tests/tiny_run.sh"
+tiny_text 80
 "$PITHTRAIN" corpus build --out corpus/train --validation-share 0.2 --validation-out corpus/held text >/dev/null
-cat >config.json <<'END'
-{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 257, "hidden_size": 32,
- "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
- "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2,
- "norm_topk_prob": true, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 96,
- "tie_word_embeddings": false, "eos_token_id": 256}
-END
+tiny_config positions=96
 cat >run.toml <<'END'
 [run]
 device = "cpu"
@@ -61,6 +55,13 @@ diff <(numbers straight) <(numbers resumed) || fail "resuming changed the number
 for file in $(cd straight/checkpoints/step-00000020 && find . -name '*.safetensors'); do
   cmp "straight/checkpoints/step-00000020/$file" "resumed/checkpoints/step-00000020/$file" || fail "$file differs"
 done
+
+# A profile does not change training; the trace is JSON, the summary names operators.
+train profiled --set profile.first=3 >profiled.log 2>&1
+diff <(numbers straight) <(numbers profiled) || fail "profiling changed training"
+"${PYTHON:-python3}" -m json.tool profiled/trace-rank0.json >/dev/null || fail "the trace is not JSON"
+grep -qE '^[0-9.]+ ms: computing [0-9.]+, communication 0.00' profiled/profile-rank0.txt || fail "no summary"
+grep -q 'aten::mm' profiled/profile-rank0.txt || fail "the profile does not name aten::mm"
 
 # Validation does not change training; the loss falls; held-out loss is reported.
 train validated --set validation.interval=5 >validated.log
