@@ -116,7 +116,7 @@ class ShardGroup {
   ShardMode mode_;
   int64_t unit_;
   Tensor gathered_, opened_;                // reshard: the memory of values and grads
-  Work gather_, reduction_;                 // under way: of gathered_; keep: into grad_part
+  Work gather_, reduction_;                 // under way: of the weights; keep: into grad_part
   int64_t uses_ = 0, backwards_ = 0;        // open before_*, before_backward
   bool reduced_ = false;                    // keep: the reduction of this step is started
   std::shared_ptr<Reductions> reductions_;  // reshard: under way, of all groups of a model
