@@ -75,6 +75,7 @@ OutputFile::OutputFile(std::filesystem::path path, uint64_t keep)
 }
 
 void OutputFile::append(std::string_view bytes) {
+  if (bytes.empty()) return;  // its data may be null
   XXH3_64bits_update(sum_.get(), bytes.data(), bytes.size());
   bytes_ += bytes.size();
   if (std::fwrite(bytes.data(), 1, bytes.size(), file_.get()) != bytes.size())
