@@ -66,7 +66,7 @@ TEST(AttentionGpu, MatchesTheReference) {
         poison();
         const Deterministic scope(deterministic);
         const AttentionSpan span = make_span(c.cu_q, c.cu_k, kGpu);
-        const std::string path = attention_path(x[0].to(kGpu), span);
+        const std::string path = attention_path(x[0].to(kGpu), x[2].to(kGpu), span);
         if (dtype == at::kFloat) {
           EXPECT_TRUE(path.starts_with("matrix")) << path;
         } else {
