@@ -39,7 +39,7 @@ bool Fields::flag(const char* key, bool fallback) {
 
 void Fields::only(const char* key, const json& value) {
   if (has(key) && object_[key] != value)
-    problem(key, fmt::format("must be {}, nothing else is supported", value.dump()));
+    problem(key, fmt::format("{} is not supported, only {}", object_[key].dump(), value.dump()));
 }
 
 RopeFields read_rope(Fields& fields, bool yarn) {

@@ -48,10 +48,6 @@ double frequency_of(double turns, int64_t head_dim, double theta, const Yarn& ya
 
 }  // namespace
 
-double yarn_mscale(double factor, double m) {
-  return factor > 1 ? 0.1 * m * std::log(factor) + 1 : 1;
-}
-
 RotaryTable make_rotary_table(
     int64_t max_positions, int64_t head_dim, double theta, at::Device device, const Yarn& yarn) {
   PITH_CHECK(max_positions > 0 && head_dim > 0 && head_dim % 2 == 0 && theta > 0,

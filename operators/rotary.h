@@ -1,5 +1,7 @@
 // Rotary position embedding (Su et al. 2021, arXiv 2104.09864) with YaRN (arXiv 2309.00071).
 #pragma once
+#include <cmath>
+
 #include "core/tensor.h"
 
 namespace pith {
@@ -18,7 +20,9 @@ struct Yarn {
   double magnitude = 1;  // of cos and sin
 };
 // 0.1 m ln(factor) + 1, and 1 where nothing is stretched: how YaRN sharpens attention.
-double yarn_mscale(double factor, double m);
+inline double yarn_mscale(double factor, double m) {
+  return factor > 1 ? 0.1 * m * std::log(factor) + 1 : 1;
+}
 
 // Rotary frequencies theta^(-2i/D), i < D/2; `max_positions` rows on `device`.
 RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double theta,
