@@ -105,7 +105,7 @@ void check_balance_loss(const std::string& name_of_case) {
   const BatchResult result = pipeline.forward_backward(test.batch, NextTokenLoss());
   double balance = 0;
   for (const auto& [name, entry] : expected.header().tensors)
-    if (name.starts_with("aux.")) balance += expected.tensor(name).item<double>();
+    if (name.starts_with("aux.")) balance += expected.tensor(name).template item<double>();
   const auto rows = static_cast<double>(test.batch[0].global_rows);
   EXPECT_NEAR(result.balance_sum.item<double>() / rows, balance, 1e-5 * balance);
   test.compare_gradients(expected, [](const std::string&) { return 1e-5; });
@@ -161,7 +161,8 @@ void check_bf16(const std::string& name_of_case) {
       EXPECT_EQ(mine.abs().max().item<double>(), 0) << name << " must be exactly zero";
       continue;
     }
-    const double ours = relative_error(mine, reference), theirs = tolerance.at(name).get<double>();
+    const double ours = relative_error(mine, reference),
+                 theirs = tolerance.at(name).template get<double>();
     Squares& group = groups[group_of(name)];
     group.ours += ours * ours;
     group.theirs += theirs * theirs;
