@@ -1,6 +1,6 @@
-// The layout suite: routes, losses, norm, every gradient and the trained weights of a tiny model on
-// every layout of this many processes equal those of one process. PITH_LAYOUTS=all runs every
-// combination, otherwise a covering part.
+// The layout suite, of every family: routes, losses, norm, every gradient and the trained weights
+// of a tiny model on every layout of this many processes equal those of one process.
+// PITH_LAYOUTS=all runs every combination, otherwise a covering part.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/equal.h>
 
@@ -16,10 +16,11 @@ using test::world;
 
 constexpr int64_t kRows = 32, kLength = 24, kLayers = 5;
 
+template <class Model>
 nlohmann::json layout_config() {
-  auto config = tiny_config();
+  auto config = std::is_same_v<Model, DeepseekV2Model> ? tiny_deepseek_config() : tiny_config();
   config["num_hidden_layers"] = kLayers;
-  config["num_experts"] = 8;
+  config[std::is_same_v<Model, DeepseekV2Model> ? "n_routed_experts" : "num_experts"] = 8;
   return config;
 }
 
@@ -39,17 +40,18 @@ struct Layout {
 };
 
 // Runs `steps` steps of a part of the batch and reduces as training does.
+template <class Model>
 Outcome run(const Mesh& mesh, ShardMode mode, const std::vector<MicroBatch>& batches, Rule rule,
     int64_t steps) {
-  const auto config = Qwen3MoeConfig::parse(layout_config(), "test");
+  const auto config = Model::Config::parse(layout_config<Model>(), "test");
   const auto chunks = default_chunks(config, mesh.shape, kLength);
   const ModelPart part = model_part(chunks, mesh.shape, mesh.place, config.num_experts);
-  Qwen3MoeModel model(config, part);
+  Model model(config, part);
   auto groups =
       make_shard_groups(model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training, mode);
   const ModelShards shards(groups, part, part.head ? &model.head_weight() : nullptr);
   for (ShardGroup& group : groups) group.initialize(7, 0.1, config.num_layers);
-  Pipeline<Qwen3MoeModel> pipeline(model, mesh, 512, {0.1, false}, chunks, &shards);
+  Pipeline<Model> pipeline(model, mesh, 512, {0.1, false}, chunks, &shards);
   Outcome out;
   RunConfig::Training training;
   for (int64_t step = 1; step <= steps; ++step) {
@@ -113,7 +115,9 @@ std::vector<MicroBatch> batches_of(
   return mine;
 }
 
-std::vector<Layout> layouts(int64_t size, bool all) {
+// `stride`: one of so many, 1 for all. It should divide no axis' count of values, so that all of
+// these are met.
+std::vector<Layout> layouts(int64_t size, size_t stride) {
   std::vector<Layout> list;
   for (const int64_t pp : {1, 2, 4}) {
     for (const int64_t cp : {1, 2}) {
@@ -132,24 +136,21 @@ std::vector<Layout> layouts(int64_t size, bool all) {
       }
     }
   }
-  if (all) return list;
-  // Every third, of eight processes every fifth: neither divides the count of an axis' values, so
-  // all of these are met.
-  const size_t stride = size < 8 ? 3 : 5;
   std::vector<Layout> some;
   for (size_t i = 0; i < list.size(); i += stride) some.push_back(list[i]);
   return some;
 }
 
-TEST(Layout, EveryLayoutComputesTheSame) {
+template <class Model>
+void check_layouts(size_t stride) {
   const char* wanted = std::getenv("PITH_LAYOUTS");
   const bool all = wanted != nullptr && std::string(wanted) == "all";
   const std::vector<Row> rows = ragged_rows(kRows, kLength, 61);
   const Mesh alone;
   const auto whole_batch = cut(rows, 1);
-  const Outcome expected = run(alone, ShardMode::keep, whole_batch, Rule::sgd, 3);
-  const Outcome adamw = run(alone, ShardMode::keep, whole_batch, Rule::adamw, 3);
-  const std::vector<Layout> list = layouts(world().size(), all);
+  const Outcome expected = run<Model>(alone, ShardMode::keep, whole_batch, Rule::sgd, 3);
+  const Outcome adamw = run<Model>(alone, ShardMode::keep, whole_batch, Rule::adamw, 3);
+  const std::vector<Layout> list = layouts(world().size(), all ? 1 : stride);
   ASSERT_FALSE(list.empty());
   for (const Layout& layout : list) {
     const Mesh mesh = make_mesh(layout.shape, world(), test::device());
@@ -166,7 +167,7 @@ TEST(Layout, EveryLayoutComputesTheSame) {
       mine.push_back(split_context(numbered, mesh.place.cp, cp, at::kCPU).tokens);
       batch = split_context(batch, mesh.place.cp, cp, mesh.device);
     }
-    const Outcome got = run(mesh, layout.mode, batches, Rule::sgd, 3);
+    const Outcome got = run<Model>(mesh, layout.mode, batches, Rule::sgd, 3);
     for (size_t m = 0; m < batches.size(); ++m) {
       for (size_t layer = 0; layer < kLayers; ++layer) {
         if (!got.topk_idx[m][layer].defined()) continue;
@@ -188,10 +189,18 @@ TEST(Layout, EveryLayoutComputesTheSame) {
     EXPECT_LT(grads.first, 1e-5) << "gradient of " << grads.second;
     const auto sgd = largest_error(got.weights, expected.weights);
     EXPECT_LT(sgd.first, 1e-6) << "after SGD " << sgd.second;
-    const Outcome trained = run(mesh, layout.mode, batches, Rule::adamw, 3);
+    const Outcome trained = run<Model>(mesh, layout.mode, batches, Rule::adamw, 3);
     const auto weights = largest_error(trained.weights, adamw.weights);
     EXPECT_LT(weights.first, 1e-3) << "after AdamW " << weights.second;
   }
+}
+
+TEST(Layout, EveryLayoutComputesTheSame) {
+  check_layouts<Qwen3MoeModel>(world().size() < 8 ? 3 : 5);
+}
+// The engine is the same for all families: of a second one fewer layouts show what is its own.
+TEST(Layout, EveryLayoutComputesTheSameOfDeepseekV2) {
+  check_layouts<DeepseekV2Model>(world().size() < 8 ? 7 : 13);
 }
 
 }  // namespace
