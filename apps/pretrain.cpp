@@ -60,12 +60,31 @@ std::vector<int64_t> chunks_of(const RunConfig& config, const Config& model, con
   return chunks;
 }
 
+// Which stages recompute their activations: parallel.recompute, one word for all or one for each.
+std::vector<bool> recompute_of(const RunConfig& config) {
+  const auto pp = static_cast<size_t>(config.parallel.pp);
+  std::istringstream words(config.parallel.recompute);
+  std::vector<bool> stages;
+  bool valid = true;
+  for (std::string word; std::getline(words, word, ',');) {
+    stages.push_back(word == "layer");
+    valid = valid && (word == "layer" || word == "none");
+  }
+  if (stages.size() == 1) stages.assign(pp, stages.front());
+  PITH_CHECK(valid && stages.size() == pp,
+      "parallel.recompute must be \"none\" or \"layer\", or {} of these with commas, it is \"{}\"",
+      pp, config.parallel.recompute);
+  return stages;
+}
+
 int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
   const int64_t rows = config.training.micro_batch * dp;
   PITH_CHECK(config.training.global_batch % rows == 0,
       "training.global_batch {} is not a multiple of micro_batch {} x data parallelism {}",
       config.training.global_batch, config.training.micro_batch, dp);
-  return config.training.global_batch / rows;
+  const int64_t count = config.training.global_batch / rows;
+  (void)make_schedule(config.parallel.pp, 0, count, true);  // refuses too few
+  return count;
 }
 
 // Parameters, layout and schedule; of each stage the memory in GiB by cause (activations: those of
@@ -80,6 +99,7 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
   const int64_t world = shape.pp * mesh.dp * shape.cp, plane = mesh.dp * shape.cp;
   const int64_t micro_batches = micro_batches_of(config, mesh.dp);
   const auto chunks = chunks_of(config, model, mesh);
+  const std::vector<bool> recompute = recompute_of(config);
   fmt::print(
       "\n# parameters  {} total, {} active per token; {} FLOP per token (forward and backward)\n"
       "# device      {}\n"
@@ -104,10 +124,14 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
     const auto layers = static_cast<double>(
         chunks[static_cast<size_t>(stage)] + chunks[static_cast<size_t>(2 * shape.pp - 1 - stage)]);
     const double kept = static_cast<double>(plan.peak_activations[static_cast<size_t>(stage)]) / 2;
-    const double activations =
-        static_cast<double>(training.micro_batch * config.data.sequence_length) /
-        static_cast<double>(shape.cp) * static_cast<double>(size.activations_per_token) * layers /
-        static_cast<double>(model.num_layers) * std::max(kept, 1.0);
+    const auto tokens =
+        static_cast<double>(training.micro_batch * config.data.sequence_length / shape.cp);
+    const double layer = tokens * static_cast<double>(size.activations_per_token) /
+                         static_cast<double>(model.num_layers);
+    double activations = layer * layers * std::max(kept, 1.0);
+    if (recompute[static_cast<size_t>(stage)])  // inputs of layers, and one layer whole
+      activations =
+          tokens * static_cast<double>(model.hidden_size) * layers * std::max(kept, 1.0) + layer;
     fmt::print(
         "# memory      stage {}: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and "
         "moments {:.2f} + activations {:.2f}\n",
@@ -152,7 +176,8 @@ class Run {
             config.parallel.weights == "reshard" ? ShardMode::reshard : ShardMode::keep)),
         shards_(groups_, part_, part_.head ? &model_.head_weight() : nullptr),
         pipeline_(model_, mesh_, config.data.sequence_length,
-            {config.training.balance_loss, config.training.force_balance}, chunks_, &shards_),
+            {config.training.balance_loss, config.training.force_balance}, chunks_, &shards_,
+            recompute_of(config).at(static_cast<size_t>(mesh.place.pp))),
         rows_(open_blend(config)) {
     if (config.validation.interval > 0)  // seed 0: the same tokens in all runs
       validation_ = open_streams(config, config.data.validation, 0);

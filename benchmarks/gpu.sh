@@ -8,7 +8,7 @@
 #                                     the training step of the 8-layer cut of Qwen3-30B-A3B
 #   benchmarks/gpu.sh collectives     all visible GPUs: every NCCL collective, the layout suite over NCCL
 #   benchmarks/gpu.sh profiles        two GPUs: where a step's time goes on one, EP2, PP2, CP2 at 32k
-#   benchmarks/gpu.sh layouts         two GPUs: that step on one of them, then EP2, PP2, FSDP2, and CP2 at 32k
+#   benchmarks/gpu.sh layouts         (ONLY="one32k cp2": these) two GPUs: that step on one of them, then EP2, PP2, FSDP2, and CP2 at 32k
 # Several words run one after another. $OUT (default build/gpu-results) receives metrics and logs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -104,6 +104,7 @@ collectives() {
 layout() {
   local name=$1 n=$2 keys=() key folder=runs/layout-$1
   shift 2
+  [[ " ${ONLY:-$name} " == *" $name "* ]] || return 0
   for key in "$@"; do keys+=(--set "$key"); done
   rm -rf "$folder"
   echo "-- $name: $*"

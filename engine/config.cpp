@@ -62,6 +62,7 @@ const Key kKeys[] = {
     {KEY(parallel, hsdp_size), "[0, 1e6]", "hsdp: ranks of a block, a multiple of ep"},
     {KEY(parallel, weights), "keep|reshard", "hold weights whole, or gather for each use"},
     {KEY(parallel, chunks), "", "layers of each of 2 pp chunks, as \"2,2,4,0\"; empty = by cost"},
+    {KEY(parallel, recompute), "", "none, layer (keep only inputs of layers), or a list by stage"},
     {KEY(data, train), "path", "corpus without .bin, or a blend of several", "path dataset"},
     {KEY(data, validation), "path", "held-out corpus or corpora; empty = none", "eval"},
     {KEY(data, sequence_length), "[1, 1e8]", "tokens a sequence", "seq_len max_length block_size"},

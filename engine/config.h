@@ -31,7 +31,7 @@ struct RunConfig {
   } model;
   struct Parallel {  // processes = pp x dp x cp; dp follows from their number
     int64_t pp = 1, cp = 1, ep = 1;
-    std::string sharding = "fsdp", weights = "keep", chunks;
+    std::string sharding = "fsdp", weights = "keep", chunks, recompute = "none";
     int64_t hsdp_size = 0;
   } parallel;
   struct Data {

@@ -60,19 +60,22 @@ ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
   ModelPart part{{}, place.pp == 0, place.pp == 0, experts * place.ep, experts * (place.ep + 1)};
   for (const std::vector<int64_t>& layers : layers_of_rank(chunks, shape.pp, place.pp))
     part.layers.insert(part.layers.end(), layers.begin(), layers.end());
+  PITH_CHECK(place.pp == 0 || !part.layers.empty(),
+      "pipeline stage {} of {} would hold no layer; lower parallel.pp", place.pp, shape.pp);
   return part;
 }
 
 template <DecoderModel Model>
 Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
-    std::vector<int64_t> chunks, const ModelShards* shards)
+    std::vector<int64_t> chunks, const ModelShards* shards, bool recompute)
     : model_(model),
       mesh_(mesh),
       rotary_(model.rotary(positions, mesh.device)),
       router_(router),
       links_(mesh, model.config().hidden_size,
           model.parameter_units().front().front()->value.scalar_type()),
-      shards_(shards) {
+      shards_(shards),
+      recompute_(recompute) {
   if (chunks.empty()) chunks = {model.config().num_layers, 0};
   layers_ = layers_of_rank(chunks, mesh.pipeline.size(), mesh.place.pp);
   if (shards != nullptr && !shards->layers.empty())
@@ -110,23 +113,29 @@ LayerRun& Pipeline<Model>::attend(Run& run, int64_t index, const Tensor& hidden)
   shards_of(index).before_forward();
   const auto& indices = layers_[static_cast<size_t>(run.chunk)];
   if (index != indices.back()) shards_of(index + 1).prefetch();
-  layer.attended = model_.layer(index).attend(context(run, index), layer.hidden);
+  attend_stage(context(run, index), layer);
   report(index, "attend.rows", layer.attended.rows);
   report(index, "attend.residual", layer.attended.residual);
   accumulate(result_.balance_sum, layer.attended.balance);
-  layer.joined = layer.attended;
-  layer.joined.residual = leaf(layer.attended.residual);
-  layer.joined.rows = layer.shared_rows = leaf(layer.attended.rows);
-  if (layer.attended.topk_idx.defined()) {
-    if (run.microbatch == 0) ++result_.num_moe_layers;
-    layer.exchange =
-        ExpertExchange(mesh_.expert, layer.attended.topk_idx, model_.config().num_experts);
-  }
+  if (layer.attended.topk_idx.defined() && run.microbatch == 0) ++result_.num_moe_layers;
   return layer;
 }
 
 template <DecoderModel Model>
+void Pipeline<Model>::attend_stage(const LayerContext& context, LayerRun& layer) {
+  const c10::AutoGradMode keeps(grad_of(layer));
+  layer.attended = model_.layer(layer.layer).attend(context, layer.hidden);
+  layer.joined = layer.attended;
+  layer.joined.residual = leaf(layer.attended.residual);
+  layer.joined.rows = layer.shared_rows = leaf(layer.attended.rows);
+  if (layer.attended.topk_idx.defined())
+    layer.exchange =
+        ExpertExchange(mesh_.expert, layer.attended.topk_idx, model_.config().num_experts);
+}
+
+template <DecoderModel Model>
 void Pipeline<Model>::dispatch(Run& run, LayerRun& layer) {
+  const c10::AutoGradMode keeps(grad_of(layer));
   if (layer.attended.topk_idx.defined())
     layer.exchange.dispatch(layer.attended.rows.detach(), layer.attended.topk_weight.detach());
   layer.shared = model_.layer(layer.layer).shared(context(run, layer.layer), layer.joined);
@@ -137,6 +146,7 @@ void Pipeline<Model>::dispatch(Run& run, LayerRun& layer) {
 template <DecoderModel Model>
 void Pipeline<Model>::experts(Run& run, LayerRun& layer) {
   if (!layer.attended.topk_idx.defined()) return;
+  const c10::AutoGradMode keeps(grad_of(layer));
   layer.arrived = layer.exchange.arrive();
   layer.arrived.rows = leaf(layer.arrived.rows);
   layer.arrived.weight = leaf(layer.arrived.weight);
@@ -144,26 +154,58 @@ void Pipeline<Model>::experts(Run& run, LayerRun& layer) {
                          .experts(context(run, layer.layer), layer.arrived.rows,
                              layer.arrived.weight, layer.arrived.plan);
   report(layer.layer, "experts", layer.expert_out);
-  layer.exchange.combine(layer.expert_out);
+  if (!layer.again) layer.exchange.combine(layer.expert_out);
 }
 
 template <DecoderModel Model>
 Tensor Pipeline<Model>::aggregate(Run& run, LayerRun& layer) {
-  if (layer.attended.topk_idx.defined()) layer.returned = leaf(layer.exchange.combined());
-  layer.output =
-      model_.layer(layer.layer)
-          .aggregate(context(run, layer.layer), layer.returned, layer.joined, layer.shared_leaf);
+  aggregate_stage(context(run, layer.layer), layer);
   report(layer.layer, "output", layer.output);
   shards_of(layer.layer).after_forward();
   Tensor output = layer.output;
-  if (!c10::GradMode::is_enabled()) run.layers.pop_back();
+  if (!c10::GradMode::is_enabled()) {
+    run.layers.pop_back();
+  } else if (recompute_) {
+    LayerRun kept;
+    kept.layer = layer.layer;
+    kept.hidden = layer.hidden;
+    kept.attended.topk_idx = layer.attended.topk_idx;
+    layer = std::move(kept);
+  }
   return output;
+}
+
+template <DecoderModel Model>
+void Pipeline<Model>::aggregate_stage(const LayerContext& context, LayerRun& layer) {
+  const c10::AutoGradMode keeps(grad_of(layer));
+  // Its gradients don't depend on its values, so what came back need not travel again.
+  if (layer.attended.topk_idx.defined())
+    layer.returned = leaf(layer.again ? layer.attended.residual : layer.exchange.combined());
+  layer.output =
+      model_.layer(layer.layer).aggregate(context, layer.returned, layer.joined, layer.shared_leaf);
+}
+
+// The forward pass again for its graphs: by the same routes, counted and recorded no second time.
+template <DecoderModel Model>
+void Pipeline<Model>::recompute(Run& run, LayerRun& layer) {
+  RoutingTape routes;
+  routes.replay = true;
+  routes.topk_idx.resize(static_cast<size_t>(layer.layer) + 1);
+  routes.topk_idx.back() = layer.attended.topk_idx;
+  LayerContext same = context(run, layer.layer);
+  same.tape = &routes;
+  layer.again = true;
+  attend_stage(same, layer);
+  dispatch(run, layer);
+  experts(run, layer);
+  aggregate_stage(same, layer);
 }
 
 template <DecoderModel Model>
 void Pipeline<Model>::aggregate_backward(Run& run, LayerRun& layer, const Tensor& grad) {
   shards_of(layer.layer).before_backward();
   if (run.layers.size() > 1) shards_of(layer.layer - 1).prefetch();
+  if (recompute_) recompute(run, layer);
   backward_stage({layer.output}, {grad});
   if (layer.returned.defined()) layer.exchange.combine_backward(take_grad(layer.returned));
   if (layer.shared.defined()) backward_stage({layer.shared}, {take_grad(layer.shared_leaf)});

@@ -32,7 +32,7 @@ using StageObserver = std::function<void(const std::string& name, const Tensor& 
 // Everything one layer of one micro-batch keeps from its forward to its backward pass.
 struct LayerRun {
   int64_t layer;
-  Tensor hidden;       // (T, H) leaf
+  Tensor hidden;       // (T, H) leaf; where layers are recomputed only this and topk_idx are kept
   Attended attended;   // outputs of stage 1, inside its graph
   Attended joined;     // the same values as leaves of the later stages
   Tensor shared_rows;  // (T, H) leaf of shared()
@@ -42,6 +42,7 @@ struct LayerRun {
   Tensor returned, shared_leaf;     // leaves of stage 5
   Tensor shared;                    // output of shared()
   Tensor output;                    // (T, H)
+  bool again = false;               // recomputed in the backward pass
 };
 
 // One chunk of one micro-batch in flight.
@@ -84,8 +85,11 @@ class Pipeline {
  public:
   // `positions`: rows of the rotary table, at least the longest document. `chunks`: as the model's
   // part was made from; empty: everything here. `shards`: of the model, where they are cut.
+  // `recompute`: keep only the input of each layer and compute the rest again in the backward pass
+  // (Chen et al. 2016, arXiv 1604.06174), with the same routes.
   Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
-      std::vector<int64_t> chunks = {}, const ModelShards* shards = nullptr);
+      std::vector<int64_t> chunks = {}, const ModelShards* shards = nullptr,
+      bool recompute = false);
 
   // Adds the gradients of the mean loss over the global batch (and of the balance losses) to every
   // Parameter::grad. `tapes`: one a micro-batch to record or replay routes, or empty. Collective
@@ -118,14 +122,20 @@ class Pipeline {
 
   LayerContext context(const Run& run, int64_t layer) const;
   LayerRun& attend(Run& run, int64_t layer, const Tensor& hidden);
+  void attend_stage(const LayerContext& context, LayerRun& layer);
+  void recompute(Run& run, LayerRun& layer);
   void dispatch(Run& run, LayerRun& layer);
   void experts(Run& run, LayerRun& layer);
   Tensor aggregate(Run& run, LayerRun& layer);
+  void aggregate_stage(const LayerContext& context, LayerRun& layer);
   void aggregate_backward(Run& run, LayerRun& layer, const Tensor& grad);
   static void experts_backward(LayerRun& layer);
   Tensor attend_backward(LayerRun& layer);
   const UnitShards& shards_of(int64_t layer) const;
   void report(int64_t layer, const char* stage, const Tensor& tensor) const;
+  bool grad_of(const LayerRun& layer) const {  // does its forward keep what its backward needs?
+    return c10::GradMode::is_enabled() && (!recompute_ || layer.again);
+  }
 
   Model& model_;
   const Mesh& mesh_;
@@ -134,6 +144,7 @@ class Pipeline {
   std::array<std::vector<int64_t>, 2> layers_;  // of this rank's two chunks
   StageLinks links_;
   const ModelShards* shards_;
+  bool recompute_;
   bool defers_ = true;  // weight gradients over several actions: not where they are resharded
   StageObserver observer_;
 

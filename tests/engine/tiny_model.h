@@ -66,9 +66,9 @@ struct TinyModelOf {
 using TinyModel = TinyModelOf<Qwen3MoeModel>;
 
 // Rows of ragged documents from a fixed pattern; labels stop at documents.
-inline std::vector<Row> ragged_rows(int64_t count, int64_t length, int64_t vocab) {
+inline std::vector<Row> ragged_rows(
+    int64_t count, int64_t length, int64_t vocab, uint64_t state = 12345) {
   std::vector<Row> rows(static_cast<size_t>(count));
-  uint64_t state = 12345;
   const auto next = [&] {
     return state = state * 6364136223846793005u + 1442695040888963407u, state >> 33;
   };

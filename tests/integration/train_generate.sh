@@ -130,6 +130,9 @@ grep -q 'a corpus ends after step [0-9]* of 10000' once.log || fail "the end of 
 refused 'data.sequence_length: 32 in the checkpoint, 16 now' train straight --set data.sequence_length=16
 refused 'checkpoint.resume is off' train straight --set checkpoint.resume=false
 refused 'longer than the model' train other --set data.sequence_length=128
+refused 'a pipeline of 2 ranks needs at least 4 micro-batches a step, there are 2' \
+  "$PITHTRAIN" pretrain run.toml --dry-run --processes 2 --set parallel.pp=2
+refused 'parallel.recompute must be' "$PITHTRAIN" pretrain run.toml --dry-run --set parallel.recompute=layer,layer
 refused 'vocabulary of 257, the model only 100' env -C . bash -c \
   "sed 's/257/100/' config.json >small.json; '$PITHTRAIN' pretrain run.toml --set model.config=small.json"
 refused 'attention_bias true is not supported' bash -c \

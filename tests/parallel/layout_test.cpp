@@ -1,121 +1,28 @@
-// The layout suite, of every family: routes, losses, norm, every gradient and the trained weights
-// of a tiny model on every layout of this many processes equal those of one process.
-// PITH_LAYOUTS=all runs every combination, otherwise a covering part.
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/equal.h>
+// The layout suite: what a tiny model computes on layouts of this many processes equals what one
+// process computes. PITH_LAYOUTS=all runs every combination, otherwise a covering part.
+// PITH_LAYOUT_SEED=N draws other random layouts of other random models, more of them.
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <fmt/ranges.h>
 
-#include "engine/context_parallel.h"
-#include "engine/sharding.h"
-#include "tests/engine/tiny_model.h"
-#include "tests/parallel/world.h"
+#include <random>
 
-namespace pith {
+#include "tests/parallel/layout.h"
+
+namespace pith::test {
 namespace {
 
-using test::world;
+constexpr int64_t kRows = 32, kLength = 24;
 
-constexpr int64_t kRows = 32, kLength = 24, kLayers = 5;
-
-template <class Model>
-nlohmann::json layout_config() {
-  auto config = std::is_same_v<Model, DeepseekV2Model> ? tiny_deepseek_config() : tiny_config();
-  config["num_hidden_layers"] = kLayers;
-  config[std::is_same_v<Model, DeepseekV2Model> ? "n_routed_experts" : "num_experts"] = 8;
-  return config;
+// Five layers: no number of chunks divides them. An odd vocabulary.
+Problem usual_problem(bool deepseek = false) {
+  nlohmann::json config = deepseek ? tiny_deepseek_config() : tiny_config();
+  config["num_hidden_layers"] = 5;
+  config[deepseek ? "n_routed_experts" : "num_experts"] = 8;
+  return {config, ragged_rows(kRows, kLength, 61)};
 }
 
-enum class Rule { none, sgd, adamw };
-
-struct Outcome {
-  double loss = 0, balance = 0, norm = 0;
-  std::map<std::string, Tensor> grads;    // by Hugging Face name, of the first step; this rank's
-  std::map<std::string, Tensor> weights;  // masters after the last step; parts, in order
-  std::vector<std::vector<Tensor>> topk_idx;  // [micro-batch][layer]
-};
-
-struct Layout {
-  MeshShape shape;
-  ShardMode mode = ShardMode::keep;
-  int64_t micro_batch = 1;
-};
-
-// Runs `steps` steps of a part of the batch and reduces as training does.
-template <class Model>
-Outcome run(const Mesh& mesh, ShardMode mode, const std::vector<MicroBatch>& batches, Rule rule,
-    int64_t steps) {
-  const auto config = Model::Config::parse(layout_config<Model>(), "test");
-  const auto chunks = default_chunks(config, mesh.shape, kLength);
-  const ModelPart part = model_part(chunks, mesh.shape, mesh.place, config.num_experts);
-  Model model(config, part);
-  auto groups =
-      make_shard_groups(model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training, mode);
-  const ModelShards shards(groups, part, part.head ? &model.head_weight() : nullptr);
-  for (ShardGroup& group : groups) group.initialize(7, 0.1, config.num_layers);
-  Pipeline<Model> pipeline(model, mesh, 512, {0.1, false}, chunks, &shards);
-  Outcome out;
-  RunConfig::Training training;
-  for (int64_t step = 1; step <= steps; ++step) {
-    zero_grads(groups);
-    std::vector<RoutingTape> tapes(batches.size());
-    const BatchResult result = pipeline.forward_backward(batches, NextTokenLoss(), tapes);
-    finish_step(groups);
-    const Tensor norm = grad_norm(groups, mesh);
-    if (step == 1) {
-      Tensor sums = at::zeros({2}, at::TensorOptions(mesh.device).dtype(at::kDouble));
-      if (result.loss_sum.defined()) sums[0] += result.loss_sum.item<double>();
-      if (result.balance_sum.defined()) sums[1] += result.balance_sum.item<double>();
-      mesh.world.all_reduce(sums);
-      out.loss = sums[0].item<double>();
-      out.balance = sums[1].item<double>();
-      out.norm = norm.item<double>();
-      for (const RoutingTape& tape : tapes) out.topk_idx.push_back(tape.topk_idx);
-      for (const ShardGroup& group : groups)
-        for (const auto& piece : group.pieces())
-          out.grads[fmt::format("{}@{}", piece.tensor->name, piece.first)] =
-              group.grad_part.narrow(0, piece.begin, piece.count).clone().cpu();
-    }
-    if (rule == Rule::adamw) optimizer_step(groups, training, 1e-3, step, norm);
-    for (ShardGroup& group : groups) {
-      if (rule != Rule::sgd) continue;
-      group.master.sub_(group.grad_part * 0.1);
-      group.publish();
-    }
-  }
-  for (const ShardGroup& group : groups)
-    for (const auto& piece : group.pieces())
-      out.weights[fmt::format("{}@{}", piece.tensor->name, piece.first)] =
-          group.master.narrow(0, piece.begin, piece.count).clone().cpu();
-  return out;
-}
-
-// |part - the same range of the whole| over |whole|, the largest of all parts, with its name.
-std::pair<double, std::string> largest_error(
-    const std::map<std::string, Tensor>& parts, const std::map<std::string, Tensor>& whole) {
-  std::pair<double, std::string> worst{0, "none"};
-  EXPECT_FALSE(parts.empty());
-  for (const auto& [name, part] : parts) {
-    const auto at = name.find('@');
-    const Tensor& all = whole.at(name.substr(0, at) + "@0");
-    const Tensor same = all.narrow(0, std::stoll(name.substr(at + 1)), part.numel());
-    const double norm = all.norm().item<double>();
-    const double error = (part - same).norm().item<double>() / (norm > 0 ? norm : 1);
-    if (!(error <= worst.first)) worst = {error, name};
-  }
-  return worst;
-}
-
-// Micro-batch m of data-parallel rank d holds rows (m * dp + d) * micro_batch and the next.
-std::vector<MicroBatch> batches_of(
-    const std::vector<Row>& rows, int64_t micro_batch, const Mesh& mesh) {
-  const std::vector<MicroBatch> all = cut(rows, micro_batch);
-  std::vector<MicroBatch> mine;
-  for (auto i = static_cast<size_t>(mesh.place.dp); i < all.size();
-      i += static_cast<size_t>(mesh.dp))
-    mine.push_back(all[i]);
-  return mine;
-}
-
-// `stride`: one of so many, 1 for all. It should divide no axis' count of values, so that all of
+// One of `stride` layouts, 1 for all. It should divide no axis' count of values, so that all of
 // these are met.
 std::vector<Layout> layouts(int64_t size, size_t stride) {
   std::vector<Layout> list;
@@ -141,67 +48,177 @@ std::vector<Layout> layouts(int64_t size, size_t stride) {
   return some;
 }
 
-template <class Model>
-void check_layouts(size_t stride) {
+void check_layouts(const Problem& problem, size_t stride) {
   const char* wanted = std::getenv("PITH_LAYOUTS");
   const bool all = wanted != nullptr && std::string(wanted) == "all";
-  const std::vector<Row> rows = ragged_rows(kRows, kLength, 61);
-  const Mesh alone;
-  const auto whole_batch = cut(rows, 1);
-  const Outcome expected = run<Model>(alone, ShardMode::keep, whole_batch, Rule::sgd, 3);
-  const Outcome adamw = run<Model>(alone, ShardMode::keep, whole_batch, Rule::adamw, 3);
+  const Outcome sgd = run_alone(problem, Rule::sgd, 3), adamw = run_alone(problem, Rule::adamw, 3);
   const std::vector<Layout> list = layouts(world().size(), all ? 1 : stride);
   ASSERT_FALSE(list.empty());
-  for (const Layout& layout : list) {
-    const Mesh mesh = make_mesh(layout.shape, world(), test::device());
-    const std::string name = fmt::format("pp {} dp {} cp {} ep {} hsdp {} {} micro-batch {}",
-        layout.shape.pp, mesh.dp, layout.shape.cp, layout.shape.ep, layout.shape.hsdp_size,
-        layout.mode == ShardMode::keep ? "keep" : "reshard", layout.micro_batch);
-    SCOPED_TRACE(name);
-    auto batches = batches_of(rows, layout.micro_batch, mesh);
-    std::vector<Tensor> mine;  // which of the whole micro-batch's tokens are here
-    for (MicroBatch& batch : batches) {
-      MicroBatch numbered = batch;
-      numbered.tokens = at::arange(batch.num_tokens(), at::kLong);
-      const int64_t cp = layout.shape.cp;
-      mine.push_back(split_context(numbered, mesh.place.cp, cp, at::kCPU).tokens);
-      batch = split_context(batch, mesh.place.cp, cp, mesh.device);
-    }
-    const Outcome got = run<Model>(mesh, layout.mode, batches, Rule::sgd, 3);
-    for (size_t m = 0; m < batches.size(); ++m) {
-      for (size_t layer = 0; layer < kLayers; ++layer) {
-        if (!got.topk_idx[m][layer].defined()) continue;
-        std::vector<Tensor> parts;
-        for (int64_t i = 0; i < layout.micro_batch; ++i) {
-          const auto row =
-              (static_cast<int64_t>(m) * mesh.dp + mesh.place.dp) * layout.micro_batch + i;
-          parts.push_back(expected.topk_idx[static_cast<size_t>(row)][layer]);
-        }
-        ASSERT_TRUE(
-            at::equal(got.topk_idx[m][layer].cpu(), at::cat(parts).cpu().index_select(0, mine[m])))
-            << "layer " << layer;
-      }
-    }
-    EXPECT_NEAR(got.loss, expected.loss, 1e-5 * expected.loss);
-    EXPECT_NEAR(got.balance, expected.balance, 1e-5 * expected.balance);
-    EXPECT_NEAR(got.norm, expected.norm, 1e-5 * expected.norm);
-    const auto grads = largest_error(got.grads, expected.grads);
-    EXPECT_LT(grads.first, 1e-5) << "gradient of " << grads.second;
-    const auto sgd = largest_error(got.weights, expected.weights);
-    EXPECT_LT(sgd.first, 1e-6) << "after SGD " << sgd.second;
-    const Outcome trained = run<Model>(mesh, layout.mode, batches, Rule::adamw, 3);
-    const auto weights = largest_error(trained.weights, adamw.weights);
-    EXPECT_LT(weights.first, 1e-3) << "after AdamW " << weights.second;
-  }
+  for (const Layout& layout : list) expect_same(problem, layout, 3, sgd, &adamw);
 }
 
 TEST(Layout, EveryLayoutComputesTheSame) {
-  check_layouts<Qwen3MoeModel>(world().size() < 8 ? 3 : 5);
+  check_layouts(usual_problem(), world().size() < 8 ? 3 : 5);
 }
 // The engine is the same for all families: of a second one fewer layouts show what is its own.
 TEST(Layout, EveryLayoutComputesTheSameOfDeepseekV2) {
-  check_layouts<DeepseekV2Model>(world().size() < 8 ? 7 : 13);
+  check_layouts(usual_problem(true), world().size() < 8 ? 7 : 13);
+}
+
+// Recomputed layers: on one stage and two, with experts that are cut, and with CP.
+TEST(Layout, RecomputedActivationsGiveTheSameGradients) {
+  const Problem problem = usual_problem();
+  const Outcome expected = run_alone(problem, Rule::sgd, 1);
+  for (const Layout& layout : {Layout{}, {.shape = {.ep = 2}}, {.shape = {.pp = 2}},
+           {{.cp = 2, .ep = 2}, ShardMode::reshard}, {{.pp = 2}, ShardMode::reshard, 2}}) {
+    Layout again = layout;
+    again.recompute = true;
+    expect_same(problem, again, 1, expected);
+  }
+  if (world().size() == 2) return;
+  for (const ShardMode mode : {ShardMode::keep, ShardMode::reshard})
+    expect_same(
+        problem, {.shape = {.pp = 2, .ep = 2}, .mode = mode, .recompute = true}, 1, expected);
+}
+
+struct PeakMemory : c10::MemoryReportingInfoBase {
+  int64_t now = 0, peak = 0;
+  void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
+    peak = std::max(peak, now += bytes);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+};
+
+TEST(Layout, RecomputedLayersKeepTheirInputsOnly) {
+  nlohmann::json config = tiny_config();
+  config["num_hidden_layers"] = 8;
+  const std::vector<MicroBatch> batches = cut(ragged_rows(1, 512, 61), 1);
+  std::vector<int64_t> peaks;
+  std::vector<Tensor> grads;
+  double balance = 0;
+  for (const bool recompute : {false, true}) {
+    TinyModel tiny(config);
+    zero_grads(tiny.groups);
+    Pipeline<Qwen3MoeModel> pipeline(
+        tiny.model, tiny.mesh, 512, {0.1, false}, {}, nullptr, recompute);
+    const auto memory = std::make_shared<PeakMemory>();
+    std::vector<RoutingTape> tapes(1);
+    {
+      const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, memory);
+      const BatchResult result = pipeline.forward_backward(batches, NextTokenLoss(), tapes);
+      EXPECT_EQ(result.num_moe_layers, 7);
+      if (recompute) {
+        EXPECT_EQ(result.balance_sum.item<double>(), balance);
+      }
+      balance = result.balance_sum.item<double>();
+    }
+    EXPECT_TRUE(tapes[0].topk_weight[7].defined());
+    peaks.push_back(memory->peak);
+    for (const ShardGroup& group : tiny.groups) grads.push_back(group.grads.clone());
+  }
+  EXPECT_GT(peaks[1], 0);
+  EXPECT_LT(peaks[1], peaks[0] / 2);
+  for (size_t i = 0; 2 * i < grads.size(); ++i)
+    EXPECT_TRUE(at::equal(grads[i], grads[i + grads.size() / 2])) << "group " << i;
+}
+
+// --- random ones ---
+
+struct Draw {
+  std::mt19937_64 bits;
+  int64_t operator()(int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(bits() % static_cast<uint64_t>(high - low + 1));
+  }
+};
+
+// A layout that this many processes allow, and a model and a batch that it can work on.
+std::pair<Problem, Layout> draw_case(Draw& draw, int64_t size) {
+  Problem problem;
+  Layout layout;
+  int64_t plane = 0;
+  MeshShape& shape = layout.shape;
+  do {
+    shape = {int64_t{1} << draw(0, 2), int64_t{1} << draw(0, 2), int64_t{1} << draw(0, 3)};
+    plane = size / shape.pp;
+  } while (size % (shape.pp * shape.cp) != 0 || plane % shape.ep != 0);
+  const int64_t block = shape.ep << draw(0, 2);
+  shape.hsdp = draw(0, 1) == 1 && block < plane && plane % block == 0;
+  shape.hsdp_size = shape.hsdp ? block : 0;
+  layout.mode = draw(0, 1) == 1 ? ShardMode::reshard : ShardMode::keep;
+  layout.micro_batch = draw(1, 2);
+  layout.recompute = draw(0, 3) == 0;
+
+  problem.config = tiny_config();
+  const int64_t layers = draw(shape.pp, 6), experts = shape.ep * draw(1, 3);
+  problem.config["num_hidden_layers"] = layers;
+  problem.config["num_experts"] = experts;
+  problem.config["num_experts_per_tok"] = draw(1, std::min<int64_t>(experts, 4));
+  problem.config["num_key_value_heads"] = 1 << draw(0, 2);
+  problem.config["moe_intermediate_size"] = draw(3, 30);
+  problem.config["norm_topk_prob"] = draw(0, 1) == 1;
+  problem.config["tie_word_embeddings"] = draw(0, 1) == 1;
+  problem.config["mlp_only_layers"] = {draw(0, layers)};  // one that is not there: none
+  const int64_t vocab = draw(20, 90);
+  problem.config["vocab_size"] = vocab;
+  problem.config["eos_token_id"] = vocab - 1;
+  const int64_t batches = shape.pp == 1 ? draw(1, 4) : 2 * shape.pp + draw(0, 2);
+  const int64_t rows = batches * layout.micro_batch * plane / shape.cp;
+  problem.rows = ragged_rows(rows, 2 * shape.cp * draw(1, 8), vocab, draw.bits());
+
+  if (shape.pp * shape.ep > 1 && draw(0, 1) == 1) {  // any cut that gives each later stage a layer
+    layout.chunks.assign(static_cast<size_t>(2 * shape.pp), 0);
+    for (int64_t i = 0; i < layers; ++i) {
+      const int64_t stage = i < shape.pp - 1 ? i + 1 : draw(0, shape.pp - 1);
+      const int64_t chunk = draw(0, 1) == 1 ? stage : 2 * shape.pp - 1 - stage;
+      ++layout.chunks[static_cast<size_t>(chunk)];
+    }
+  } else {
+    layout.chunks = default_chunks(problem.model(), shape, problem.length());
+  }
+  return {problem, layout};
+}
+
+// The least difference between router logits that decides a route or its order: where it is within
+// the rounding of FP32, another order of summation may rightly choose otherwise.
+double smallest_margin(const Problem& problem) {
+  TinyModel tiny(problem.config);
+  std::map<std::string, Tensor> routers;
+  for (const Parameter* parameter : all_parameters(tiny.groups))
+    if (parameter->group == ParameterGroup::router)
+      routers[parameter->name] = parameter->value.detach();
+  const int64_t k = problem.model().experts_per_token;
+  double margin = 1;
+  auto pipeline = tiny.pipeline();
+  pipeline.observe([&](const std::string& name, const Tensor& rows) {
+    if (!name.ends_with(".attend.rows")) return;
+    const auto found =
+        routers.find(name.substr(0, name.size() - strlen("attend.rows")) + "mlp.gate.weight");
+    if (found == routers.end()) return;
+    const Tensor logits = std::get<0>(rows.matmul(found->second.t()).sort(1, true));
+    const int64_t pairs = std::min(k, logits.size(1) - 1);
+    if (pairs == 0) return;
+    const Tensor steps = logits.narrow(1, 0, pairs) - logits.narrow(1, 1, pairs);
+    margin = std::min(margin, steps.min().item<double>());
+  });
+  pipeline.forward_only(cut(problem.rows, 1), NextTokenLoss());
+  EXPECT_LE(routers.size(), static_cast<size_t>(problem.model().num_layers));
+  return margin;
+}
+
+TEST(Layout, RandomLayoutsOfRandomModels) {
+  const char* seed = std::getenv("PITH_LAYOUT_SEED");
+  Draw draw{std::mt19937_64(seed != nullptr ? std::stoull(seed) : 1)};
+  for (int64_t i = 0; i < (seed != nullptr ? 40 : 6); ++i) {
+    auto [problem, layout] = draw_case(draw, world().size());
+    while (smallest_margin(problem) < 1e-5)
+      problem.rows = ragged_rows(
+          std::ssize(problem.rows), problem.length(), problem.model().vocab_size, draw.bits());
+    SCOPED_TRACE(
+        fmt::format("PITH_LAYOUT_SEED={}, case {}: {} rows of {}, {}", seed != nullptr ? seed : "1",
+            i, problem.rows.size(), problem.length(), problem.config.dump()));
+    expect_same(problem, layout, 1, run_alone(problem, Rule::sgd, 1));
+  }
 }
 
 }  // namespace
-}  // namespace pith
+}  // namespace pith::test

@@ -1,6 +1,6 @@
 // Runs under mpirun: every rank runs the same tests in the same order. Rank 0 reports; the others
 // print their failures only. With PITH_TEST_FAILURE the program is a job that fails instead; see
-// tests/integration/parallel_failures.sh.
+// tests/integration/parallel_failures.sh. With PITH_TEST_SAVE_AGAIN it does what reshard.cpp says.
 #include <unistd.h>
 
 #include <chrono>
@@ -59,6 +59,9 @@ void fail_somehow(const std::string& how) {
 
 const pith::World& pith::test::world() { return *the_world; }
 at::Device pith::test::device() { return the_device; }
+namespace pith::test {
+void save_again(const std::string& what);
+}
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
@@ -75,6 +78,10 @@ int main(int argc, char** argv) {
     the_world = &world;
     if (const char* how = std::getenv("PITH_TEST_FAILURE")) {
       fail_somehow(how);
+      return 0;
+    }
+    if (const char* what = std::getenv("PITH_TEST_SAVE_AGAIN")) {
+      pith::test::save_again(what);
       return 0;
     }
     return RUN_ALL_TESTS();

@@ -1,0 +1,41 @@
+// Not a test: a job that loads a checkpoint of the program on some layout and saves it again
+// without a step; see tests/integration/reshard.sh.
+#include <filesystem>
+#include <sstream>
+
+#include "engine/checkpoint.h"
+#include "engine/file_io.h"
+#include "engine/pipeline.h"
+#include "engine/training_state.h"
+#include "models/qwen3_moe.h"
+#include "tests/parallel/world.h"
+
+namespace pith::test {
+
+// "FROM ROOT PP CP EP": the float32 checkpoint FROM becomes ROOT/step-....
+void save_again(const std::string& what) {
+  std::istringstream words(what);
+  std::filesystem::path from, root;
+  MeshShape shape;
+  words >> from >> root >> shape.pp >> shape.cp >> shape.ep;
+  PITH_CHECK(!words.fail(), "'{}' is not FROM ROOT PP CP EP", what);
+  const Mesh mesh = make_mesh(shape, world(), device());
+  const auto config = Qwen3MoeConfig::parse_file(from);
+  const auto chunks = default_chunks(config, shape, config.max_positions);
+  Qwen3MoeModel model(config, model_part(chunks, shape, mesh.place, config.num_experts));
+  auto groups =
+      make_shard_groups(model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training);
+  restore_state(groups, from);
+  CheckpointContent content;
+  content.step = read_manifest(from).step;
+  content.training_state = read_file(from / "training_state.json");
+  for (const char* name : {"config.json", "generation_config.json", "run.toml"})
+    content.files.emplace_back(name, read_file(from / name));
+  collect_state(groups, content);
+  CheckpointWriter writer;
+  writer.start(root, std::move(content), 0, mesh.world);
+  writer.finish();
+  mesh.world.barrier();
+}
+
+}  // namespace pith::test
