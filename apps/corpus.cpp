@@ -3,10 +3,6 @@
 #include <xxhash.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
-#include <filesystem>
-#include <optional>
-#include <set>
 
 #include "apps/commands.h"
 #include "apps/inspect.h"

@@ -1,11 +1,8 @@
 // pithtrain generate: text from a model folder, with a key-value cache, several prompts at once.
-#include <ATen/Parallel.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <cstdio>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "apps/commands.h"
 #include "apps/families.h"

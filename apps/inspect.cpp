@@ -2,10 +2,7 @@
 // safetensors file.
 #include "apps/inspect.h"
 
-#include <fmt/ranges.h>
-
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "apps/commands.h"

@@ -6,11 +6,8 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
-#include <array>
 #include <csignal>
 #include <cstdio>
-#include <filesystem>
-#include <thread>
 
 #include "apps/commands.h"
 #include "core/error.h"

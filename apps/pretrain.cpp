@@ -1,13 +1,8 @@
 // pithtrain pretrain: the training loop.
 #include <ATen/Context.h>
-#include <ATen/Parallel.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/from_blob.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
-#include <cmath>
-#include <numeric>
 #include <sstream>
 
 #include "apps/commands.h"

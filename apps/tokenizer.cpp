@@ -1,16 +1,11 @@
 // pithtrain tokenizer: trains tokenizers, and looks at what they make of text.
 #include "text/tokenizer.h"
 
-#include <fmt/ranges.h>
 #include <simdjson.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
-#include <filesystem>
 #include <iostream>
 #include <iterator>
-#include <set>
-#include <thread>
 
 #include "apps/commands.h"
 #include "core/error.h"

@@ -1,6 +1,5 @@
 // pithtrain trace: one batch through a model folder, everything written down, to check one program
 // against another.
-#include <ATen/TensorOperators.h>
 
 #include <CLI/CLI.hpp>
 

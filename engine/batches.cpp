@@ -1,13 +1,5 @@
 #include "engine/batches.h"
 
-#include <ATen/ops/empty.h>
-
-#include <algorithm>
-#include <cmath>
-#include <map>
-#include <mutex>
-#include <numeric>
-
 #include "core/random.h"
 
 namespace pith {

@@ -1,14 +1,9 @@
 #include "engine/checkpoint.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
 #include <fcntl.h>
-#include <fmt/ranges.h>
 #include <stdio.h>  // renameat2
 
-#include <algorithm>
 #include <charconv>
-#include <chrono>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <system_error>

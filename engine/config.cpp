@@ -1,19 +1,8 @@
 // The table of configuration keys and all that is made from it: reading, checks, TOML, help.
 #include "engine/config.h"
 
-#include <fmt/ranges.h>
-
-#include <algorithm>
 #include <cerrno>
 #include <charconv>
-#include <cmath>
-#include <cstring>
-#include <fstream>
-#include <limits>
-#include <map>
-#include <set>
-#include <utility>
-#include <variant>
 
 #define TOML_ENABLE_FORMATTERS 0
 #include <toml++/toml.h>

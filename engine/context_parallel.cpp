@@ -1,9 +1,6 @@
 #include "engine/context_parallel.h"
 
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/tensor.h>
-
-#include <algorithm>
 
 namespace pith {
 namespace {

@@ -1,8 +1,6 @@
 #include "engine/corpus.h"
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <system_error>
 
 #include "core/error.h"

@@ -1,13 +1,7 @@
 #include "engine/expert_parallel.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "operators/matmul.h"

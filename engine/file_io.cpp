@@ -5,10 +5,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <system_error>
 
 #include "core/error.h"

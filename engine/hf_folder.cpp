@@ -1,11 +1,6 @@
 #include "engine/hf_folder.h"
 
-#include <ATen/core/grad_mode.h>
-#include <fmt/ranges.h>
-
-#include <algorithm>
 #include <nlohmann/json.hpp>
-#include <set>
 
 namespace pith {
 namespace {

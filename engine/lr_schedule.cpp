@@ -1,7 +1,5 @@
 #include "engine/lr_schedule.h"
 
-#include <algorithm>
-#include <cmath>
 #include <numbers>
 
 #include "core/error.h"

@@ -2,10 +2,7 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <chrono>
-#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "engine/file_io.h"

@@ -1,7 +1,5 @@
 #include "engine/objectives.h"
 
-#include <ATen/TensorOperators.h>
-
 #include "operators/linear_cross_entropy.h"
 
 namespace pith {

@@ -1,12 +1,6 @@
 #include "engine/optimizer.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
-
-#include <algorithm>
 
 #include "operators/adamw.h"
 

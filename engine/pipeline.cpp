@@ -1,7 +1,5 @@
 #include "engine/pipeline.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 

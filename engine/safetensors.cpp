@@ -1,13 +1,8 @@
 #include "engine/safetensors.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/ScalarType.h>
-#include <fmt/ranges.h>
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
-#include <set>
 
 namespace pith {
 namespace {

@@ -1,11 +1,5 @@
 #include "engine/sampling.h"
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <numeric>
-#include <vector>
-
 #include "core/error.h"
 #include "core/random.h"
 

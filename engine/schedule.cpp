@@ -1,12 +1,5 @@
 #include "engine/schedule.h"
 
-#include <fmt/format.h>
-
-#include <algorithm>
-#include <array>
-#include <cmath>
-#include <numeric>
-
 #include "core/error.h"
 
 namespace pith {

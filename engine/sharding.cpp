@@ -1,11 +1,6 @@
 #include "engine/sharding.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/StorageImpl.h>
-
-#include <algorithm>
-#include <cmath>
 
 #include "core/random.h"
 #include "models/model.h"

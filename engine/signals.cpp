@@ -2,12 +2,9 @@
 
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <csignal>
-#include <cstdint>
 #include <ctime>
-#include <string_view>
 
 #include "core/comm.h"
 

@@ -1,8 +1,5 @@
 #include "engine/stage_links.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
 namespace pith {
 namespace {
 

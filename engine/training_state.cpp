@@ -3,7 +3,6 @@
 #include <ATen/ops/isfinite.h>
 #include <c10/core/GradMode.h>
 
-#include <array>
 #include <nlohmann/json.hpp>
 
 namespace pith {

@@ -1,9 +1,5 @@
 #include "models/common.h"
 
-#include <ATen/TensorOperators.h>
-
-#include <fstream>
-
 #include "operators/router.h"
 
 namespace pith {

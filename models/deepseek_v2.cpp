@@ -1,9 +1,6 @@
 #include "models/deepseek_v2.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/split_with_sizes.h>
-
-#include <algorithm>
 
 #include "models/common.h"
 #include "operators/embedding.h"

@@ -1,9 +1,7 @@
 #include "models/qwen3_moe.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/split_with_sizes.h>
 
-#include <algorithm>
 #include "models/common.h"
 #include "operators/embedding.h"
 #include "operators/grouped_linear.h"
