@@ -176,11 +176,12 @@ def copy_in(model, dtype, family):
     return twin
 
 
-def run(model, ids, family, dtype=torch.float32, routing=None, aux_coefficient=0.0):
+def run(model, ids, family=None, dtype=torch.float32, routing=None, aux_coefficient=0.0):
     """Everything that `expected_*.safetensors` holds, and the routers' probabilities by layer.
 
     Documents are isolated and positions restart in each, so each one goes through the model alone.
-    `routing` (layer -> topk_idx) is forced upon the routers if given.
+    `routing` (layer -> topk_idx) is forced upon the routers if given. FP32 on its own routes needs no
+    `family`.
     """
     rows, labels = read_ids(ids)
     documents = [doc for row in rows for doc in row]
