@@ -95,11 +95,12 @@ void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, 
     const void* dy, void* dx, float* partial, float* dweight, bool is_bf16, CUstream_st* stream);
 
 // --- rotary ---
-// x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, contiguous;
-// cos and sin (table_rows, dim / 2).
+// x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, whose rows
+// follow each other; cos and sin (table_rows, dim / 2). Pairs are neighbours or halves.
 void rotary(const void* x, const int32_t* positions, const float* cos, const float* sin, void* y,
     int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
-    int64_t table_rows, bool inverse, bool is_bf16, CUstream_st* stream);
+    int64_t y_head_stride, int64_t table_rows, bool neighbours, bool inverse, bool is_bf16,
+    CUstream_st* stream);
 
 // --- router ---
 // Softmax of logits (rows, E), their top-k (or `forced` (rows, k) copied, when not null) and its

@@ -23,6 +23,11 @@ Routing route(const Tensor& logits, int64_t k, bool normalize, const Tensor& for
 // scores (T, E) -> (T, k) int64: what route() would choose.
 Tensor topk_lowest_id(const Tensor& scores, int64_t k);
 
+// logits (T, E) -> (T, k) int64 for `forced`, each token's experts from few groups (DeepSeek-V2,
+// arXiv 2405.04434, 2.2.3): E / groups neighbours are a group; the topk_groups groups with the
+// highest single logits are taken, then the top-k of their experts.
+Tensor group_limited_topk(const Tensor& logits, int64_t k, int64_t groups, int64_t topk_groups);
+
 // (T, K) int64 that loads all experts equally, for measurements: slot j of token t -> (t K + j) mod
 // E.
 Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::Device device);
