@@ -2,8 +2,8 @@
 # The commands for a second family: train, resume, generate with and without cache, trace, on one and two processes.
 set -eu
 fail() { echo "FAIL: $*"; exit 1; }
-mkdir text
-for i in $(seq 1 60); do seq "$i" $((i * 37 % 90 + 2 * i)) >"text/$i.txt"; done
+. "$PITH_SOURCE_DIR/tests/tiny_run.sh"
+tiny_text 60
 "$PITHTRAIN" corpus build --out corpus text >/dev/null
 cat >config.json <<'END'
 {"model_type": "deepseek_v2", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 3, "first_k_dense_replace": 1,
