@@ -1,10 +1,17 @@
 #include "models/common.h"
 
+#include <nlohmann/json.hpp>
+
 #include "operators/router.h"
 
 namespace pith {
 
 using nlohmann::json;
+
+bool Fields::has(const char* key) const {
+  return object_.contains(key) && !object_[key].is_null();
+}
+const json& Fields::operator[](const char* key) const { return object_[key]; }
 
 int64_t Fields::count(const char* key, int64_t smallest) {
   if (!has(key)) return problem(key, "is missing"), smallest;
@@ -83,6 +90,36 @@ json read_config(const std::filesystem::path& path) {
   return object;
 }
 
+void read_common(Fields& fields, ModelConfig& config, const char* family) {
+  fields.only("model_type", family);
+  if (!fields.has("model_type")) fields.problem("model_type", "is missing");
+  config.vocab_size = fields.count("vocab_size");
+  config.hidden_size = fields.count("hidden_size");
+  config.num_layers = fields.count("num_hidden_layers");
+  config.num_heads = fields.count("num_attention_heads");
+  config.experts_per_token = fields.count("num_experts_per_tok");
+  config.moe_intermediate_size = fields.count("moe_intermediate_size");
+  config.tie_embeddings = fields.flag("tie_word_embeddings", false);
+  config.rms_norm_eps = fields.number("rms_norm_eps", 1e-6);
+  fields.only("attention_bias", false);
+  fields.only("hidden_act", "silu");
+  fields.only("attention_dropout", 0);
+}
+
+void ModelConfig::cut_layers(int64_t layers) {
+  PITH_CHECK(layers >= 1 && layers <= num_layers, "cannot cut a model of {} layers to {}",
+      num_layers, layers);
+  num_layers = layers;
+}
+
+std::string ModelConfig::generation_json() const {
+  const json object = json::parse(source_json);
+  json generation = json::object();
+  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
+    if (object.contains(key) && !object[key].is_null()) generation[key] = object[key];
+  return generation.dump(2) + "\n";
+}
+
 json config_for_export(const std::string& source_json, const char* architecture, int64_t num_layers,
     at::ScalarType dtype) {
   json object = json::parse(source_json);
@@ -93,12 +130,15 @@ json config_for_export(const std::string& source_json, const char* architecture,
   return object;
 }
 
-std::string special_tokens_json(const std::string& source_json) {
-  const json object = json::parse(source_json);
-  json generation = json::object();
-  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
-    if (object.contains(key) && !object[key].is_null()) generation[key] = object[key];
-  return generation.dump(2) + "\n";
+ModelEnds::ModelEnds(const ModelConfig& config, const ModelPart& part) {
+  const auto table = [&](const char* name) {
+    const std::vector<int64_t> shape{config.vocab_size, config.hidden_size};
+    return Parameter(name, shape, ParameterGroup::embedding, Init::normal);
+  };
+  if (part.embedding || (part.head && config.tie_embeddings))
+    embedding = table("model.embed_tokens.weight");
+  if (part.head) norm = norm_weight("model.norm.weight", config.hidden_size);
+  if (part.head && !config.tie_embeddings) head = table("lm_head.weight");
 }
 
 std::string layer_prefix(int64_t index) { return fmt::format("model.layers.{}.", index); }

@@ -1,7 +1,7 @@
-// What model families share: fields of a config.json, parameters in Hugging Face's layouts, and the
-// step from router logits to routes.
+// What families share: fields of config.json, parameters in Hugging Face's layouts, routes.
 #pragma once
-#include <nlohmann/json.hpp>
+#include <deque>
+#include <nlohmann/json_fwd.hpp>
 
 #include "models/model.h"
 
@@ -13,9 +13,8 @@ class Fields {
   explicit Fields(const nlohmann::json& object, std::string prefix = "")
       : object_(object), prefix_(std::move(prefix)) {}
 
-  bool has(const char* key) const { return object_.contains(key) && !object_[key].is_null(); }
-  const nlohmann::json& operator[](const char* key) const { return object_[key]; }
-
+  bool has(const char* key) const;  // and not null
+  const nlohmann::json& operator[](const char* key) const;
   int64_t count(const char* key, int64_t smallest = 1);
   int64_t count_or(const char* key, int64_t fallback, int64_t smallest = 1) {
     return has(key) ? count(key, smallest) : fallback;
@@ -30,7 +29,6 @@ class Fields {
   }
   void add_problems(const Fields& other) { problems_ += other.problems_; }
   const std::string& problems() const { return problems_; }
-
  private:
   const nlohmann::json& object_;
   std::string prefix_, problems_;
@@ -47,28 +45,29 @@ RopeFields read_rope(Fields& fields, bool yarn);
 
 // The object in a config.json or in the one of a folder.
 nlohmann::json read_config(const std::filesystem::path& path);
-// Checks and reads what every family has; config: a family's Config.
-template <class Config>
-void read_common(Fields& fields, Config& config, const char* family) {
-  fields.only("model_type", family);
-  if (!fields.has("model_type")) fields.problem("model_type", "is missing");
-  config.vocab_size = fields.count("vocab_size");
-  config.hidden_size = fields.count("hidden_size");
-  config.num_layers = fields.count("num_hidden_layers");
-  config.num_heads = fields.count("num_attention_heads");
-  config.experts_per_token = fields.count("num_experts_per_tok");
-  config.moe_intermediate_size = fields.count("moe_intermediate_size");
-  config.tie_embeddings = fields.flag("tie_word_embeddings", false);
-  config.rms_norm_eps = fields.number("rms_norm_eps", 1e-6);
-  fields.only("attention_bias", false);
-  fields.only("hidden_act", "silu");
-  fields.only("attention_dropout", 0);
-}
+// Checks and reads what all families say in the same way.
+void read_common(Fields& fields, ModelConfig& config, const char* family);
 // config.json of a checkpoint: the one that was read, with these changes.
 nlohmann::json config_for_export(const std::string& source_json, const char* architecture,
     int64_t num_layers, at::ScalarType dtype);
-// generation_config.json with the special tokens of a config.json.
-std::string special_tokens_json(const std::string& source_json);
+
+// What stands before a model's first layer and behind its last, as far as a part holds it.
+struct ModelEnds {
+  Parameter embedding, norm, head;  // (V, H), (H), (V, H)
+
+  ModelEnds(const ModelConfig& config, const ModelPart& part);
+  Parameter& head_weight() { return head.shape.empty() ? embedding : head; }  // or tied
+};
+// The model's units of sharding.
+template <class Layer>
+std::vector<std::vector<Parameter*>> units_of(ModelEnds& ends, std::deque<Layer>& layers) {
+  std::vector<std::vector<Parameter*>> units;
+  if (!ends.embedding.shape.empty()) units.push_back({&ends.embedding});
+  for (Layer& layer : layers) units.push_back(layer.parameters());
+  if (!ends.norm.shape.empty()) units.push_back({&ends.norm});
+  if (!ends.head.shape.empty()) units.back().push_back(&ends.head);
+  return units;
+}
 
 std::string layer_prefix(int64_t index);
 Parameter norm_weight(const std::string& name, int64_t size);
@@ -87,8 +86,7 @@ struct RouteChoice {
   int64_t groups = 1, topk_groups = 1;  // group_limited_topk() where some are left out
   double scale = 1;                     // of the weights
 };
-// Routes, weights and balance loss of logits (T, E) float32 into `out`; routes are taken from the
-// tape, or balanced, where the context says so.
+// Routes (or the context's: replayed, balanced), weights and balance loss of logits (T, E) -> out.
 void choose_routes(
     const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
 

@@ -2,12 +2,11 @@
 
 #include <ATen/ops/split_with_sizes.h>
 
-#include "models/common.h"
-#include "operators/embedding.h"
+#include <nlohmann/json.hpp>
+
 #include "operators/grouped_linear.h"
 #include "operators/latent_attention.h"
 #include "operators/linear.h"
-#include "operators/rms_norm.h"
 #include "operators/swiglu.h"
 
 namespace pith {
@@ -17,8 +16,7 @@ using nlohmann::json;
 
 constexpr double kLatentEps = 1e-6;  // of the latents' norms, whatever rms_norm_eps says
 
-// What one projection of the hidden state gives: queries or their latent, then the latent of keys
-// and values with the rotary key.
+// One projection: queries or their latent, then the latent of keys and values with the rotary key.
 Parameter in_weight(const DeepseekV2Config& c, const std::string& prefix) {
   const int64_t h = c.hidden_size, kv = c.kv_rank + c.rope_dim;
   const int64_t q = c.q_rank > 0 ? c.q_rank : c.num_heads * c.qk_dim();
@@ -80,17 +78,9 @@ DeepseekV2Config DeepseekV2Config::parse_file(const std::filesystem::path& path)
   return parse(read_config(path), path.string());
 }
 
-void DeepseekV2Config::cut_layers(int64_t layers) {
-  PITH_CHECK(layers >= 1 && layers <= num_layers, "cannot cut a model of {} layers to {}",
-      num_layers, layers);
-  num_layers = layers;
-}
-
 std::string DeepseekV2Config::to_json(at::ScalarType dtype) const {
   return config_for_export(source_json, "DeepseekV2ForCausalLM", num_layers, dtype).dump(2) + "\n";
 }
-
-std::string DeepseekV2Config::generation_json() const { return special_tokens_json(source_json); }
 
 ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
   const int64_t h = hidden_size, q = num_heads * qk_dim(), out = num_heads * v_dim;
@@ -115,8 +105,7 @@ ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
     total.activations_per_token += 7 * h + 2 * (q_rank + kv_rank) + q + rope_dim + out +
                                    slots * (2 * h + 3 * moe_intermediate_size) + 3 * always;
   }
-  // Scores and their product with the values: 2 (length / 2) heads (Dqk + Dv) forward, three times
-  // that with the backward pass.
+  // Attention: 2 (length / 2) heads (Dqk + Dv) forward, three times that with the backward pass.
   const double attention_flops =
       3.0 * static_cast<double>(sequence_length * (q + out) * num_layers);
   total.flops_per_token = 6.0 * static_cast<double>(matrices) + attention_flops;
@@ -230,48 +219,14 @@ Tensor DeepseekV2Layer::aggregate(
 }
 
 DeepseekV2Model::DeepseekV2Model(Config config, const ModelPart& part)
-    : config_(std::move(config)), part_(part) {
-  const int64_t h = config_.hidden_size, v = config_.vocab_size;
-  if (part.embedding || (part.head && config_.tie_embeddings))
-    embedding_ =
-        Parameter("model.embed_tokens.weight", {v, h}, ParameterGroup::embedding, Init::normal);
+    : config_(std::move(config)), part_(part), ends_(config_, part) {
   for (const int64_t index : part.layers)
     layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
-  if (part.head) {
-    norm_ = norm_weight("model.norm.weight", h);
-    if (!config_.tie_embeddings)
-      head_ = Parameter("lm_head.weight", {v, h}, ParameterGroup::embedding, Init::normal);
-  }
 }
-
-Tensor DeepseekV2Model::embed(const Tensor& tokens) { return embedding(tokens, embedding_); }
-
-DeepseekV2Layer& DeepseekV2Model::layer(int64_t index) {
-  const auto at = std::lower_bound(part_.layers.begin(), part_.layers.end(), index);
-  PITH_CHECK(at != part_.layers.end() && *at == index, "layer {} is not on this process", index);
-  return layers_[static_cast<size_t>(at - part_.layers.begin())];
-}
-
-Tensor DeepseekV2Model::final_norm(const Tensor& hidden) {
-  return rms_norm(hidden, norm_, config_.rms_norm_eps);
-}
-
-Parameter& DeepseekV2Model::head_weight() { return config_.tie_embeddings ? embedding_ : head_; }
 
 RotaryTable DeepseekV2Model::rotary(int64_t num_positions, at::Device device) const {
   return make_rotary_table(
       num_positions, config_.rope_dim, config_.rope_theta, device, config_.yarn);
-}
-
-std::vector<std::vector<Parameter*>> DeepseekV2Model::parameter_units() {
-  std::vector<std::vector<Parameter*>> units;
-  if (!embedding_.shape.empty()) units.push_back({&embedding_});
-  for (Layer& layer : layers_) units.push_back(layer.parameters());
-  if (part_.head) {
-    units.push_back({&norm_});
-    if (!config_.tie_embeddings) units.back().push_back(&head_);
-  }
-  return units;
 }
 
 }  // namespace pith

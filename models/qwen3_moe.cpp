@@ -2,11 +2,12 @@
 
 #include <ATen/ops/split_with_sizes.h>
 
-#include "models/common.h"
-#include "operators/embedding.h"
+#include <nlohmann/json.hpp>
+#include <ranges>
+#include <ranges>
+
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"
-#include "operators/rms_norm.h"
 #include "operators/swiglu.h"
 
 namespace pith {
@@ -72,13 +73,6 @@ Qwen3MoeConfig Qwen3MoeConfig::parse_file(const std::filesystem::path& path) {
   return parse(read_config(path), path.string());
 }
 
-void Qwen3MoeConfig::cut_layers(int64_t layers) {
-  PITH_CHECK(layers >= 1 && layers <= num_layers, "cannot cut a model of {} layers to {}",
-      num_layers, layers);
-  num_layers = layers;
-  sparse.resize(static_cast<size_t>(layers));
-}
-
 std::string Qwen3MoeConfig::to_json(at::ScalarType dtype) const {
   json object = config_for_export(source_json, "Qwen3MoeForCausalLM", num_layers, dtype);
   std::vector<int64_t> dense;
@@ -90,8 +84,6 @@ std::string Qwen3MoeConfig::to_json(at::ScalarType dtype) const {
   return object.dump(2) + "\n";
 }
 
-std::string Qwen3MoeConfig::generation_json() const { return special_tokens_json(source_json); }
-
 ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
   const int64_t h = hidden_size, q = num_heads * head_dim, kv = num_kv_heads * head_dim;
   const int64_t attention = h * (q + 2 * kv) + q * h;
@@ -100,7 +92,7 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
   int64_t matrices = vocab_size * h;  // the head, per token
   total.parameters = (tie_embeddings ? 1 : 2) * vocab_size * h + h;
   total.active_parameters = total.parameters;
-  for (const bool is_sparse : sparse) {
+  for (const bool is_sparse : sparse | std::views::take(num_layers)) {
     const int64_t norms = 2 * h + 2 * head_dim, router = is_sparse ? num_experts * h : 0;
     const int64_t passed = is_sparse ? experts_per_token * expert : 3 * h * intermediate_size;
     const int64_t held = is_sparse ? num_experts * expert : passed;
@@ -113,8 +105,7 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
     const int64_t width = is_sparse ? moe_intermediate_size : intermediate_size;
     total.activations_per_token += 6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width);
   }
-  // Scores and their product with the values: 2 x 2 x (length / 2) x heads x head_dim forward,
-  // three times that with the backward pass.
+  // Attention: 2 x 2 x (length / 2) x heads x head_dim forward, three times that with the backward.
   const double attention_flops = 6.0 * static_cast<double>(sequence_length * q * num_layers);
   total.flops_per_token = 6.0 * static_cast<double>(matrices) + attention_flops;
   return total;
@@ -199,47 +190,13 @@ Tensor Qwen3MoeLayer::aggregate(
 }
 
 Qwen3MoeModel::Qwen3MoeModel(Config config, const ModelPart& part)
-    : config_(std::move(config)), part_(part) {
-  const int64_t h = config_.hidden_size, v = config_.vocab_size;
-  if (part.embedding || (part.head && config_.tie_embeddings))
-    embedding_ =
-        Parameter("model.embed_tokens.weight", {v, h}, ParameterGroup::embedding, Init::normal);
+    : config_(std::move(config)), part_(part), ends_(config_, part) {
   for (const int64_t index : part.layers)
     layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
-  if (part.head) {
-    norm_ = norm_weight("model.norm.weight", h);
-    if (!config_.tie_embeddings)
-      head_ = Parameter("lm_head.weight", {v, h}, ParameterGroup::embedding, Init::normal);
-  }
 }
-
-Tensor Qwen3MoeModel::embed(const Tensor& tokens) { return embedding(tokens, embedding_); }
-
-Qwen3MoeLayer& Qwen3MoeModel::layer(int64_t index) {
-  const auto at = std::lower_bound(part_.layers.begin(), part_.layers.end(), index);
-  PITH_CHECK(at != part_.layers.end() && *at == index, "layer {} is not on this process", index);
-  return layers_[static_cast<size_t>(at - part_.layers.begin())];
-}
-
-Tensor Qwen3MoeModel::final_norm(const Tensor& hidden) {
-  return rms_norm(hidden, norm_, config_.rms_norm_eps);
-}
-
-Parameter& Qwen3MoeModel::head_weight() { return config_.tie_embeddings ? embedding_ : head_; }
 
 RotaryTable Qwen3MoeModel::rotary(int64_t num_positions, at::Device device) const {
   return make_rotary_table(num_positions, config_.head_dim, config_.rope_theta, device);
-}
-
-std::vector<std::vector<Parameter*>> Qwen3MoeModel::parameter_units() {
-  std::vector<std::vector<Parameter*>> units;
-  if (!embedding_.shape.empty()) units.push_back({&embedding_});
-  for (Layer& layer : layers_) units.push_back(layer.parameters());
-  if (part_.head) {
-    units.push_back({&norm_});
-    if (!config_.tie_embeddings) units.back().push_back(&head_);
-  }
-  return units;
 }
 
 }  // namespace pith

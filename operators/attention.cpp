@@ -34,8 +34,7 @@ void for_documents(const AttentionSpan& span, F&& f) {
     f(d, q[d], q[d + 1] - q[d], k[d], k[d + 1] - k[d]);
 }
 
-// Documents with queries, neighbours of equal shape together, at most `limit` scores (n * m) in a
-// run.
+// Documents with queries, neighbours of one shape together, at most `limit` scores (n * m) a run.
 std::vector<Run> runs_of(const AttentionSpan& span, bool causal, int64_t limit) {
   std::vector<Run> runs;
   for_documents(span, [&](int64_t, int64_t first_q, int64_t n, int64_t first_k, int64_t m) {
@@ -102,8 +101,7 @@ bool is_blocked(Path path, const Run& run) {
 
 // --- Heads as batches ---
 
-// (count * n, heads, D) -> (count, heads * repeat, n, D); each head repeated where there are fewer
-// keys' heads.
+// (count * n, heads, D) -> (count, heads * repeat, n, D), each head repeated.
 Tensor batch_heads(const Tensor& x, int64_t count, int64_t repeat = 1) {
   Tensor view = x.view({count, -1, x.size(1), x.size(2)}).transpose(1, 2);
   if (repeat == 1) return view;
@@ -119,8 +117,7 @@ Tensor unbatch_heads(const Tensor& x, int64_t repeat = 1) {
   return heads.transpose(1, 2).reshape({-1, heads.size(1), heads.size(3)});
 }
 
-// --- Plain matrix products: decoding on a CPU, FP32 on a GPU. The heads of a group are stacked.
-// ---
+// --- Matrix products: decoding on a CPU, FP32 on a GPU. The heads of a group are stacked. ---
 
 // (count * n, heads, D) -> (count, groups, heads / groups * n, D)
 Tensor stack_heads(const Tensor& x, int64_t count, int64_t groups) {
@@ -132,8 +129,7 @@ Tensor unstack_heads(const Tensor& x, int64_t heads) {
   return unbatch_heads(x.reshape({x.size(0), heads, -1, x.size(3)}));
 }
 
-// q, k as stacked -> scale * q k^T with -inf above the causal diagonal, (count, groups, heads /
-// groups * n, m).
+// q, k stacked -> scale * q k^T, -inf above the causal diagonal: (count, groups, q's rows, m).
 Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double scale) {
   Tensor scores = at::matmul(q, k.transpose(2, 3)).mul_(scale);
   const int64_t n = run.n, m = run.m;
@@ -207,12 +203,8 @@ AttentionGradients run_backward(Path path, const Tensor& dout, const Tensor& q, 
 
 // --- All documents ---
 
-Tensor rows_q(const Tensor& x, const Run& run) {
-  return x.narrow(0, run.first_q, run.count * run.n);
-}
-Tensor rows_k(const Tensor& x, const Run& run) {
-  return x.narrow(0, run.first_k, run.count * run.m);
-}
+Tensor rows_q(const Tensor& x, const Run& r) { return x.narrow(0, r.first_q, r.count * r.n); }
+Tensor rows_k(const Tensor& x, const Run& r) { return x.narrow(0, r.first_k, r.count * r.m); }
 
 // `record`: there will be a backward pass.
 AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -281,8 +273,7 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
   return all;
 }
 
-// The flash kernels are kept away from empty documents, whose backward has read out of bounds in
-// the past.
+// Keeps the flash kernels from empty documents, whose backward has read out of bounds in the past.
 AttentionSpan span_for(Path path, const AttentionSpan& span, bool record) {
   if (path != Path::flash) return span;
   std::vector<int32_t> cu_q{0}, cu_k{0};

@@ -26,19 +26,16 @@ struct AttentionPart {
 };
 
 // Attention without autograd, for those with a backward pass of their own: causal with as many
-// queries as keys in each document, or every query sees every key of its document. No document may
-// lack only one of them.
+// queries as keys in each document, or every query sees every key. No document lacks only one.
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
     const AttentionSpan& span, bool causal, double scale);
 using AttentionGradients = std::array<Tensor, 3>;  // of q, k and v
-// The gradients through these keys. `whole`: out and lse over all keys that the queries
-// see; out in q's dtype.
+// The gradients through these keys. `whole`: out (q's dtype) and lse over all keys that are seen.
 AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
     const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
     double scale);
 
-// Name of the kernel that attention() takes for such inputs, for the log: the one place that
-// chooses.
+// Name of the kernel that attention() takes for such inputs, for the log.
 const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan& span);
 
 }  // namespace pith

@@ -1,5 +1,4 @@
-// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the keys and values of all heads are
-// made from one short row a token.
+// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one short row a token for all heads.
 #pragma once
 #include "core/microbatch.h"
 #include "core/parameter.h"

@@ -32,8 +32,7 @@ __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
   return all;
 }
 
-// One block a row. N logits are read, and N numbers of the gradient (type G) written, by one
-// instruction.
+// One block a row. An instruction reads N logits, or writes N numbers of the gradient (type G).
 template <class G, int N>
 __global__ __launch_bounds__(kThreads) void cross_entropy_kernel(float* __restrict__ logits,
     const int64_t* __restrict__ labels, float* __restrict__ logprobs, int64_t vocabulary,

@@ -74,8 +74,7 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<Ring
   return whole;
 }
 
-// Gradients of q, k and v. What the other ranks add to a block's gradient follows the block, one
-// step behind it, and comes home after the last step.
+// Gradients of q, k and v. What others add to a block's gradient follows it, one step behind.
 Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const AttentionPart& whole,
     const std::vector<RingStep>& ring, double scale, const Comm& context) {
   Tensor block = own, dq, down, dblock;  // down: this rank's share of its own block's gradient

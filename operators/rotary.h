@@ -28,8 +28,7 @@ inline double yarn_mscale(double factor, double m) {
 RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double theta,
     at::Device device, const Yarn& yarn = {});
 
-// Which two elements of D make pair i: i and i + D/2 (GPT-NeoX, Qwen, GPT-OSS), or 2i and 2i + 1
-// (DeepSeek).
+// What makes pair i of D elements: i and i + D/2 (Qwen, GPT-OSS), or 2i and 2i + 1 (DeepSeek).
 enum class RotaryPairs { halves, neighbours };
 
 // x (T, heads, first + D), positions (T) int32 in [0, P) -> same shape and dtype: the last D
