@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "engine/hf_folder.h"
+#include "models/deepseek_v2.h"
 #include "models/qwen3_moe.h"
 
 namespace pith {
@@ -16,8 +17,9 @@ template <class Use>
 auto with_family(const std::filesystem::path& path, Use&& use) {
   const std::string family = read_model_type(path);
   if (family == "qwen3_moe") return use.template operator()<Qwen3MoeModel>();
-  PITH_FAIL_HINT(
-      "supported: qwen3_moe", "{}: model_type \"{}\" is not supported", path.string(), family);
+  if (family == "deepseek_v2") return use.template operator()<DeepseekV2Model>();
+  PITH_FAIL_HINT("supported: qwen3_moe, deepseek_v2", "{}: model_type \"{}\" is not supported",
+      path.string(), family);
 }
 
 }  // namespace pith

@@ -165,7 +165,7 @@ void bench_attention() {
       pairs += length * length / 2;
     }
     const double flop = 4.0 * kHeads * kHeadDim * pairs;
-    std::printf("  path: %s\n", attention_path(q, span));
+    std::printf("  path: %s\n", attention_path(q, v, span));
     report_both("attention 32/4 d128", shape, {0, flop}, {0, 2.5 * flop}, {q, k, v},
         [&] { return attention(q, k, v, span, 0.088); });
   };

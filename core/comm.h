@@ -89,8 +89,7 @@ class Comm {
     all_reduce_async(tensor, op).wait();
   }
 
-  // Small host data (hashes, metrics, errors) through the job's store, not for every layer: about
-  // a millisecond each. Strings of all members in order; blocks.
+  // Small host data through the job's store, about a millisecond each; of all members, in order.
   std::vector<std::string> all_gather_strings(const std::string& mine) const;
   void barrier() const;  // of the hosts; streams are not waited for
 
@@ -117,8 +116,7 @@ class World {
   int64_t size() const { return launch_info().size; }
   int64_t rank() const { return launch_info().rank; }
   Comm all() const;
-  // A group of these world ranks (ascending, this rank among them). All members call this in the
-  // same order; no other rank does.
+  // A group of these world ranks (ascending). All members, and only they, call it, in one order.
   Comm group(std::vector<int64_t> ranks, const std::string& name) const;
 };
 
@@ -129,8 +127,7 @@ void end_all_ranks(const std::string& text);
 // Where the program stands ("step 12"), for messages about hangs and dead ranks.
 void set_comm_context(const std::string& context);
 
-// Throws on every member, naming the item and the ranks whose text differs from the first rank's,
-// and the first line that does.
+// Throws on every member where a text differs, naming item, ranks and the first line that does.
 void check_same_everywhere(
     const Comm& comm, const std::vector<std::pair<std::string, std::string>>& items);
 

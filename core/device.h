@@ -7,9 +7,7 @@
 namespace pith {
 
 // Must run before any other LibTorch call. Where this build has CUDA and the machine a GPU, loads
-// libtorch_cuda.so (its operators register themselves); a machine without one needs no CUDA
-// libraries. `wanted`: "auto", "cpu" or "cuda". Throws when "cuda" is wanted and can't be had,
-// saying why.
+// libtorch_cuda.so. `wanted`: "auto", "cpu" or "cuda", which throws, saying why it can't be had.
 at::Device select_device(const std::string& wanted);
 
 // One line for the log: device name, memory, which operator path (kernels sm_90a, or reference).
@@ -18,8 +16,7 @@ std::string describe_device(at::Device device);
 // Peak dense BF16 rate of the device in FLOP/s for MFU, or 0 where it is not known.
 double peak_flops(at::Device device);
 
-// GiB that LibTorch's allocator holds in tensors now and at its peak (CUDA), or resident memory
-// (CPU).
+// GiB in tensors of LibTorch's allocator, now and at the peak; on the CPU resident memory.
 struct MemoryUse {
   double current_gib, peak_gib;
 };

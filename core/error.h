@@ -31,8 +31,7 @@ void set_error_context(std::string context);
 // PITH_FAIL_HINT("what to do next", "message {}", ...): the same with advice.
 #define PITH_FAIL_HINT(advice, ...) \
   throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__), advice)
-// PITH_CHECK(a == b, "rows {} differ from {}", a, b): throws pith::Error unless the condition
-// holds.
+// PITH_CHECK(a == b, "rows {} differ from {}", a, b): throws pith::Error unless it holds.
 #define PITH_CHECK(condition, ...)                                                     \
   do {                                                                                 \
     if (!(condition)) [[unlikely]]                                                     \

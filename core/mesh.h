@@ -1,5 +1,4 @@
-// The one authority on parallel dimensions: world = PP x DP x CP, experts folded into the DP x CP
-// plane.
+// The one authority on parallel dimensions: world = PP x DP x CP, experts folded into DP x CP.
 #pragma once
 #include <array>
 
@@ -44,8 +43,7 @@ struct Mesh {
   MeshPlace place{0, 0, 0, 0};
   Comm world;     // all processes
   Comm pipeline;  // PP: the same place of the plane in every stage, in their order
-  // With the stage before and after, four groups of two each: transfers that never wait for each
-  // other (engine/stage_links.h).
+  // Four groups of two each, for transfers that never wait for each other (engine/stage_links.h).
   std::array<Comm, 4> previous, next;
   Comm plane;         // DP x CP of this stage: losses and dense gradients are summed over it
   Comm data;          // DP: same stage and CP rank; each member reads other sequences

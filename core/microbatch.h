@@ -7,8 +7,7 @@
 namespace pith {
 
 // Borders of the documents in packed (T, ...) tensors. Document d has queries cu_q[d] .. cu_q[d+1]
-// and keys cu_k[d] .. cu_k[d+1]: the same in training, while decoding there are more keys than
-// queries.
+// and keys cu_k[d] .. cu_k[d+1]: the same in training, more keys while decoding.
 struct AttentionSpan {
   Tensor cu_q, cu_k;             // (D + 1) int32 on the compute device
   Tensor cu_q_host, cu_k_host;   // the same on the CPU
@@ -22,8 +21,7 @@ struct RowSet {
 };
 
 // Step i of ring attention on context-parallel rank r: which of its queries meet which keys of rank
-// (r - i) mod C. The span has a document for each that has both. Step 0 is causal; in the others
-// every query sees every key.
+// (r - i) mod C; documents that have both. Step 0 is causal, later every query sees every key.
 struct RingStep {
   RowSet queries, keys;
   AttentionSpan span;

@@ -10,13 +10,11 @@ namespace pith {
 
 enum class Init { normal, output_normal, ones, zeros };  // output_normal: std / sqrt(2 layers)
 
-// Decides weight decay (engine/optimizer.h): by default matrices and embeddings decay, the others
-// do not.
+// Decides weight decay (engine/optimizer.h): by default matrices, experts and embeddings decay.
 enum class ParameterGroup { matrix, expert, embedding, router, norm, bias };
 
-// One tensor of the Hugging Face folder, a contiguous range of elements of the parameter that holds
-// it. A fused parameter (q, k, v; the experts' gate and up) is the concatenation of several of
-// these.
+// One tensor of the Hugging Face folder: a contiguous range of a parameter's elements. A fused
+// parameter (q, k, v; the experts' gate and up) is the concatenation of several.
 struct HfTensor {
   std::string name;            // "model.layers.0.self_attn.q_proj.weight"
   std::vector<int64_t> shape;  // as in the Hugging Face checkpoint
@@ -49,8 +47,7 @@ struct Parameter {
   Parameter& operator=(Parameter&&) = default;
 
   int64_t numel() const;
-  // The part of flat (numel) that belongs to one Hugging Face tensor, in that tensor's shape; a
-  // view.
+  // A view of what belongs to one Hugging Face tensor, in its shape.
   static Tensor view_of(const Tensor& flat_or_shaped, const HfTensor& part);
   // Gives the parameter buffers of its own, outside any shard group: for tests of operators.
   void allocate(at::ScalarType dtype, at::Device device);

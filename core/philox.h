@@ -42,9 +42,8 @@ struct Normal4 {
   float value[4];
 };
 
-// Normal numbers 4 * counter .. 4 * counter + 3 of the stream. Up to logf, sinf and cosf every step
-// is exact or rounded once, with or without fused multiply-add, so that host and device agree that
-// far.
+// Normal numbers 4 * counter .. 4 * counter + 3 of the stream. Host and device agree up to logf,
+// sinf and cosf: all else is exact or rounded once, with or without fused multiply-add.
 PITH_HOST_DEVICE inline Normal4 normal4(uint64_t key, uint64_t counter) {
   const Philox4 bits = philox(key, counter);
   Normal4 normal;

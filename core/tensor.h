@@ -1,5 +1,4 @@
-// Tensor helpers shared by every room: the Tensor name, shape and dtype checks, exact integer
-// arithmetic.
+// Shared by every room: the Tensor name, shape and dtype checks, exact integer arithmetic.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -31,8 +30,7 @@ void check_dtype(const Tensor& tensor, std::string_view name, at::ScalarType dty
 void check_tensor(const Tensor& tensor, std::string_view name, at::ScalarType dtype,
     std::initializer_list<int64_t> shape);
 
-// Dtype that sums, logits and gradients of `dtype` tensors are kept in: FP64 for FP64, otherwise
-// FP32.
+// Dtype of sums, logits and gradients of `dtype` tensors: FP64 for FP64, otherwise FP32.
 inline at::ScalarType wide_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }

@@ -76,8 +76,7 @@ class Watched {  // a host call that may block
   std::shared_ptr<std::atomic<bool>> over_ = std::make_shared<std::atomic<bool>>(false);
 };
 
-// The texts of all members, in order, through the job's store; waits for them. Each member enters
-// each round of a place once.
+// The texts of all members, in order, through the job's store; waits for them. One round each.
 std::vector<std::string> store_gather(
     const std::string& place, int64_t round, int64_t rank, int64_t size, const std::string& mine);
 

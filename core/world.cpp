@@ -100,8 +100,7 @@ void print_failure(const std::string& text) {
   [[maybe_unused]] const auto written = write(STDERR_FILENO, line.data(), line.size());
 }
 
-// Rank 0 has the store and cannot be asked who speaks: the lowest rank left does, since the
-// launcher ends the others meanwhile.
+// Without rank 0's store the lowest rank left speaks; the launcher ends the others meanwhile.
 [[noreturn]] void leave_without_store(const std::string& text) {
   std::this_thread::sleep_for(
       std::chrono::milliseconds(500 * std::clamp<int64_t>(job->rank - 1, 0, 10)));

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "models/deepseek_v2.h"
 #include "models/qwen3_moe.h"
 
 namespace pith {
@@ -450,17 +451,19 @@ BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch> batches,
       forward_schedule(static_cast<int64_t>(batches.size())), batches, objective, caches, tapes);
 }
 
-template class Pipeline<Qwen3MoeModel>;
-#define PITH_INSTANTIATE(Model, Objective)                                        \
-  template BatchResult Pipeline<Model>::forward_backward(                         \
-      std::span<const MicroBatch>, const Objective&, std::span<RoutingTape>);     \
+#define PITH_OBJECTIVE(Model, Objective)                                          \
   template BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch>, \
       const Objective&, std::span<LayerCache>, std::span<RoutingTape>)
-PITH_INSTANTIATE(Qwen3MoeModel, NextTokenLoss);
-#undef PITH_INSTANTIATE
-template BatchResult Pipeline<Qwen3MoeModel>::forward_only(std::span<const MicroBatch>,
-    const LastTokenLogits&, std::span<LayerCache>, std::span<RoutingTape>);
-template BatchResult Pipeline<Qwen3MoeModel>::forward_only(
-    std::span<const MicroBatch>, const AllLogits&, std::span<LayerCache>, std::span<RoutingTape>);
+#define PITH_FAMILY(Model)                                                        \
+  template class Pipeline<Model>;                                                 \
+  template BatchResult Pipeline<Model>::forward_backward(                         \
+      std::span<const MicroBatch>, const NextTokenLoss&, std::span<RoutingTape>); \
+  PITH_OBJECTIVE(Model, NextTokenLoss);                                           \
+  PITH_OBJECTIVE(Model, LastTokenLogits);                                         \
+  PITH_OBJECTIVE(Model, AllLogits)
+PITH_FAMILY(Qwen3MoeModel);
+PITH_FAMILY(DeepseekV2Model);
+#undef PITH_FAMILY
+#undef PITH_OBJECTIVE
 
 }  // namespace pith

@@ -58,9 +58,8 @@ inline AttentionSpan span_of(const MicroBatch& batch) {
       batch.max_seqlen, batch.max_seqlen};
 }
 
-// Causal attention inside the micro-batch's documents: round the ring where rows are split over
-// context-parallel ranks, with the keys of earlier positions while generating. Shapes as in
-// attention().
+// attention() inside the micro-batch's documents: round the ring where rows are split over
+// context-parallel ranks, with the keys of earlier positions while generating.
 inline Tensor attend_documents(
     const LayerContext& context, const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
   const MicroBatch& batch = context.batch;
@@ -83,8 +82,7 @@ struct Attended {
   Tensor topk_idx;     // (T, K) int64; undefined in a dense layer
   Tensor topk_weight;  // (T, K) float32; undefined in a dense layer
   Tensor aux;  // scalar float32, an extra root of the backward pass with gradient 1, or undefined
-  Tensor balance;  // scalar float32, no gradient: balance loss summed over rows, for the log, or
-                   // undefined
+  Tensor balance;  // scalar float32, no gradient: balance loss summed over rows, or undefined
 };
 
 // Which part of a model this process holds.
@@ -92,6 +90,26 @@ struct ModelPart {
   std::vector<int64_t> layers;  // indices in the whole model, ascending
   bool embedding = true, head = true;
   int64_t expert_begin, expert_end;  // of every MoE layer
+
+  // Where a layer stands in `layers`.
+  size_t place_of(int64_t layer) const {
+    const auto at = std::ranges::lower_bound(layers, layer);
+    PITH_CHECK(at != layers.end() && *at == layer, "layer {} is not on this process", layer);
+    return static_cast<size_t>(at - layers.begin());
+  }
+};
+
+// What the configuration of every family holds.
+struct ModelConfig {
+  int64_t vocab_size, hidden_size, num_layers, num_heads, max_positions;
+  int64_t num_experts, experts_per_token, moe_intermediate_size;
+  int64_t intermediate_size;  // of dense layers
+  double rms_norm_eps, rope_theta;
+  bool tie_embeddings;
+  std::string source_json;  // the config.json it was read from: nothing is lost on export
+
+  void cut_layers(int64_t layers);      // keeps the first
+  std::string generation_json() const;  // generation_config.json of a checkpoint
 };
 
 template <class Layer>
@@ -112,11 +130,9 @@ struct ModelSize {
   int64_t parameters = 0;         // every weight, tied ones once
   int64_t active_parameters = 0;  // weights one token passes through
   // Floating-point operations of one token's forward and backward pass: 6 per weight of the
-  // matrices it passes through (embedding lookup excluded) plus attention with the causal half
-  // counted.
+  // matrices it passes through (not the embedding) plus attention, the causal half of it.
   double flops_per_token = 0;
-  // Elements in the compute dtype that one token keeps between its forward and its backward pass,
-  // all layers.
+  // Elements in the compute dtype that one token keeps for its backward pass, all layers.
   int64_t activations_per_token = 0;
 };
 
@@ -124,28 +140,20 @@ template <class Model>
 concept DecoderModel = requires(Model& model, const Model& constant, const Tensor& tensor,
     int64_t i, const typename Model::Config& config, const ModelPart& part, at::Device device) {
   requires DecoderLayer<typename Model::Layer>;
+  requires std::derived_from<typename Model::Config, ModelConfig>;
   requires std::constructible_from<Model, typename Model::Config, ModelPart>;
   { constant.config() } -> std::same_as<const typename Model::Config&>;
   // tokens (T) -> hidden (T, H)
   { model.embed(tensor) } -> std::same_as<Tensor>;
   { model.layer(i) } -> std::same_as<typename Model::Layer&>;  // i: index in the whole model
-  // hidden (T, H) -> (T, H): the last norm; the head itself is a weight that objectives
-  // multiply with
+  // hidden (T, H) -> (T, H): the last norm; objectives multiply with the head's weight
   { model.final_norm(tensor) } -> std::same_as<Tensor>;
   { model.head_weight() } -> std::same_as<Parameter&>;          // (V, H)
   { constant.rotary(i, device) } -> std::same_as<RotaryTable>;  // i: number of positions
-  // One list per unit of sharding (embedding, each layer, head), in the order of the forward
-  // pass.
+  // One list per unit of sharding (embedding, each layer, head), in order of the forward pass.
   { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
   { Model::Config::parse_file(std::filesystem::path()) } -> std::same_as<typename Model::Config>;
   { config.to_json(at::kBFloat16) } -> std::same_as<std::string>;  // config.json of a checkpoint
-  { config.generation_json() } -> std::same_as<std::string>;       // its generation_config.json
-  { config.num_layers } -> std::convertible_to<int64_t>;
-  { config.num_experts } -> std::convertible_to<int64_t>;
-  { config.hidden_size } -> std::convertible_to<int64_t>;
-  { config.vocab_size } -> std::convertible_to<int64_t>;
-  { config.max_positions } -> std::convertible_to<int64_t>;
-  { config.tie_embeddings } -> std::convertible_to<bool>;
   { config.size(i) } -> std::same_as<ModelSize>;  // i: sequence length
 };
 

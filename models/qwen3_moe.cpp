@@ -3,89 +3,17 @@
 #include <ATen/ops/split_with_sizes.h>
 
 #include <nlohmann/json.hpp>
+#include <ranges>
+#include <ranges>
 
-#include "operators/embedding.h"
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"
-#include "operators/rms_norm.h"
-#include "operators/router.h"
 #include "operators/swiglu.h"
 
 namespace pith {
 namespace {
 
 using nlohmann::json;
-
-// Reads typed fields of a config.json and collects what is wrong instead of stopping at the first.
-class Fields {
- public:
-  explicit Fields(const json& object) : object_(object) {}
-
-  bool has(const char* key) const { return object_.contains(key) && !object_[key].is_null(); }
-
-  int64_t count(const char* key, int64_t smallest = 1) {
-    if (!has(key)) return problem(key, "is missing"), smallest;
-    if (!object_[key].is_number_integer() || object_[key].is_number_float())
-      return problem(key, "must be an integer"), smallest;
-    const bool huge =
-        object_[key].is_number_unsigned() && object_[key].get<uint64_t>() > (1u << 30);
-    const auto value = huge ? -1 : object_[key].get<int64_t>();
-    if (value < smallest || value > (1 << 30)) {
-      problem(key, fmt::format("must lie in [{}, 2^30]", smallest));
-      return smallest;
-    }
-    return value;
-  }
-
-  double number(const char* key, double fallback) {
-    if (!has(key)) return fallback;
-    if (!object_[key].is_number()) return problem(key, "must be a number"), fallback;
-    const auto value = object_[key].get<double>();
-    if (!(value > 0)) problem(key, "must be positive");
-    return value;
-  }
-
-  bool flag(const char* key, bool fallback) {
-    if (!has(key)) return fallback;
-    if (!object_[key].is_boolean()) return problem(key, "must be true or false"), fallback;
-    return object_[key].get<bool>();
-  }
-
-  void problem(const std::string& key, const std::string& text) {
-    problems_ += fmt::format("\n  {} {}", key, text);
-  }
-
-  const json& operator[](const char* key) const { return object_[key]; }
-  const std::string& problems() const { return problems_; }
- private:
-  const json& object_;
-  std::string problems_;
-};
-
-// rope_theta at the top level, or inside rope_parameters; only plain rotary frequencies exist in
-// this family.
-double read_rope_theta(Fields& fields) {
-  double theta = fields.number("rope_theta", 10000.0);
-  for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    if (!fields.has(key)) continue;
-    const json& rope = fields[key];
-    if (!rope.is_object()) {
-      fields.problem(key, "must be an object");
-      continue;
-    }
-    for (const char* kind : {"rope_type", "type"})
-      if (rope.contains(kind) && rope[kind] != "default")
-        fields.problem(
-            key, fmt::format("asks for '{}': only 'default' is supported", rope[kind].dump()));
-    if (rope.contains("rope_theta")) {
-      if (rope["rope_theta"].is_number() && rope["rope_theta"].get<double>() > 0)
-        theta = rope["rope_theta"].get<double>();
-      else
-        fields.problem(key, "holds a rope_theta that is not a positive number");
-    }
-  }
-  return theta;
-}
 
 std::vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   const int64_t step = fields.has("decoder_sparse_step") ? fields.count("decoder_sparse_step") : 1;
@@ -103,20 +31,6 @@ std::vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   return sparse;
 }
 
-std::string layer_prefix(int64_t index) { return fmt::format("model.layers.{}.", index); }
-
-Parameter norm(const std::string& name, int64_t size) {
-  return Parameter(name, {size}, ParameterGroup::norm, Init::ones);
-}
-
-// Gate and up projections as one parameter: gate rows, then up rows.
-Parameter fused_gate_up(const std::string& prefix, int64_t width, int64_t hidden) {
-  return Parameter(prefix + "gate_up_proj.weight", {2 * width, hidden},
-      {{prefix + "gate_proj.weight", {width, hidden}, 0},
-          {prefix + "up_proj.weight", {width, hidden}, width * hidden}},
-      ParameterGroup::matrix, Init::normal);
-}
-
 Parameter fused_qkv(const Qwen3MoeConfig& c, const std::string& prefix) {
   const int64_t q = c.num_heads * c.head_dim, kv = c.num_kv_heads * c.head_dim, h = c.hidden_size;
   return Parameter(prefix + "qkv_proj.weight", {q + 2 * kv, h},
@@ -125,77 +39,30 @@ Parameter fused_qkv(const Qwen3MoeConfig& c, const std::string& prefix) {
       ParameterGroup::matrix, Init::normal);
 }
 
-// (E, 2 I, H): for each expert its gate rows, then its up rows; one Hugging Face tensor each.
-Parameter expert_gate_up(
-    const Qwen3MoeConfig& c, const std::string& prefix, int64_t begin, int64_t end) {
-  const int64_t width = c.moe_intermediate_size, numel = width * c.hidden_size;
-  std::vector<HfTensor> tensors;
-  for (int64_t e = begin; e < end; ++e) {
-    const std::string expert = fmt::format("{}experts.{}.", prefix, e);
-    const int64_t at = 2 * numel * (e - begin);
-    tensors.push_back({expert + "gate_proj.weight", {width, c.hidden_size}, at});
-    tensors.push_back({expert + "up_proj.weight", {width, c.hidden_size}, at + numel});
-  }
-  return Parameter(prefix + "experts.gate_up_proj", {end - begin, 2 * width, c.hidden_size},
-      std::move(tensors), ParameterGroup::expert, Init::normal);
-}
-
-// (E, H, I)
-Parameter expert_down(
-    const Qwen3MoeConfig& c, const std::string& prefix, int64_t begin, int64_t end) {
-  const int64_t numel = c.moe_intermediate_size * c.hidden_size;
-  std::vector<HfTensor> tensors;
-  for (int64_t e = begin; e < end; ++e) {
-    tensors.push_back({fmt::format("{}experts.{}.down_proj.weight", prefix, e),
-        {c.hidden_size, c.moe_intermediate_size}, numel * (e - begin)});
-  }
-  return Parameter(prefix + "experts.down_proj",
-      {end - begin, c.hidden_size, c.moe_intermediate_size}, std::move(tensors),
-      ParameterGroup::expert, Init::output_normal);
-}
-
 }  // namespace
 
 Qwen3MoeConfig Qwen3MoeConfig::parse(const json& object, const std::string& source) {
   PITH_CHECK(object.is_object(), "{}: a model configuration must be a JSON object", source);
   Fields fields(object);
   Qwen3MoeConfig c;
-  if (object.value("model_type", json()) != "qwen3_moe")
-    fields.problem("model_type", "must be \"qwen3_moe\" for this family");
-  c.vocab_size = fields.count("vocab_size");
-  c.hidden_size = fields.count("hidden_size");
-  c.num_layers = fields.count("num_hidden_layers");
-  c.num_heads = fields.count("num_attention_heads");
-  c.num_kv_heads =
-      fields.has("num_key_value_heads") ? fields.count("num_key_value_heads") : c.num_heads;
-  c.head_dim = fields.has("head_dim") ? fields.count("head_dim") : c.hidden_size / c.num_heads;
-  c.max_positions =
-      fields.has("max_position_embeddings") ? fields.count("max_position_embeddings") : 32768;
+  read_common(fields, c, "qwen3_moe");
+  c.num_kv_heads = fields.count_or("num_key_value_heads", c.num_heads);
+  c.head_dim = fields.count_or("head_dim", c.hidden_size / c.num_heads);
+  c.max_positions = fields.count_or("max_position_embeddings", 32768);
   c.num_experts =
       fields.count(fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
-  c.experts_per_token = fields.count("num_experts_per_tok");
-  c.moe_intermediate_size = fields.count("moe_intermediate_size");
   c.sparse = read_sparse_layers(fields, c.num_layers);
   const bool dense = std::find(c.sparse.begin(), c.sparse.end(), false) != c.sparse.end();
   c.intermediate_size =
       dense || fields.has("intermediate_size") ? fields.count("intermediate_size") : 1;
   c.norm_topk_prob = fields.flag("norm_topk_prob", false);
-  c.tie_embeddings = fields.flag("tie_word_embeddings", false);
-  c.rms_norm_eps = fields.number("rms_norm_eps", 1e-6);
-  c.rope_theta = read_rope_theta(fields);
+  c.rope_theta = read_rope(fields, /*yarn=*/false).theta;
   if (c.num_heads % c.num_kv_heads != 0)
     fields.problem("num_key_value_heads", "must divide num_attention_heads");
   if (c.head_dim % 2 != 0) fields.problem("head_dim", "must be even (rotary embedding)");
   if (c.experts_per_token > c.num_experts)
     fields.problem("num_experts_per_tok", "must not be larger than the number of experts");
-  if (fields.flag("attention_bias", false))
-    fields.problem("attention_bias", "true is not supported");
-  if (fields.flag("use_sliding_window", false))
-    fields.problem("use_sliding_window", "true is not supported");
-  if (fields.has("hidden_act") && fields["hidden_act"] != "silu")
-    fields.problem("hidden_act", "must be \"silu\"");
-  if (fields.has("attention_dropout") && fields["attention_dropout"] != 0)
-    fields.problem("attention_dropout", "must be 0");
+  fields.only("use_sliding_window", false);
   PITH_CHECK(fields.problems().empty(), "{}: not a usable qwen3_moe configuration:{}", source,
       fields.problems());
   c.source_json = object.dump();
@@ -203,27 +70,11 @@ Qwen3MoeConfig Qwen3MoeConfig::parse(const json& object, const std::string& sour
 }
 
 Qwen3MoeConfig Qwen3MoeConfig::parse_file(const std::filesystem::path& path) {
-  const auto file = std::filesystem::is_directory(path) ? path / "config.json" : path;
-  std::ifstream stream(file);
-  PITH_CHECK(stream, "cannot read the model configuration {}", file.string());
-  const json object = json::parse(stream, nullptr, false);
-  PITH_CHECK(!object.is_discarded(), "{} is not valid JSON", file.string());
-  return parse(object, file.string());
-}
-
-void Qwen3MoeConfig::cut_layers(int64_t layers) {
-  PITH_CHECK(layers >= 1 && layers <= num_layers, "cannot cut a model of {} layers to {}",
-      num_layers, layers);
-  num_layers = layers;
-  sparse.resize(static_cast<size_t>(layers));
+  return parse(read_config(path), path.string());
 }
 
 std::string Qwen3MoeConfig::to_json(at::ScalarType dtype) const {
-  json object = json::parse(source_json);
-  object["architectures"] = {"Qwen3MoeForCausalLM"};
-  object["num_hidden_layers"] = num_layers;
-  object.erase("torch_dtype");  // the older name of dtype
-  object["dtype"] = dtype_name(dtype);
+  json object = config_for_export(source_json, "Qwen3MoeForCausalLM", num_layers, dtype);
   std::vector<int64_t> dense;
   if (object.contains("mlp_only_layers") && object["mlp_only_layers"].is_array()) {
     for (const json& layer : object["mlp_only_layers"])
@@ -231,14 +82,6 @@ std::string Qwen3MoeConfig::to_json(at::ScalarType dtype) const {
     object["mlp_only_layers"] = dense;
   }
   return object.dump(2) + "\n";
-}
-
-std::string Qwen3MoeConfig::generation_json() const {
-  const json object = json::parse(source_json);
-  json generation = json::object();
-  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
-    if (object.contains(key) && !object[key].is_null()) generation[key] = object[key];
-  return generation.dump(2) + "\n";
 }
 
 ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
@@ -249,7 +92,7 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
   int64_t matrices = vocab_size * h;  // the head, per token
   total.parameters = (tie_embeddings ? 1 : 2) * vocab_size * h + h;
   total.active_parameters = total.parameters;
-  for (const bool is_sparse : sparse) {
+  for (const bool is_sparse : sparse | std::views::take(num_layers)) {
     const int64_t norms = 2 * h + 2 * head_dim, router = is_sparse ? num_experts * h : 0;
     const int64_t passed = is_sparse ? experts_per_token * expert : 3 * h * intermediate_size;
     const int64_t held = is_sparse ? num_experts * expert : passed;
@@ -262,8 +105,7 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
     const int64_t width = is_sparse ? moe_intermediate_size : intermediate_size;
     total.activations_per_token += 6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width);
   }
-  // Scores and their product with the values: 2 x 2 x (length / 2) x heads x head_dim forward,
-  // three times that with the backward pass.
+  // Attention: 2 x 2 x (length / 2) x heads x head_dim forward, three times that with the backward.
   const double attention_flops = 6.0 * static_cast<double>(sequence_length * q * num_layers);
   total.flops_per_token = 6.0 * static_cast<double>(matrices) + attention_flops;
   return total;
@@ -275,19 +117,20 @@ Qwen3MoeLayer::Qwen3MoeLayer(
   const std::string prefix = layer_prefix(index), attention = prefix + "self_attn.",
                     mlp = prefix + "mlp.";
   const int64_t h = config.hidden_size, q = config.num_heads * config.head_dim;
-  input_norm_ = norm(prefix + "input_layernorm.weight", h);
+  input_norm_ = norm_weight(prefix + "input_layernorm.weight", h);
   qkv_ = fused_qkv(config, attention);
-  q_norm_ = norm(attention + "q_norm.weight", config.head_dim);
-  k_norm_ = norm(attention + "k_norm.weight", config.head_dim);
+  q_norm_ = norm_weight(attention + "q_norm.weight", config.head_dim);
+  k_norm_ = norm_weight(attention + "k_norm.weight", config.head_dim);
   o_ = Parameter(attention + "o_proj.weight", {h, q}, ParameterGroup::matrix, Init::output_normal);
-  post_norm_ = norm(prefix + "post_attention_layernorm.weight", h);
+  post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
   if (sparse_) {
     router_ = Parameter(
         mlp + "gate.weight", {config.num_experts, h}, ParameterGroup::router, Init::normal);
-    experts_gate_up_ = expert_gate_up(config, mlp, expert_begin, expert_end);
-    experts_down_ = expert_down(config, mlp, expert_begin, expert_end);
+    const int64_t width = config.moe_intermediate_size;
+    experts_gate_up_ = expert_gate_up_weight(mlp, width, h, expert_begin, expert_end);
+    experts_down_ = expert_down_weight(mlp, width, h, expert_begin, expert_end);
   } else {
-    gate_up_ = fused_gate_up(mlp, config.intermediate_size, h);
+    gate_up_ = gate_up_weight(mlp, config.intermediate_size, h);
     down_ = Parameter(mlp + "down_proj.weight", {h, config.intermediate_size},
         ParameterGroup::matrix, Init::output_normal);
   }
@@ -321,30 +164,8 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   out.rows = rms_norm(out.residual, post_norm_, config_.rms_norm_eps);
   if (!sparse_) return out;
 
-  const auto layer = static_cast<size_t>(context.layer);
-  Tensor forced;
-  if (context.tape != nullptr && context.tape->replay)
-    forced = context.tape->topk_idx.at(layer);
-  else if (context.router.force_balance)
-    forced =
-        balanced_routes(tokens, config_.experts_per_token, config_.num_experts, hidden.device());
-  const Routing routing = route(
-      linear_fp32(out.rows, router_), config_.experts_per_token, config_.norm_topk_prob, forced);
-  out.topk_idx = routing.topk_idx;
-  out.topk_weight = routing.topk_weight;
-  if (context.tape != nullptr && !context.tape->replay) {
-    context.tape->topk_idx.at(layer) = routing.topk_idx;
-    context.tape->topk_weight.at(layer) = routing.topk_weight.detach();
-  }
-  if (context.batch.row_id.defined()) {
-    const Tensor balance = sequence_balance_loss(routing.probabilities, routing.topk_idx,
-        context.batch.row_id, context.batch.num_rows, context.mesh.context);
-    out.balance = balance.detach();
-    if (context.router.balance_loss > 0) {
-      const auto rows = static_cast<double>(context.batch.global_rows);
-      out.aux = balance * (context.router.balance_loss / rows);
-    }
-  }
+  choose_routes(context, linear_fp32(out.rows, router_),
+      {config_.experts_per_token, config_.num_experts, config_.norm_topk_prob}, out);
   return out;
 }
 
@@ -369,47 +190,13 @@ Tensor Qwen3MoeLayer::aggregate(
 }
 
 Qwen3MoeModel::Qwen3MoeModel(Config config, const ModelPart& part)
-    : config_(std::move(config)), part_(part) {
-  const int64_t h = config_.hidden_size, v = config_.vocab_size;
-  if (part.embedding || (part.head && config_.tie_embeddings))
-    embedding_ =
-        Parameter("model.embed_tokens.weight", {v, h}, ParameterGroup::embedding, Init::normal);
+    : config_(std::move(config)), part_(part), ends_(config_, part) {
   for (const int64_t index : part.layers)
     layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
-  if (part.head) {
-    norm_ = norm("model.norm.weight", h);
-    if (!config_.tie_embeddings)
-      head_ = Parameter("lm_head.weight", {v, h}, ParameterGroup::embedding, Init::normal);
-  }
 }
-
-Tensor Qwen3MoeModel::embed(const Tensor& tokens) { return embedding(tokens, embedding_); }
-
-Qwen3MoeLayer& Qwen3MoeModel::layer(int64_t index) {
-  const auto at = std::lower_bound(part_.layers.begin(), part_.layers.end(), index);
-  PITH_CHECK(at != part_.layers.end() && *at == index, "layer {} is not on this process", index);
-  return layers_[static_cast<size_t>(at - part_.layers.begin())];
-}
-
-Tensor Qwen3MoeModel::final_norm(const Tensor& hidden) {
-  return rms_norm(hidden, norm_, config_.rms_norm_eps);
-}
-
-Parameter& Qwen3MoeModel::head_weight() { return config_.tie_embeddings ? embedding_ : head_; }
 
 RotaryTable Qwen3MoeModel::rotary(int64_t num_positions, at::Device device) const {
   return make_rotary_table(num_positions, config_.head_dim, config_.rope_theta, device);
-}
-
-std::vector<std::vector<Parameter*>> Qwen3MoeModel::parameter_units() {
-  std::vector<std::vector<Parameter*>> units;
-  if (!embedding_.shape.empty()) units.push_back({&embedding_});
-  for (Layer& layer : layers_) units.push_back(layer.parameters());
-  if (part_.head) {
-    units.push_back({&norm_});
-    if (!config_.tie_embeddings) units.back().push_back(&head_);
-  }
-  return units;
 }
 
 }  // namespace pith

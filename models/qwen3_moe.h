@@ -1,31 +1,22 @@
-// Qwen3-MoE (Qwen3 technical report, arXiv 2505.09388): grouped-query attention with per-head
-// RMSNorm on queries and keys, rotary embedding, softmax top-k routing, SwiGLU experts; some layers
-// may be dense.
+// Qwen3-MoE (arXiv 2505.09388): grouped-query attention with per-head RMSNorm on queries and keys,
+// rotary embedding, softmax top-k routing, SwiGLU experts; some layers may be dense.
 #pragma once
-#include <deque>
-#include <nlohmann/json_fwd.hpp>
-
-#include "models/model.h"
+#include "models/common.h"
+#include "operators/embedding.h"
+#include "operators/rms_norm.h"
 
 namespace pith {
 
-struct Qwen3MoeConfig {
-  int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, max_positions;
-  int64_t num_experts, experts_per_token, moe_intermediate_size, intermediate_size;
-  std::vector<bool> sparse;  // per layer: experts or a dense MLP
-  bool norm_topk_prob, tie_embeddings;
-  double rms_norm_eps, rope_theta;
-  std::string
-      source_json;  // the config.json it was read from, kept so that nothing is lost on export
+struct Qwen3MoeConfig : ModelConfig {
+  int64_t num_kv_heads, head_dim;
+  std::vector<bool> sparse;  // per layer (before cut_layers): experts or a dense MLP
+  bool norm_topk_prob;
 
   // Reads a Hugging Face config.json in either style (num_experts or num_local_experts; rope_theta
   // or rope_parameters). Every missing, ill-typed or unsupported field is listed in one Error.
   static Qwen3MoeConfig parse(const nlohmann::json& json, const std::string& source);
   static Qwen3MoeConfig parse_file(const std::filesystem::path& path);
-  // Keeps the first `layers` layers.
-  void cut_layers(int64_t layers);
   std::string to_json(at::ScalarType dtype) const;
-  std::string generation_json() const;
   ModelSize size(int64_t sequence_length) const;
 };
 
@@ -56,16 +47,18 @@ class Qwen3MoeModel {
 
   Qwen3MoeModel(Config config, const ModelPart& part);
   const Config& config() const { return config_; }
-  Tensor embed(const Tensor& tokens);
-  Layer& layer(int64_t index);
-  Tensor final_norm(const Tensor& hidden);
-  Parameter& head_weight();
+  Tensor embed(const Tensor& tokens) { return embedding(tokens, ends_.embedding); }
+  Layer& layer(int64_t index) { return layers_[part_.place_of(index)]; }
+  Tensor final_norm(const Tensor& hidden) {
+    return rms_norm(hidden, ends_.norm, config_.rms_norm_eps);
+  }
+  Parameter& head_weight() { return ends_.head_weight(); }
   RotaryTable rotary(int64_t num_positions, at::Device device) const;
-  std::vector<std::vector<Parameter*>> parameter_units();
+  std::vector<std::vector<Parameter*>> parameter_units() { return units_of(ends_, layers_); }
  private:
   Config config_;
   ModelPart part_;
-  Parameter embedding_, norm_, head_;
+  ModelEnds ends_;
   std::deque<Layer> layers_;  // a deque: operators keep the addresses of parameters
 };
 static_assert(DecoderModel<Qwen3MoeModel>);

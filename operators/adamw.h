@@ -1,5 +1,4 @@
-// AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) in one pass over flat shards, and the clip
-// norm.
+// AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) in one pass over flat shards; their norm.
 #pragma once
 #include "core/tensor.h"
 
@@ -10,16 +9,14 @@ struct AdamWStep {
   int64_t step;  // 1 for the first update: bias correction
 };
 
-// One update of n elements, all tensors flat (n): master float32 (decayed and updated), exp_avg and
-// exp_avg_sq float32, grad float32 (read only), value (compute dtype: receives the rounded master).
-// The gradient is multiplied by `grad_scale` (scalar float32 tensor on the device: the clip
-// coefficient; no host wait). 30 bytes move per parameter with BF16 values. FP64 tensors are taken
-// on the CPU (all of them FP64).
+// One update of n elements, all tensors flat (n): master (decayed and updated), exp_avg, exp_avg_sq
+// and grad (read only) float32, value (compute dtype: receives the rounded master). The gradient is
+// multiplied by `grad_scale` (scalar float32 on the device: the clip coefficient; no host wait). 30
+// bytes move per parameter with BF16 values. On the CPU all may be FP64.
 void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
     Tensor& value, const Tensor& grad_scale, const AdamWStep& step);
 
-// Sum of squares of a flat gradient, accumulated in FP64, same bits every time -> scalar float64 on
-// the device.
+// Sum of squares of a flat gradient -> scalar float64 on its device, the same bits every time.
 Tensor sum_of_squares(const Tensor& grad);
 
 }  // namespace pith

@@ -7,6 +7,7 @@
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/tensor.h>
 
@@ -33,8 +34,7 @@ void for_documents(const AttentionSpan& span, F&& f) {
     f(d, q[d], q[d + 1] - q[d], k[d], k[d + 1] - k[d]);
 }
 
-// Documents with queries, neighbours of equal shape together, at most `limit` scores (n * m) in a
-// run.
+// Documents with queries, neighbours of one shape together, at most `limit` scores (n * m) a run.
 std::vector<Run> runs_of(const AttentionSpan& span, bool causal, int64_t limit) {
   std::vector<Run> runs;
   for_documents(span, [&](int64_t, int64_t first_q, int64_t n, int64_t first_k, int64_t m) {
@@ -64,15 +64,17 @@ bool equal_documents(const AttentionSpan& span, bool causal) {
 
 bool round_length(int64_t length) { return length >= 128 && length % 128 == 0; }
 
-Path choose_path(const Tensor& q, const AttentionSpan& span, bool causal = true) {
+Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, bool causal = true) {
   if (q.is_cpu()) return Path::cpu;
-  const int64_t head_dim = q.size(2);
+  const int64_t dim = q.size(2), v_dim = v.size(2), widest = std::max(dim, v_dim);
   const bool half = is_bf16(q) || q.scalar_type() == at::kHalf;
-  if (!half || head_dim % 8 != 0 || head_dim > 256 || q.size(0) == 0) return Path::products;
+  const bool fits = dim % 8 == 0 && v_dim % 8 == 0 && widest <= 256;
+  if (!half || !fits || q.size(0) == 0) return Path::products;
   // cuDNN is the fastest, but its backward is not deterministic, and LibTorch builds a plan (about
-  // 70 ms) for each new shape: so only for the fixed, round lengths of packed pretraining rows.
-  const bool cudnn = head_dim <= 128 && round_length(span.max_q) && round_length(span.max_k) &&
-                     equal_documents(span, causal) &&
+  // 70 ms) for each new shape: so only for the fixed, round lengths of packed pretraining rows. It
+  // takes the two head sizes of DeepSeek's latent attention as they are.
+  const bool cudnn = (widest <= 128 || (dim == 192 && v_dim == 128)) && round_length(span.max_q) &&
+                     round_length(span.max_k) && equal_documents(span, causal) &&
                      !at::globalContext().deterministicAlgorithms();
   return cudnn ? Path::cudnn : Path::flash;
 }
@@ -83,6 +85,15 @@ std::vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span,
       path == Path::products ? (int64_t{1} << 26) / std::max<int64_t>(1, q.size(1)) : kNoLimit);
 }
 
+// FlashAttention and the blocked CPU kernel know one head size: zeros fill up the smaller ones.
+bool needs_padding(Path path, const Tensor& q, const Tensor& v) {
+  return (path == Path::flash || path == Path::cpu) && q.size(2) != v.size(2);
+}
+Tensor pad(const Tensor& x, int64_t dim) {
+  return x.size(2) == dim ? x : at::constant_pad_nd(x, {0, dim - x.size(2)});
+}
+Tensor cut(const Tensor& x, int64_t dim) { return x.narrow(2, 0, dim).contiguous(); }
+
 // LibTorch's blocked CPU kernel aligns causal documents at their beginnings.
 bool is_blocked(Path path, const Run& run) {
   return path == Path::cpu && (run.n == run.m || !run.causal);
@@ -90,8 +101,7 @@ bool is_blocked(Path path, const Run& run) {
 
 // --- Heads as batches ---
 
-// (count * n, heads, D) -> (count, heads * repeat, n, D); each head repeated where there are fewer
-// keys' heads.
+// (count * n, heads, D) -> (count, heads * repeat, n, D), each head repeated.
 Tensor batch_heads(const Tensor& x, int64_t count, int64_t repeat = 1) {
   Tensor view = x.view({count, -1, x.size(1), x.size(2)}).transpose(1, 2);
   if (repeat == 1) return view;
@@ -107,8 +117,7 @@ Tensor unbatch_heads(const Tensor& x, int64_t repeat = 1) {
   return heads.transpose(1, 2).reshape({-1, heads.size(1), heads.size(3)});
 }
 
-// --- Plain matrix products: decoding on a CPU, FP32 on a GPU. The heads of a group are stacked.
-// ---
+// --- Matrix products: decoding on a CPU, FP32 on a GPU. The heads of a group are stacked. ---
 
 // (count * n, heads, D) -> (count, groups, heads / groups * n, D)
 Tensor stack_heads(const Tensor& x, int64_t count, int64_t groups) {
@@ -120,8 +129,7 @@ Tensor unstack_heads(const Tensor& x, int64_t heads) {
   return unbatch_heads(x.reshape({x.size(0), heads, -1, x.size(3)}));
 }
 
-// q, k as stacked -> scale * q k^T with -inf above the causal diagonal, (count, groups, heads /
-// groups * n, m).
+// q, k stacked -> scale * q k^T, -inf above the causal diagonal: (count, groups, q's rows, m).
 Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double scale) {
   Tensor scores = at::matmul(q, k.transpose(2, 3)).mul_(scale);
   const int64_t n = run.n, m = run.m;
@@ -195,17 +203,19 @@ AttentionGradients run_backward(Path path, const Tensor& dout, const Tensor& q, 
 
 // --- All documents ---
 
-Tensor rows_q(const Tensor& x, const Run& run) {
-  return x.narrow(0, run.first_q, run.count * run.n);
-}
-Tensor rows_k(const Tensor& x, const Run& run) {
-  return x.narrow(0, run.first_k, run.count * run.m);
-}
+Tensor rows_q(const Tensor& x, const Run& r) { return x.narrow(0, r.first_q, r.count * r.n); }
+Tensor rows_k(const Tensor& x, const Run& r) { return x.narrow(0, r.first_k, r.count * r.m); }
 
 // `record`: there will be a backward pass.
 AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor& v,
     const AttentionSpan& span, bool causal, double scale, bool record) {
   const at::NoGradGuard no_grad;
+  if (needs_padding(path, q, v)) {
+    const int64_t dim = std::max(q.size(2), v.size(2));
+    const AttentionPart part =
+        forward(path, pad(q, dim), pad(k, dim), pad(v, dim), span, causal, scale, record);
+    return {cut(part.out, v.size(2)), part.lse};
+  }
   if (path == Path::flash) {
     // At max_q = 1 the kernel may swap heads and queries: fast decoding, but only right for one
     // query in every document, and unknown to its backward.
@@ -219,7 +229,8 @@ AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor&
   if (runs.size() == 1)
     return run_forward(path, q, rows_k(k, runs[0]), rows_k(v, runs[0]), runs[0], scale);
   const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
-  AttentionPart all{at::empty(q.sizes(), wide), at::empty({q.size(0), q.size(1), 1}, wide)};
+  AttentionPart all{at::empty({q.size(0), q.size(1), v.size(2)}, wide),
+      at::empty({q.size(0), q.size(1), 1}, wide)};
   for (const Run& run : runs) {
     const AttentionPart part =
         run_forward(path, rows_q(q, run), rows_k(k, run), rows_k(v, run), run, scale);
@@ -232,6 +243,12 @@ AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor&
 AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, const Tensor& k,
     const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
     double scale) {
+  if (needs_padding(path, q, v)) {
+    const int64_t dim = std::max(q.size(2), v.size(2));
+    const auto [dq, dk, dv] = backward(path, pad(dout, dim), pad(q, dim), pad(k, dim), pad(v, dim),
+        {pad(whole.out, dim), whole.lse}, span, causal, scale);
+    return {cut(dq, q.size(2)), cut(dk, q.size(2)), cut(dv, v.size(2))};
+  }
   if (path == Path::flash) {
     const Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // without dropout
     auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, whole.out,
@@ -256,9 +273,9 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
   return all;
 }
 
-// The flash kernels are kept away from empty documents, whose backward has read out of bounds in
-// the past.
-AttentionSpan without_empty(const AttentionSpan& span, bool record) {
+// Keeps the flash kernels from empty documents, whose backward has read out of bounds in the past.
+AttentionSpan span_for(Path path, const AttentionSpan& span, bool record) {
+  if (path != Path::flash) return span;
   std::vector<int32_t> cu_q{0}, cu_k{0};
   for_documents(span, [&](int64_t d, int64_t, int64_t n, int64_t, int64_t m) {
     if (n == 0 && m == 0) return;
@@ -274,6 +291,8 @@ AttentionSpan without_empty(const AttentionSpan& span, bool record) {
   kept.cu_k = at::tensor(cu_k, at::kInt).to(span.cu_q.device());
   return kept;
 }
+
+}  // namespace
 
 void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k) {
   const auto check = [&](const Tensor& cu, const char* name, int64_t rows) {
@@ -294,12 +313,10 @@ void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k) {
   });
 }
 
-}  // namespace
-
 void check_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
   check_shape(q, "attention: q", {-1, -1, -1});
   check_shape(k, "attention: k", {-1, -1, q.size(2)});
-  check_shape(v, "attention: v", {k.size(0), k.size(1), q.size(2)});
+  check_shape(v, "attention: v", {k.size(0), k.size(1), -1});
   check_dtype(k, "attention: k", q.scalar_type());
   check_dtype(v, "attention: v", q.scalar_type());
   PITH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
@@ -314,8 +331,8 @@ Tensor attention(const Tensor& given_q, const Tensor& given_k, const Tensor& giv
   const Tensor q = packed(given_q), k = packed(given_k), v = packed(given_v);
   const bool needed =
       at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-  const Path path = choose_path(q, given);
-  const AttentionSpan span = path == Path::flash ? without_empty(given, needed) : given;
+  const Path path = choose_path(q, v, given);
+  const AttentionSpan span = span_for(path, given, needed);
   const AttentionPart part = forward(path, q, k, v, span, /*causal=*/true, scale, needed);
   const Tensor out = part.out.to(q.scalar_type());
   const AttentionPart kept{out.detach(), part.lse};
@@ -332,22 +349,24 @@ Tensor of_part(const Tensor& x) { return x.is_cpu() ? widen(x) : x; }
 
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
     const AttentionSpan& span, bool causal, double scale) {
-  return forward(choose_path(q, span, causal), of_part(q), of_part(k), of_part(v), span, causal,
+  const Path path = choose_path(q, v, span, causal);
+  return forward(path, of_part(q), of_part(k), of_part(v), span_for(path, span, true), causal,
       scale, /*record=*/true);
 }
 
 AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
     const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
     double scale) {
-  return backward(choose_path(q, span, causal), of_part(dout), of_part(q), of_part(k), of_part(v),
-      {of_part(whole.out), whole.lse}, span, causal, scale);
+  const Path path = choose_path(q, v, span, causal);
+  return backward(path, of_part(dout), of_part(q), of_part(k), of_part(v),
+      {of_part(whole.out), whole.lse}, span_for(path, span, true), causal, scale);
 }
 
-const char* attention_path(const Tensor& q, const AttentionSpan& span) {
+const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan& span) {
   constexpr const char* kNames[] = {"cuDNN attention, dense batches of equal documents",
       "FlashAttention 2, packed documents", "blocked CPU attention per run of equal documents",
       "matrix products per document"};
-  return kNames[static_cast<size_t>(choose_path(q, span))];
+  return kNames[static_cast<size_t>(choose_path(q, v, span))];
 }
 
 }  // namespace pith

@@ -5,8 +5,7 @@
 namespace pith {
 
 // tokens (T) int64 in [0, V), weight (V, H) -> (T, H) in the weight's dtype. Backward adds the sum
-// of a token's rows into weight.grad, in FP32 and in the order of positions (the same bits every
-// time).
+// of a token's rows into weight.grad, in FP32 and in the order of positions.
 Tensor embedding(const Tensor& tokens, Parameter& weight);
 
 }  // namespace pith

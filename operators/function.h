@@ -1,5 +1,4 @@
-// What the .cpp of an operator stands on: its node in autograd's graph, the branch to the CUDA
-// kernels, checks of ids.
+// What an operator's .cpp stands on: autograd's node, the branch to CUDA kernels, checks of ids.
 #pragma once
 #if PITH_CUDA
 #include <c10/cuda/CUDAStream.h>

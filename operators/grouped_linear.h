@@ -5,10 +5,9 @@
 
 namespace pith {
 
-// x (S, in) sorted by expert as in plan, weight (E, out, in) -> (S, out) in x's dtype:
-// y[s] = weight[e] x[s] for the slots s of expert e. Experts may be empty. Backward adds each
-// expert's dy^T x into weight.grad in FP32 without an intermediate in the compute dtype; an expert
-// without slots leaves its gradient untouched.
+// x (S, in) sorted by expert as in plan, weight (E, out, in) -> (S, out) in x's dtype: y[s] =
+// weight[e] x[s] for the slots s of expert e. Experts may be empty. Backward adds each expert's
+// dy^T x into weight.grad in FP32 without an intermediate in the compute dtype.
 Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan);
 
 }  // namespace pith

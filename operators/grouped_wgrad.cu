@@ -4,8 +4,7 @@
 // A persistent block computes tiles of kTileOut x kTileIn of an expert's gradient. One thread
 // copies kTileRows rows of dy and x at a time into a ring of shared-memory stages (TMA); two
 // warpgroups multiply (wgmma), each half of the tile, and hand their sums in boxes to the copy
-// engine, which adds them in the L2 cache. Every element is added to once: the same bits in every
-// run.
+// engine, which adds them in the L2 cache. Each element is added to once: the same bits always.
 //
 // At 512 rows an expert the products take less than half of the time: the gradient is read and
 // written once, 8 bytes for 512 multiply-adds. Measured alternatives: docs/performance.md.

@@ -20,8 +20,7 @@ inline void check(cudaError_t error, const char* what,
   if (error != cudaSuccess) fail(what, cudaGetErrorString(error), at.file_name(), at.line());
 }
 
-// After a kernel launch: reports a bad configuration. Faults inside the kernel appear at a later
-// call.
+// After a kernel launch: reports a bad configuration; faults inside appear at a later call.
 inline void launch_check(
     const char* kernel, std::source_location at = std::source_location::current()) {
   check(cudaGetLastError(), kernel, at);
@@ -64,8 +63,7 @@ __device__ inline T lanes_sum(T x) {
   return x;
 }
 
-// Whether vectors of N elements of T reach every row: pointers and strides (in elements) are
-// multiples.
+// Whether vectors of N elements of T reach every row: pointers and strides are multiples.
 template <class T, int N>
 bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides) {
   for (const void* p : pointers)
@@ -75,8 +73,7 @@ bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<
   return true;
 }
 
-// Calls f.operator()<T, N>() with T = bf16 or float and vectors of N elements: 16 bytes, at most
-// MOST elements; 1 where vectors do not fit.
+// Calls f<T, N>() with T = bf16 or float and N elements of 16 bytes, at most MOST; 1 if unaligned.
 template <int MOST = 8, class F>
 void with_vectors(bool is_bf16, std::initializer_list<const void*> pointers,
     std::initializer_list<int64_t> strides, F&& f) {

@@ -38,7 +38,6 @@ void add_rows_by_token(const int64_t* sorted, const int64_t* position, const voi
     int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream);
 
 // --- grouped_wgrad ---
-
 // gradient (experts, out, in) float32 += dy^T x over each expert's rows; dy (rows, out), x (rows,
 // in) bfloat16, offsets (experts) the ends of their rows. False, and nothing is done, where this
 // kernel does not run: it needs a Hopper GPU, out and in multiples of 8, data at 16-byte addresses.
@@ -60,8 +59,7 @@ void cross_entropy_rows(void* logits, const int64_t* labels, float* logprobs, in
 // Bytes of scratch that expert_plan needs for R * K entries.
 int64_t expert_plan_workspace(int64_t entries, int64_t num_experts);
 
-// Fills row_of_slot (R * K reserved), slot_of (R, K) and offsets (E + 1): the ends, then the number
-// of ids that are neither -1 nor in [0, E).
+// Fills row_of_slot (R * K reserved), slot_of (R, K) and offsets (E + 1): ends, wrong ids' count.
 void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t num_experts,
     int32_t* row_of_slot, int32_t* slot_of, int32_t* offsets, void* workspace, CUstream_st* stream);
 
@@ -79,8 +77,7 @@ void unpermute_backward(void* dslots, float* dweight, const void* dout, const vo
     bool is_bf16, CUstream_st* stream);
 
 // --- rms_norm ---
-// Row r of x starts at element (r / inner) * outer_stride + (r % inner) * inner_stride; everything
-// else that has rows is contiguous.
+// Row r of x starts at (r / inner) * outer_stride + (r % inner) * inner_stride, others at r * dim.
 struct NormRows {
   int64_t count, dim, inner, outer_stride, inner_stride;
 };
@@ -88,21 +85,20 @@ void rms_norm_forward(const void* x, const NormRows& rows, const void* weight, d
     float* rstd, bool is_bf16, CUstream_st* stream);
 // Rows of `partial` that the backward needs.
 int64_t rms_norm_blocks(const NormRows& rows);
-// dx (count, dim) unless null; dweight (dim) += unless null; partial (rms_norm_blocks, dim) is
-// scratch.
+// dx (count, dim) and dweight (dim) += unless null; partial (rms_norm_blocks, dim) is scratch.
 void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, const float* rstd,
     const void* dy, void* dx, float* partial, float* dweight, bool is_bf16, CUstream_st* stream);
 
 // --- rotary ---
-// x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, contiguous;
-// cos and sin (table_rows, dim / 2).
+// x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, whose rows
+// follow each other; cos and sin (table_rows, dim / 2). Pairs are neighbours or halves.
 void rotary(const void* x, const int32_t* positions, const float* cos, const float* sin, void* y,
     int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
-    int64_t table_rows, bool inverse, bool is_bf16, CUstream_st* stream);
+    int64_t y_head_stride, int64_t table_rows, bool neighbours, bool inverse, bool is_bf16,
+    CUstream_st* stream);
 
 // --- router ---
-// Softmax of logits (rows, E), their top-k (or `forced` (rows, k) copied, when not null) and its
-// weights.
+// Softmax of logits (rows, E), their top-k (or a copy of `forced` (rows, k)) and its weights.
 void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
     float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize,
     CUstream_st* stream);
@@ -122,8 +118,7 @@ void balance_parts(const float* probabilities, const int64_t* idx, const int32_t
     int64_t num_rows, CUstream_st* stream);
 
 // loss (scalar) and coefficient (num_rows, E) = dloss / dprobability of any token of that row, from
-// balance_parts. `global` (num_rows, E + 1), where not null: counts and, last, tokens of the rows,
-// which are then not taken from count and start.
+// balance_parts. `global` (num_rows, E + 1): where not null, counts and, last, tokens of the rows.
 void balance_total(const float* sum, const int32_t* count, const int32_t* start,
     const int64_t* global, float* loss, float* coefficient, int64_t num_experts, int64_t k,
     int64_t num_rows, CUstream_st* stream);

@@ -17,8 +17,7 @@ struct CachedKeys {
   AttentionSpan span;  // queries: the new positions; keys: all of them
 };
 
-// Appends new k and v (T, Hkv, D), packed by sequence as in `fresh`, and returns everything to
-// attend to.
+// Appends new k and v (T, Hkv, D), packed by sequence as in `fresh`; all there is to attend to.
 CachedKeys append_to_cache(
     KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh);
 

@@ -8,8 +8,7 @@ namespace pith {
 // with FP32 accumulation and no intermediate in the compute dtype. T may be 0.
 Tensor linear(const Tensor& x, Parameter& weight);
 
-// The same with an FP32 result (FP64 for FP64 inputs) and the backward in that dtype: router
-// logits.
+// The same with result and backward in FP32 (FP64 for FP64 inputs): router logits.
 Tensor linear_fp32(const Tensor& x, Parameter& weight);
 
 }  // namespace pith

@@ -5,9 +5,8 @@
 namespace pith {
 
 struct CrossEntropy {
-  Tensor loss;  // scalar float32: scale * sum over trained tokens of -log p(label); a root of the
-                // backward
-  Tensor loss_sum;  // scalar float32: the sum without scale, no gradient
+  Tensor loss;      // scalar float32: scale * loss_sum; a root of the backward
+  Tensor loss_sum;  // scalar float32: sum over trained tokens of -log p(label), no gradient
   Tensor logprobs;  // (T) float32: log p(label), 0 where the label is -100, no gradient
 };
 

@@ -11,8 +11,7 @@ inline Tensor widen(const Tensor& x) { return x.to(wide_dtype(x.scalar_type()));
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
 Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype);
 
-// Calls f(expert, first row, number of rows) for every expert that has rows; offsets_host (E)
-// int32: the ends of the experts' rows.
+// Calls f(expert, first row, count) for experts with rows; offsets_host (E) int32: their ends.
 template <class F>
 void for_each_expert(const Tensor& offsets_host, F&& f) {
   const int32_t* end = offsets_host.const_data_ptr<int32_t>();
@@ -33,9 +32,8 @@ struct WeightGradient {
 };
 void add_weight_gradient(const WeightGradient& job);
 
-// While one lives, the backward passes of linear() and grouped_linear() collect their weight
-// gradients in `jobs` instead of computing them, so that the caller can fill a wait with them. One
-// at a time, for all threads (autograd has its own).
+// While one lives, backward passes collect their weight gradients in `jobs` instead of computing
+// them: the caller can fill waits with them. One at a time, for all threads (autograd has its own).
 class DeferWeightGradients {
  public:
   explicit DeferWeightGradients(std::vector<WeightGradient>& jobs);

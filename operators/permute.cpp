@@ -9,8 +9,7 @@
 namespace pith {
 namespace {
 
-// out (R, H) = sum over j of weight(r, j) * slots(slot_of(r, j)), on CUDA; without weight, plain
-// sums.
+// out (R, H) = sum over j of weight(r, j) * slots(slot_of(r, j)), on CUDA; weights may be missing.
 Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_of) {
   Tensor out = at::empty({slot_of.size(0), slots.size(1)}, slots.options());
   PITH_IF_CUDA (slots) {

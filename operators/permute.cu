@@ -37,8 +37,7 @@ __global__ void count_kernel(const int64_t* __restrict__ topk_idx, int64_t entri
   for (int e = lane; e < num_experts; e += kWarp) count[id * num_experts + e] = mine[e];
 }
 
-// One block, one thread an expert: count becomes the first slot of (chunk, expert); offsets the
-// ends.
+// One block, one thread an expert: count becomes the first slot of (chunk, expert).
 __global__ void scan_kernel(
     int32_t* __restrict__ count, int64_t chunks, int num_experts, int32_t* __restrict__ offsets) {
   __shared__ int32_t total[1024];
@@ -151,8 +150,7 @@ __global__ void gather_sum_kernel(T* __restrict__ out, const T* __restrict__ slo
 }
 
 // A warp owns one entry (row, j): scales dout's row into the slot and takes the dot product. The
-// warps of a row's entries run side by side, so dout's row is read from memory once and then from
-// the cache.
+// warps of a row's entries run side by side: dout's row is read from memory once.
 template <class T, int N>
 __global__ void unpermute_backward_kernel(T* __restrict__ dslots, float* __restrict__ dweight,
     const T* __restrict__ dout, const T* __restrict__ slots, const float* __restrict__ weight,

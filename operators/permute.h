@@ -7,22 +7,19 @@ namespace pith {
 // Which row goes to which of E local experts. Slots are sorted by expert, within an expert by row,
 // so that sums have one order. S = number of entries >= 0 in topk_idx.
 struct ExpertPlan {
-  Tensor row_of_slot;  // (S) int32: row of `rows` that stands in this slot
-  Tensor slot_of;  // (R, K) int32: slot of entry (row, j), or -1 where the entry is not of these
-                   // experts
-  Tensor offsets;  // (E) int32: end of each expert's slots, cumulative
+  Tensor row_of_slot;     // (S) int32: row of `rows` that stands in this slot
+  Tensor slot_of;         // (R, K) int32: slot of entry (row, j), or -1: of no expert here
+  Tensor offsets;         // (E) int32: end of each expert's slots, cumulative
   Tensor offsets_host;    // the same on the CPU (waits for the device once)
   int64_t num_slots = 0;  // S
 };
 
-// topk_idx (R, K) int64 with local expert ids in [0, E), or -1 for entries of other ranks; R * K <
-// 2^31 and on CUDA E <= 1024. `offsets_host`: the plan's, where the caller knows them; then nothing
-// is waited for.
+// topk_idx (R, K) int64: local expert ids in [0, E), or -1 for entries of other ranks; R * K < 2^31
+// and on CUDA E <= 1024. Where the caller knows the plan's `offsets_host`, nothing is waited for.
 ExpertPlan make_expert_plan(
     const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host = {});
 
-// rows (R, H) -> (S, H): row_of_slot's rows (float32, bfloat16, on the CPU also float64). Backward
-// sums a row's slots in FP32.
+// rows (R, H) -> (S, H): row_of_slot's rows. Backward sums a row's slots in FP32.
 Tensor permute(const Tensor& rows, const ExpertPlan& plan);
 
 // expert_rows (S, H), weight (R, K) float32 -> (R, H): sum over j of weight(r, j) *

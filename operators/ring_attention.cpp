@@ -2,7 +2,6 @@
 
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/sigmoid.h>
-#include <ATen/ops/stack.h>
 
 #include "operators/attention.h"
 #include "operators/function.h"
@@ -43,7 +42,12 @@ Work pass_on(const Comm& context, const Tensor& sent, Tensor& received) {
       {{(rank + 1) % size, sent, true}, {(rank + size - 1) % size, received, false}});
 }
 
-// Out and lse over all keys; `own` (2, T, Hkv, D): k and v of this rank.
+// A block (T, Hkv, D + Dv) holds keys of D elements, then values.
+std::array<Tensor, 2> keys_values(const Tensor& block, int64_t dim) {
+  return {block.narrow(2, 0, dim), block.narrow(2, dim, block.size(2) - dim)};
+}
+
+// Out and lse over all keys; `own`: the block of this rank.
 AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<RingStep>& ring,
     double scale, const Comm& context) {
   const at::NoGradGuard no_grad;
@@ -54,13 +58,14 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<Ring
     Tensor next;
     Work travel;
     if (i + 1 < ring.size()) travel = pass_on(context, block, next);
+    const auto [k, v] = keys_values(block, q.size(2));
     if (i == 0) {
-      whole = attention_part(q, block[0], block[1], step.span, /*causal=*/true, scale);
+      whole = attention_part(q, k, v, step.span, /*causal=*/true, scale);
       whole = {widen(whole.out), whole.lse.contiguous()};
     } else if (step.queries.count > 0) {
       merge(whole, step.queries,
-          attention_part(take(q, step.queries), take(block[0], step.keys),
-              take(block[1], step.keys), step.span, /*causal=*/false, scale));
+          attention_part(take(q, step.queries), take(k, step.keys), take(v, step.keys), step.span,
+              /*causal=*/false, scale));
     }
     travel.wait();
     block = next;
@@ -69,8 +74,7 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<Ring
   return whole;
 }
 
-// Gradients of q, k and v. What other ranks add to a block's gradient follows the block, one step
-// behind it, and comes home after the last step.
+// Gradients of q, k and v. What others add to a block's gradient follows it, one step behind.
 Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const AttentionPart& whole,
     const std::vector<RingStep>& ring, double scale, const Comm& context) {
   Tensor block = own, dq, down, dblock;  // down: this rank's share of its own block's gradient
@@ -81,22 +85,24 @@ Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const A
     Work travel;
     if (i + 1 < ring.size()) travel = pass_on(context, block, next);
     std::array<Tensor, 3> grad;
+    const auto [k, v] = keys_values(block, q.size(2));
     if (step.queries.count > 0) {
       grad = attention_part_backward(take(dout, step.queries), take(q, step.queries),
-          take(block[0], step.keys), take(block[1], step.keys),
+          take(k, step.keys), take(v, step.keys),
           {take(whole.out, step.queries), take(whole.lse, step.queries)}, step.span,
           /*causal=*/i == 0, scale);
     }
     if (i == 0) {
       dq = widen(grad[0]);
-      down = widen(at::stack({grad[1], grad[2]}));
+      down = at::cat({widen(grad[1]), widen(grad[2])}, 2);
       dblock = at::zeros_like(down);
     } else {
       travel_back.wait();
       if (step.queries.count > 0) {
         add_rows(dq, step.queries, grad[0]);
-        add_rows(dblock[0], step.keys, grad[1]);
-        add_rows(dblock[1], step.keys, grad[2]);
+        const auto [dk, dv] = keys_values(dblock, q.size(2));
+        add_rows(dk, step.keys, grad[1]);
+        add_rows(dv, step.keys, grad[2]);
       }
       Tensor arriving;
       travel_back = pass_on(context, dblock, arriving);
@@ -108,7 +114,8 @@ Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const A
   travel_back.wait();
   down.add_(dblock);
   const auto dtype = q.scalar_type();
-  return {dq.to(dtype), down[0].to(dtype), down[1].to(dtype)};
+  const auto [dk, dv] = keys_values(down, q.size(2));
+  return {dq.to(dtype), dk.to(dtype), dv.to(dtype)};
 }
 
 }  // namespace
@@ -121,7 +128,7 @@ Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
       "ring_attention: q has {} tokens on {} ranks, but the micro-batch was split for {} "
       "tokens on {} ranks",
       q.size(0), context.size(), ring.empty() ? 0 : ring[0].queries.count, ring.size());
-  const Tensor own = at::stack({k.detach(), v.detach()});
+  const Tensor own = at::cat({k.detach(), v.detach()}, 2);
   const AttentionPart whole = forward(q, own, ring, scale, context);
   const AttentionPart kept{whole.out.detach(), whole.lse};
   return record(whole.out, {q, k, v}, [=, &ring, &context](const Tensor& dout) {

@@ -29,8 +29,7 @@ std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, double 
   return {(wide * rstd.unsqueeze(-1)).mul_(widen(weight)).to(x.scalar_type()), rstd};
 }
 
-// With n = x rstd and g = dy w: dx = rstd (g - n mean(g n)); dweight, where defined, += sum over
-// rows of dy n.
+// With n = x rstd, g = dy w: dx = rstd (g - n mean(g n)); dweight, where defined, += sum of dy n.
 Tensor backward(
     const Tensor& x, const Tensor& rstd, const Tensor& weight, const Tensor& dy, Tensor dweight) {
   Tensor dx;

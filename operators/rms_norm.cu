@@ -1,6 +1,5 @@
 // RMSNorm forward and backward. A row lies in the registers of a group of threads: LANES of a warp
-// for short rows (several rows a block: per-head norms have millions of them), a whole block for
-// long ones.
+// for short rows (per-head norms have millions of them), a whole block for long ones.
 #include <algorithm>
 #include <climits>
 
@@ -87,8 +86,7 @@ __global__ void __launch_bounds__(S::MOST)
   });
 }
 
-// Every block takes rows a grid apart, keeps the sums for dweight of its columns in registers and
-// writes one row of `partial`.
+// A block takes rows a grid apart, keeps sums for dweight in registers, writes a row of `partial`.
 template <class T, class S>
 __global__ void __launch_bounds__(S::MOST) backward_kernel(const T* x, NormRows rows,
     const T* weight, const float* rstd, const T* dy, T* dx, float* partial) {

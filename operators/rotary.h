@@ -1,6 +1,7 @@
-// Rotary position embedding, half-split layout (Su et al. 2021, arXiv 2104.09864; GPT-NeoX
-// pairing).
+// Rotary position embedding (Su et al. 2021, arXiv 2104.09864) with YaRN (arXiv 2309.00071).
 #pragma once
+#include <cmath>
+
 #include "core/tensor.h"
 
 namespace pith {
@@ -10,15 +11,32 @@ struct RotaryTable {
   Tensor cos, sin;  // (P, D / 2) float32
 };
 
-// Plain rotary frequencies theta^(-2i/D), i < D/2; `max_positions` rows on `device`.
-RotaryTable make_rotary_table(
-    int64_t max_positions, int64_t head_dim, double theta, at::Device device);
+// YaRN: frequencies that turn less than beta_slow times over the original positions are divided by
+// `factor`, those that turn more than beta_fast times are kept, those between are mixed.
+struct Yarn {
+  double factor = 1;  // 1: plain frequencies
+  double original_positions = 4096, beta_fast = 32, beta_slow = 1;
+  bool truncate = true;  // the borders of the mixed range to whole frequencies
+  double magnitude = 1;  // of cos and sin
+};
+// 0.1 m ln(factor) + 1, and 1 where nothing is stretched: how YaRN sharpens attention.
+inline double yarn_mscale(double factor, double m) {
+  return factor > 1 ? 0.1 * m * std::log(factor) + 1 : 1;
+}
 
-// x (T, heads, D), positions (T) int32 in [0, P) -> rotated x, same shape and dtype. Element i
-// pairs with i + D/2: (a, b) -> (a cos - b sin, b cos + a sin), in FP32, rounded once. x may be a
-// strided view whose last dimension is contiguous (a slice of a fused q, k, v projection). Backward
-// turns by minus the angle; only positions and table are saved. A position outside the table throws
-// on the CPU; on CUDA its row is NaN.
-Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table);
+// Rotary frequencies theta^(-2i/D), i < D/2; `max_positions` rows on `device`.
+RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double theta,
+    at::Device device, const Yarn& yarn = {});
+
+// What makes pair i of D elements: i and i + D/2 (Qwen, GPT-OSS), or 2i and 2i + 1 (DeepSeek).
+enum class RotaryPairs { halves, neighbours };
+
+// x (T, heads, first + D), positions (T) int32 in [0, P) -> same shape and dtype: the last D
+// elements of each head rotated in place, the others copied. A pair (a, b) becomes (a cos - b sin,
+// b cos + a sin), in FP32, rounded once. x may be a strided view whose last dimension is contiguous
+// (a slice of a fused q, k, v projection). Backward turns by minus the angle; only positions and
+// table are saved. A position outside the table throws on the CPU; on CUDA its row is NaN.
+Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table,
+    RotaryPairs pairs = RotaryPairs::halves, int64_t first = 0);
 
 }  // namespace pith

@@ -78,6 +78,21 @@ Routing route(const Tensor& given, int64_t k, bool normalize, const Tensor& give
   return {p, idx, normalize ? chosen / chosen.sum(1, /*keepdim=*/true) : chosen};
 }
 
+Tensor group_limited_topk(const Tensor& logits, int64_t k, int64_t groups, int64_t topk_groups) {
+  const at::NoGradGuard no_grad;
+  check_shape(logits, "group_limited_topk: logits", {-1, -1});
+  const int64_t tokens = logits.size(0), size = logits.size(1) / std::max<int64_t>(1, groups);
+  PITH_CHECK(groups >= 1 && size * groups == logits.size(1) && k <= topk_groups * size,
+      "group_limited_topk: {} of {} experts from {} of {} groups", k, logits.size(1), topk_groups,
+      groups);
+  const Tensor grouped = logits.view({tokens, groups, size});
+  Tensor left_out = at::ones({tokens, groups}, logits.options().dtype(at::kBool));
+  left_out.scatter_(1, topk_lowest_id(grouped.amax(2), topk_groups), false);
+  const double never = -std::numeric_limits<double>::infinity();
+  return topk_lowest_id(
+      grouped.masked_fill(left_out.unsqueeze(2), never).view({tokens, groups * size}), k);
+}
+
 Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::Device device) {
   PITH_CHECK(k >= 1 && k <= num_experts, "balanced_routes: k = {} of {} experts", k, num_experts);
   const Tensor slots = at::arange(num_tokens * k, at::TensorOptions(at::kLong).device(device));

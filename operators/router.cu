@@ -13,8 +13,7 @@ __device__ inline float lanes_max(float x) {
   return x;
 }
 
-// Orders (score, id) as integers: larger score first, then lower id. NaN is below -inf, 0 below
-// everything.
+// Orders (score, id) as integers: larger score, then lower id. NaN is below -inf, 0 below all.
 __device__ inline uint64_t order_key(float score, int id) {
   uint32_t bits = __float_as_uint(score == 0.0f ? 0.0f : score);  // -0 equals 0
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -155,8 +154,7 @@ __global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tok
   for (int64_t place = before + 1; place <= here; ++place) start[place] = static_cast<int32_t>(t);
 }
 
-// Block (row, part): sum (num_rows, kBalanceParts, E) of probabilities and count of choices of its
-// tokens.
+// Block (row, part): sum (num_rows, kBalanceParts, E) of probabilities, count of choices.
 __global__ void balance_part_kernel(const float* __restrict__ probabilities,
     const int64_t* __restrict__ idx, const int32_t* __restrict__ start, float* __restrict__ sum,
     int32_t* __restrict__ count, int num_experts, int64_t k) {

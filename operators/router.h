@@ -1,5 +1,4 @@
-// The router: probabilities, top-k with ties to the lower id, routing weights, balance loss per
-// sequence.
+// The router: probabilities, top-k (ties to the lower id), weights, balance loss per sequence.
 #pragma once
 #include "core/comm.h"
 
@@ -11,20 +10,23 @@ struct Routing {
   Tensor topk_weight;    // (T, K) float32, differentiable
 };
 
-// logits (T, E) float32 -> softmax over all experts, and the top-k of the logits, which orders them
-// as the probabilities do, before these are rounded (Qwen3-MoE, Mixtral): by descending logit,
-// equal ones by ascending id. With `normalize` the chosen probabilities are divided by their sum
-// (norm_topk_prob). `forced` (T, K) int64, when defined, takes the place of the selection (replayed
-// routes, forced balance); weights still come from these logits. A NaN throws on the CPU; on CUDA
-// it counts as the smallest value, so that ids stay distinct and the step's check of the loss
-// reports it. On CUDA E <= 1024.
+// logits (T, E) float32 -> softmax over all experts, and the top-k of the logits, which are ordered
+// as the probabilities before these are rounded: by descending logit, equal ones by ascending id.
+// With `normalize` the chosen probabilities are divided by their sum (norm_topk_prob). `forced`
+// (T, K) int64, when defined, takes the place of the selection (replayed routes, forced balance);
+// weights still come from these logits. A NaN throws on the CPU; on CUDA, where E <= 1024, it is
+// the smallest value: ids stay distinct and the step's check of the loss reports it.
 Routing route(const Tensor& logits, int64_t k, bool normalize, const Tensor& forced = {});
 
 // scores (T, E) -> (T, k) int64: what route() would choose.
 Tensor topk_lowest_id(const Tensor& scores, int64_t k);
 
-// (T, K) int64 that loads all experts equally, for measurements: slot j of token t -> (t K + j) mod
-// E.
+// logits (T, E) -> (T, k) int64 for `forced`, each token's experts from few groups (DeepSeek-V2,
+// arXiv 2405.04434, 2.2.3): E / groups neighbours are a group; the topk_groups groups with the
+// highest single logits are taken, then the top-k of their experts.
+Tensor group_limited_topk(const Tensor& logits, int64_t k, int64_t groups, int64_t topk_groups);
+
+// (T, K) int64 that loads all experts equally, for measurements: entry (t, j) is (t K + j) mod E.
 Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::Device device);
 
 // Load-balance loss summed over rows (DeepSeek-V2, arXiv 2405.04434, eq. 12 to 14, per sequence):

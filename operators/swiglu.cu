@@ -4,8 +4,7 @@
 namespace pith::cuda {
 namespace {
 
-// Fast forms: with exact ones the arithmetic would take as long as the memory. Relative error about
-// 1e-6.
+// Fast forms, relative error about 1e-6: exact ones would take as long as the memory.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 template <class T, int N>

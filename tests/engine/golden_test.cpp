@@ -1,4 +1,5 @@
-// Qwen3-MoE against transformers: logits, loss, routes and every gradient (files of tests/golden).
+// Every family against transformers: logits, loss, routes and every gradient (files of
+// tests/golden).
 #include <gtest/gtest.h>
 
 #include <ATen/ops/equal.h>
@@ -15,13 +16,14 @@ fs::path golden(const std::string& name) {
   return fs::path(PITH_SOURCE_DIR) / "tests/golden" / name;
 }
 
+template <class Model>
 struct Case {
   fs::path folder;
-  TinyModel tiny;
+  TinyModelOf<Model> tiny;
   std::vector<MicroBatch> batch;
 
   Case(const std::string& name, at::ScalarType dtype)
-      : folder(golden(name)), tiny(Qwen3MoeConfig::parse_file(folder), dtype, at::kCPU, 0.02) {
+      : folder(golden(name)), tiny(Model::Config::parse_file(folder), dtype, at::kCPU, 0.02) {
     restore_weights(tiny.groups, folder, tiny.model.config().tie_embeddings);
     const std::vector<Row> rows =
         read_token_rows(folder / "ids.json", tiny.model.config().vocab_size);
@@ -60,8 +62,16 @@ struct Case {
 
 class Golden : public testing::TestWithParam<const char*> {};
 
-TEST_P(Golden, Fp32EqualsTransformers) {
-  Case test(GetParam(), at::kFloat);
+template <class Check>
+void with_family(const std::string& name, const Check& check) {
+  if (name.starts_with("qwen3_moe")) return check.template operator()<Qwen3MoeModel>();
+  if (name.starts_with("deepseek_v2")) return check.template operator()<DeepseekV2Model>();
+  FAIL() << name << " belongs to no family";
+}
+
+template <class Model>
+void check_fp32(const std::string& name_of_case) {
+  Case<Model> test(name_of_case, at::kFloat);
   const SafetensorsFile expected(test.folder / "expected_fp32.safetensors");
   auto pipeline = test.tiny.pipeline();
   std::vector<RoutingTape> tapes(1);
@@ -85,8 +95,9 @@ TEST_P(Golden, Fp32EqualsTransformers) {
   test.compare_gradients(expected, [](const std::string&) { return 1e-5; });
 }
 
-TEST_P(Golden, BalanceLossGradients) {
-  Case test(GetParam(), at::kFloat);
+template <class Model>
+void check_balance_loss(const std::string& name_of_case) {
+  Case<Model> test(name_of_case, at::kFloat);
   if (!fs::exists(test.folder / "expected_aux_fp32.safetensors")) GTEST_SKIP() << "no such file";
   const SafetensorsFile expected(test.folder / "expected_aux_fp32.safetensors");
   auto pipeline = test.tiny.pipeline(0.1);
@@ -94,7 +105,7 @@ TEST_P(Golden, BalanceLossGradients) {
   const BatchResult result = pipeline.forward_backward(test.batch, NextTokenLoss());
   double balance = 0;
   for (const auto& [name, entry] : expected.header().tensors)
-    if (name.starts_with("aux.")) balance += expected.tensor(name).item<double>();
+    if (name.starts_with("aux.")) balance += expected.tensor(name).template item<double>();
   const auto rows = static_cast<double>(test.batch[0].global_rows);
   EXPECT_NEAR(result.balance_sum.item<double>() / rows, balance, 1e-5 * balance);
   test.compare_gradients(expected, [](const std::string&) { return 1e-5; });
@@ -113,8 +124,9 @@ std::string group_of(const std::string& name) {
 // tensors is compared (0.35 to 1.2 of transformers' in all groups but one, whose single k_norm of 8
 // elements makes it 1.7: the limit is 2); each gradient points the same way (cosine > 0.99), each
 // group has the same norm (2 %).
-TEST_P(Golden, Bf16WithinTransformersOwnError) {
-  Case test(GetParam(), at::kBFloat16);
+template <class Model>
+void check_bf16(const std::string& name_of_case) {
+  Case<Model> test(name_of_case, at::kBFloat16);
   const SafetensorsFile expected(test.folder / "expected_fp32.safetensors");
   const nlohmann::json tolerance = read_json(test.folder / "tolerance.json")["bf16"];
   std::vector<RoutingTape> tapes(1);
@@ -149,7 +161,8 @@ TEST_P(Golden, Bf16WithinTransformersOwnError) {
       EXPECT_EQ(mine.abs().max().item<double>(), 0) << name << " must be exactly zero";
       continue;
     }
-    const double ours = relative_error(mine, reference), theirs = tolerance.at(name).get<double>();
+    const double ours = relative_error(mine, reference),
+                 theirs = tolerance.at(name).template get<double>();
     Squares& group = groups[group_of(name)];
     group.ours += ours * ours;
     group.theirs += theirs * theirs;
@@ -164,8 +177,19 @@ TEST_P(Golden, Bf16WithinTransformersOwnError) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Qwen3Moe, Golden,
-    testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d"),
+TEST_P(Golden, Fp32EqualsTransformers) {
+  with_family(GetParam(), []<class Model> { check_fp32<Model>(GetParam()); });
+}
+TEST_P(Golden, BalanceLossGradients) {
+  with_family(GetParam(), []<class Model> { check_balance_loss<Model>(GetParam()); });
+}
+TEST_P(Golden, Bf16WithinTransformersOwnError) {
+  with_family(GetParam(), []<class Model> { check_bf16<Model>(GetParam()); });
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, Golden,
+    testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d", "deepseek_v2_a",
+        "deepseek_v2_b", "deepseek_v2_c"),
     [](const auto& test) { return std::string(test.param); });
 
 }  // namespace

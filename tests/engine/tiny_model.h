@@ -1,4 +1,4 @@
-// A tiny Qwen3-MoE with buffers of its own, for tests of the engine.
+// Tiny models with buffers of its own, for tests of the engine.
 #pragma once
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -7,6 +7,7 @@
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
 #include "engine/training_state.h"
+#include "models/deepseek_v2.h"
 #include "models/qwen3_moe.h"
 
 namespace pith {
@@ -20,32 +21,49 @@ inline nlohmann::json tiny_config() {
       {"rope_theta", 10000.0}, {"max_position_embeddings", 512}, {"eos_token_id", 60}};
 }
 
+inline nlohmann::json tiny_deepseek_config() {
+  return {{"model_type", "deepseek_v2"}, {"vocab_size", 61}, {"hidden_size", 32},
+      {"num_hidden_layers", 3}, {"first_k_dense_replace", 1}, {"num_attention_heads", 4},
+      {"q_lora_rank", 20}, {"kv_lora_rank", 16}, {"qk_nope_head_dim", 8}, {"qk_rope_head_dim", 4},
+      {"v_head_dim", 10}, {"n_routed_experts", 8}, {"num_experts_per_tok", 2},
+      {"n_shared_experts", 1}, {"n_group", 4}, {"topk_group", 2},
+      {"topk_method", "group_limited_greedy"}, {"routed_scaling_factor", 1.5},
+      {"moe_intermediate_size", 24}, {"intermediate_size", 40}, {"rms_norm_eps", 1e-6},
+      {"rope_theta", 10000.0}, {"max_position_embeddings", 512}, {"eos_token_id", 60},
+      {"rope_scaling", {{"type", "yarn"}, {"factor", 4}, {"original_max_position_embeddings", 16},
+                           {"mscale", 1.0}, {"mscale_all_dim", 0.5}}}};
+}
+
 inline Mesh mesh_of_one(at::Device device) {
   Mesh mesh;
   mesh.device = device;
   return mesh;
 }
 
-struct TinyModel {
+template <DecoderModel Model>
+struct TinyModelOf {
+  using Config = typename Model::Config;
+
   Mesh mesh;
-  Qwen3MoeModel model;
+  Model model;
   std::vector<ShardGroup> groups;
 
-  explicit TinyModel(const nlohmann::json& json = tiny_config(), at::ScalarType dtype = at::kFloat,
-      at::Device device = at::kCPU, double init_std = 0.1)
-      : TinyModel(Qwen3MoeConfig::parse(json, "test"), dtype, device, init_std) {}
+  explicit TinyModelOf(const nlohmann::json& json = tiny_config(),
+      at::ScalarType dtype = at::kFloat, at::Device device = at::kCPU, double init_std = 0.1)
+      : TinyModelOf(Config::parse(json, "test"), dtype, device, init_std) {}
 
-  TinyModel(const Qwen3MoeConfig& config, at::ScalarType dtype, at::Device device, double init_std)
+  TinyModelOf(const Config& config, at::ScalarType dtype, at::Device device, double init_std)
       : mesh(mesh_of_one(device)),
         model(config, whole_model(config.num_layers, config.num_experts)),
         groups(make_shard_groups(model.parameter_units(), dtype, mesh, ShardGroup::Use::training)) {
     for (ShardGroup& group : groups) group.initialize(7, init_std, config.num_layers);
   }
 
-  Pipeline<Qwen3MoeModel> pipeline(double balance_loss = 0, int64_t positions = 512) {
-    return Pipeline<Qwen3MoeModel>(model, mesh, positions, {balance_loss, false});
+  Pipeline<Model> pipeline(double balance_loss = 0, int64_t positions = 512) {
+    return Pipeline<Model>(model, mesh, positions, {balance_loss, false});
   }
 };
+using TinyModel = TinyModelOf<Qwen3MoeModel>;
 
 // Rows of ragged documents from a fixed pattern; labels stop at documents.
 inline std::vector<Row> ragged_rows(

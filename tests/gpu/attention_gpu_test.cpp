@@ -13,6 +13,7 @@ struct Case {
   std::vector<int32_t> cu_q, cu_k;
   int64_t heads, kv_heads, dim;
   std::string path;  // how the BF16 kernel's name starts
+  int64_t v_dim = dim;
 };
 
 std::vector<int32_t> rows(int32_t count, int32_t length) {
@@ -31,8 +32,14 @@ const Case kCases[] = {
     {{0, 1}, {0, 1}, 8, 8, 32, "Flash"},
     {{0, 130, 131, 400}, {0, 130, 131, 400}, 32, 4, 128, "Flash"},
     {{0, 77, 200}, {0, 77, 200}, 12, 2, 32, "Flash"},
-    {{0, 3, 8}, {0, 60, 93}, 8, 2, 64, "Flash"},   // fewer queries than keys
-    {{0, 9, 17}, {0, 9, 17}, 6, 3, 20, "matrix"},  // no fused kernel for this head size
+    {{0, 3, 8}, {0, 60, 93}, 8, 2, 64, "Flash"},              // fewer queries than keys
+    {{0, 9, 17}, {0, 9, 17}, 6, 3, 20, "matrix"},             // no fused kernel for this head size
+    {rows(2, 256), rows(2, 256), 16, 16, 192, "cuDNN", 128},  // DeepSeek's latent attention
+    {{0, 130, 131, 400}, {0, 130, 131, 400}, 16, 16, 192, "Flash", 128},
+    {{0, 3, 8}, {0, 60, 93}, 16, 16, 192, "Flash", 128},
+    {rows(2, 128), rows(2, 128), 4, 2, 160, "Flash", 64},  // two sizes that cuDNN is not asked for
+    {{0, 77, 200}, {0, 77, 200}, 4, 4, 32, "Flash", 64},
+    {{0, 9, 17}, {0, 9, 17}, 6, 3, 20, "matrix", 12},
 };
 
 Operator attention_of(const Case& c) {
@@ -44,7 +51,7 @@ Operator attention_of(const Case& c) {
 std::vector<Tensor> inputs(const Case& c, at::ScalarType dtype) {
   return {random_tensor("q", {c.cu_q.back(), c.heads, c.dim}, dtype),
       random_tensor("k", {c.cu_k.back(), c.kv_heads, c.dim}, dtype),
-      random_tensor("v", {c.cu_k.back(), c.kv_heads, c.dim}, dtype)};
+      random_tensor("v", {c.cu_k.back(), c.kv_heads, c.v_dim}, dtype)};
 }
 
 // deterministicAlgorithms for a scope, without LibTorch's filling of new memory.
@@ -61,12 +68,13 @@ TEST(AttentionGpu, MatchesTheReference) {
         SCOPED_TRACE(fmt::format("{} heads over {}, {} queries, head size {}, {}", c.heads,
             c.kv_heads, c.cu_q.back(), c.dim, dtype_name(dtype)));
         const auto x = inputs(c, dtype);
-        const Tensor cotangent = random_tensor("cotangent", x[0].sizes().vec(), dtype);
+        const Tensor cotangent =
+            random_tensor("cotangent", {x[0].size(0), c.heads, c.v_dim}, dtype);
         const auto exact = run_operator(attention_of(c), x, {}, at::kDouble, at::kCPU, cotangent);
         poison();
         const Deterministic scope(deterministic);
         const AttentionSpan span = make_span(c.cu_q, c.cu_k, kGpu);
-        const std::string path = attention_path(x[0].to(kGpu), span);
+        const std::string path = attention_path(x[0].to(kGpu), x[2].to(kGpu), span);
         if (dtype == at::kFloat) {
           EXPECT_TRUE(path.starts_with("matrix")) << path;
         } else {
@@ -97,6 +105,7 @@ TEST(AttentionGpu, PartsMatchTheReference) {
     std::vector<int32_t> cu_q, cu_k;
     bool causal;
     int64_t heads, kv_heads, dim;
+    int64_t v_dim = dim;
   };
   const Part parts[] = {
       {rows(2, 256), rows(2, 256), true, 32, 4, 128},   // cuDNN
@@ -107,6 +116,9 @@ TEST(AttentionGpu, PartsMatchTheReference) {
       {{0, 1, 2, 5}, {0, 100, 101, 340}, false, 8, 2, 64},
       {{0, 1, 2}, {0, 1, 2}, false, 32, 4, 128},
       {{0, 9, 17}, {0, 3, 30}, false, 6, 3, 20},  // products
+      {rows(2, 256), rows(2, 256), true, 16, 16, 192, 128},
+      {rows(1, 256), rows(1, 128), false, 16, 16, 192, 128},
+      {{0, 130, 131, 400}, {0, 7, 90, 300}, false, 16, 16, 192, 128},
   };
   for (const Part& c : parts) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
@@ -117,8 +129,9 @@ TEST(AttentionGpu, PartsMatchTheReference) {
         const std::vector<int64_t> q_shape{c.cu_q.back(), c.heads, c.dim};
         const std::vector<int64_t> k_shape{c.cu_k.back(), c.kv_heads, c.dim};
         const Tensor q = random_tensor("q", q_shape, dtype), k = random_tensor("k", k_shape, dtype);
-        const Tensor v = random_tensor("v", k_shape, dtype);
-        const Tensor dout = random_tensor("dout", q_shape, dtype);
+        const std::vector<int64_t> out_shape{c.cu_q.back(), c.heads, c.v_dim};
+        const Tensor v = random_tensor("v", {c.cu_k.back(), c.kv_heads, c.v_dim}, dtype);
+        const Tensor dout = random_tensor("dout", out_shape, dtype);
         const auto run = [&](at::Device device, at::ScalarType type, const AttentionPart& whole) {
           const auto to = [&](const Tensor& x) { return x.to(device, type); };
           const AttentionSpan span = make_span(c.cu_q, c.cu_k, device);
@@ -130,7 +143,7 @@ TEST(AttentionGpu, PartsMatchTheReference) {
           return std::vector<Tensor>{part.out, part.lse, grad[0], grad[1], grad[2]};
         };
         const Tensor lse = run(at::kCPU, at::kDouble, {})[1] + 0.5;
-        const AttentionPart whole{random_tensor("out", q_shape, dtype, 0.1), lse};
+        const AttentionPart whole{random_tensor("out", out_shape, dtype, 0.1), lse};
         const auto exact = run(at::kCPU, at::kDouble, whole);
         poison();
         const auto got = run(kGpu, dtype, whole);

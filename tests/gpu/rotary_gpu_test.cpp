@@ -42,6 +42,31 @@ TEST(RotaryGpu, StridedHeads) {
   }
 }
 
+// Pairs of neighbours, behind elements that are only copied; vectors of 8, 4, 2 and 1.
+TEST(RotaryGpu, NeighboursBehindPlainElements) {
+  for (const int64_t first : {0, 8, 13, 128}) {
+    for (const int64_t dim : {2, 6, 16, 64}) {
+      for (const int64_t heads : {1, 3, 16}) {
+        SCOPED_TRACE(fmt::format("{} + {}, {} heads", first, dim, heads));
+        const auto turn = [&](const auto& in, auto&) {
+          const RotaryTable table = make_rotary_table(5000, dim, 1e4, in[0].device());
+          const Tensor view = in[0].narrow(1, 3, heads * (first + dim));
+          return rotary(
+              view.view({-1, heads, first + dim}), in[1], table, RotaryPairs::neighbours, first);
+        };
+        const Tensor positions = ((at::arange(133) * 37) % 5000).to(at::kInt);
+        check_on_gpu(
+            turn, {random_tensor("x", {133, heads * (first + dim) + 5}), positions}, {}, 1e-6);
+        const auto halves = [&](const auto& in, auto&) {
+          const RotaryTable table = make_rotary_table(5000, dim, 1e4, in[0].device());
+          return rotary(in[0], in[1], table, RotaryPairs::halves, first);
+        };
+        check_on_gpu(halves, {random_tensor("x", {133, heads, first + dim}), positions}, {}, 1e-6);
+      }
+    }
+  }
+}
+
 TEST(RotaryGpu, PositionOutsideTheTableIsNaN) {
   const RotaryTable table = make_rotary_table(4, 16, 1e4, kGpu);
   const Tensor x = random_tensor("x", {3, 2, 16}, at::kFloat).to(kGpu);

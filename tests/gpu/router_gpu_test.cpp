@@ -34,6 +34,15 @@ TEST(RouterGpu, TopKEqualsTheReference) {
   EXPECT_EQ(topk_lowest_id(at::zeros({0, 4}).to(kGpu), 2).size(0), 0);
 }
 
+TEST(RouterGpu, GroupLimitedTopKEqualsTheReference) {
+  for (const Case& c : {Case{129, 160, 6}, Case{37, 12, 3}, Case{1, 8, 4}}) {
+    const Tensor scores =
+        (random_tensor("scores", {c.rows, c.num_experts}, at::kFloat) * 4).round() / 4;
+    EXPECT_TRUE(at::equal(group_limited_topk(scores.to(kGpu), c.k, 4, 2).cpu(),
+        group_limited_topk(scores, c.k, 4, 2)));
+  }
+}
+
 // Known fault 26: -inf and NaN rows give distinct ids; NaN comes after everything else.
 TEST(RouterGpu, DegenerateRowsKeepDistinctIds) {
   const Tensor nan = at::full({1, 6}, NAN);

@@ -16,12 +16,13 @@ namespace {
 Tensor naive_attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span, double scale) {
   const Tensor query = q.to(at::kDouble).contiguous(), key = k.to(at::kDouble).contiguous();
-  const Tensor value = v.to(at::kDouble).contiguous(), out = at::zeros_like(query);
-  const int64_t heads = q.size(1), kv_heads = k.size(1), dim = q.size(2);
+  const Tensor value = v.to(at::kDouble).contiguous();
+  const int64_t heads = q.size(1), kv_heads = k.size(1), dim = q.size(2), v_dim = v.size(2);
+  const Tensor out = at::zeros({q.size(0), heads, v_dim}, query.options());
   const int32_t *cu_q = span.cu_q_host.data_ptr<int32_t>(),
                 *cu_k = span.cu_k_host.data_ptr<int32_t>();
   auto at = [&](const Tensor& x, int64_t row, int64_t head) {
-    return x.data_ptr<double>() + (row * x.size(1) + head) * dim;
+    return x.data_ptr<double>() + (row * x.size(1) + head) * x.size(2);
   };
   for (int64_t d = 0; d + 1 < span.cu_q_host.numel(); ++d) {
     const int64_t extra = (cu_k[d + 1] - cu_k[d]) - (cu_q[d + 1] - cu_q[d]);
@@ -35,9 +36,9 @@ Tensor naive_attention(
           for (int64_t c = 0; c < dim; ++c) score += at(query, i, h)[c] * at(key, j, g)[c];
           const double weight = std::exp(scale * score);
           total += weight;
-          for (int64_t c = 0; c < dim; ++c) o[c] += weight * at(value, j, g)[c];
+          for (int64_t c = 0; c < v_dim; ++c) o[c] += weight * at(value, j, g)[c];
         }
-        for (int64_t c = 0; c < dim; ++c) o[c] /= total;
+        for (int64_t c = 0; c < v_dim; ++c) o[c] /= total;
       }
     }
   }
@@ -47,6 +48,7 @@ Tensor naive_attention(
 struct Case {
   std::vector<int32_t> cu_q, cu_k;
   int64_t heads, kv_heads, dim;
+  int64_t v_dim = dim;
 };
 
 const Case kCases[] = {
@@ -55,8 +57,11 @@ const Case kCases[] = {
     {{0, 0, 5, 5, 12}, {0, 0, 5, 5, 12}, 4, 2, 3},  // empty documents, odd head size
     {{0, 4, 8, 12}, {0, 4, 8, 12}, 2, 1, 8},        // equal documents
     {{0, 3, 6, 7, 8, 13}, {0, 3, 6, 7, 8, 13}, 6, 3, 5},
-    {{0, 1, 2}, {0, 7, 12}, 4, 2, 4},         // decoding: one query each
-    {{0, 3, 3, 5}, {0, 9, 13, 15}, 4, 1, 4},  // fewer queries than keys, none, as many
+    {{0, 1, 2}, {0, 7, 12}, 4, 2, 4},          // decoding: one query each
+    {{0, 3, 3, 5}, {0, 9, 13, 15}, 4, 1, 4},   // fewer queries than keys, none, as many
+    {{0, 4, 4, 9}, {0, 4, 4, 9}, 4, 2, 6, 3},  // values narrower than keys, and wider
+    {{0, 5, 10}, {0, 5, 10}, 2, 1, 3, 5},
+    {{0, 1, 3}, {0, 7, 12}, 2, 2, 3, 2},
 };
 
 struct Inputs {
@@ -66,7 +71,7 @@ struct Inputs {
 Inputs inputs(const Case& c, at::ScalarType dtype) {
   return {random_tensor("q", {c.cu_q.back(), c.heads, c.dim}, dtype),
       random_tensor("k", {c.cu_k.back(), c.kv_heads, c.dim}, dtype),
-      random_tensor("v", {c.cu_k.back(), c.kv_heads, c.dim}, dtype)};
+      random_tensor("v", {c.cu_k.back(), c.kv_heads, c.v_dim}, dtype)};
 }
 
 TEST(Attention, MatchesTheDefinition) {

@@ -15,6 +15,11 @@ namespace {
 
 Tensor places(std::vector<int32_t> values) { return at::tensor(values, at::kInt); }
 
+nlohmann::json golden() {
+  std::ifstream file(std::string(PITH_SOURCE_DIR) + "/tests/golden/rope.json");
+  return nlohmann::json::parse(file);
+}
+
 TEST(Rotary, GradientsMatchFiniteDifferences) {
   struct Case {
     std::vector<int32_t> positions;
@@ -45,6 +50,54 @@ TEST(Rotary, HalfSplitLayout) {
   }
 }
 
+// Pairs (2i, 2i + 1), as DeepSeek has them, after elements that are not turned; q and k as
+// transformers' DeepSeek-V2 turns them.
+TEST(Rotary, NeighboursBehindPlainElements) {
+  const auto turn = [](const Tensor& x, std::vector<int32_t> positions, int64_t first) {
+    const RotaryTable table = make_rotary_table(8, x.size(2) - first, 10000.0, at::kCPU);
+    return rotary(x, places(std::move(positions)), table, RotaryPairs::neighbours, first);
+  };
+  const nlohmann::json expected = golden()["pair_layout"];
+  ASSERT_EQ(expected["theta"], 10000.0);
+  for (const char* name : {"q", "k"}) {
+    const std::vector<double> x = expected[name], y = expected["interleaved"][name];
+    const Tensor got = turn(
+        at::tensor(x, at::kDouble).view({1, 1, 8}), {expected[std::string(name) + "_position"]}, 0);
+    EXPECT_LE(max_difference(got, at::tensor(y, at::kDouble).view({1, 1, 8})), 1e-6);
+  }
+  Tensor x = random_tensor("x", {3, 2, 11});
+  const Tensor y = turn(x, {0, 7, 3}, 5);
+  EXPECT_TRUE(at::equal(y.narrow(2, 0, 5), x.narrow(2, 0, 5)));
+  EXPECT_TRUE(at::equal(y.narrow(2, 5, 6), turn(x.narrow(2, 5, 6), {0, 7, 3}, 0)));
+  check_gradients([&] { return turn(x, {0, 7, 3}, 5); }, {x}, {});
+  check_gradients([&] { return turn(x.narrow(2, 1, 4), {1, 0, 6}, 2); }, {x}, {});
+}
+
+// Known fault 19: DeepSeek-V2-Lite's numbers.
+TEST(Rotary, YarnOfDeepseek) {
+  const double mscale = yarn_mscale(40, 0.707);
+  EXPECT_NEAR(mscale, 1.2608038, 1e-7);
+  EXPECT_EQ(yarn_mscale(1, 0.707), 1);
+  const Yarn yarn{.factor = 40, .original_positions = 4096};
+  const RotaryTable plain = make_rotary_table(2, 64, 10000.0, at::kCPU);
+  const RotaryTable got = make_rotary_table(2, 64, 10000.0, at::kCPU, yarn);
+  const Tensor angle = got.sin[1].to(at::kDouble).asin(),
+               before = plain.sin[1].to(at::kDouble).asin();
+  EXPECT_LE(max_difference(angle.narrow(0, 0, 11), before.narrow(0, 0, 11)), 1e-7);  // kept
+  EXPECT_LE(max_difference(angle.narrow(0, 23, 9) * 40, before.narrow(0, 23, 9)), 1e-6);
+  EXPECT_NEAR(angle[16].item<double>(), 0.0055, 1e-7);
+  EXPECT_GT((before[11] / angle[11]).item<double>(), 1.01);
+  EXPECT_LT((before[22] / angle[22]).item<double>(), 39);
+  const RotaryTable louder =
+      make_rotary_table(2, 64, 10000.0, at::kCPU, {.factor = 40, .magnitude = 1.5});
+  EXPECT_LE(max_difference(louder.cos, got.cos * 1.5), 1e-6);
+  // gpt-oss does not round the borders (8.09 and 17.4 of 32).
+  const Yarn exact{.factor = 32, .original_positions = 4096, .truncate = false};
+  const RotaryTable oss = make_rotary_table(2, 64, 150000.0, at::kCPU, exact);
+  const double share = (9 - 8.0928) / (17.3980 - 8.0928), frequency = std::pow(150000.0, -9.0 / 32);
+  EXPECT_NEAR(oss.sin[1][9].item<double>(), std::sin(frequency * (1 - share + share / 32)), 1e-5);
+}
+
 // What the rotation is for: products of queries and keys depend on the distance alone.
 TEST(Rotary, ProductsDependOnDistance) {
   const RotaryTable table = make_rotary_table(5000, 16, 1e6, at::kCPU);
@@ -57,11 +110,6 @@ TEST(Rotary, ProductsDependOnDistance) {
   EXPECT_NEAR(product(7, 3), product(4, 0), 1e-5);
   EXPECT_NEAR(product(7, 3), product(4900, 4896), 1e-5);
   EXPECT_GT(std::abs(product(7, 3) - product(3, 7)), 1e-3);
-}
-
-nlohmann::json golden() {
-  std::ifstream file(std::string(PITH_SOURCE_DIR) + "/tests/golden/rope.json");
-  return nlohmann::json::parse(file);
 }
 
 // Positions that BF16 cannot tell apart (256, 257) and long ones, against FP64.

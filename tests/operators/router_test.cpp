@@ -41,6 +41,21 @@ TEST(TopK, DegenerateRowsKeepDistinctIds) {
   EXPECT_TRUE(contains(error_text([&] { topk_lowest_id(broken, 2); }), "logits(2, 4) is NaN"));
 }
 
+// Six experts in three groups: the two groups with the highest single logits, then the best of
+// their four experts, wherever the others are.
+TEST(TopK, LimitedToGroups) {
+  const Tensor scores =
+      values({9, 0, 7, 6, 8, 8, 1, 1, 1, 1, 1, 1, -5, -1, -2, -6, -3, -4}, {3, 6});
+  EXPECT_EQ(list<int64_t>(group_limited_topk(scores, 3, 3, 2)),
+      (std::vector<int64_t>{0, 4, 5, 0, 1, 2, 1, 2, 0}));
+  EXPECT_TRUE(at::equal(group_limited_topk(scores, 3, 3, 3), topk_lowest_id(scores, 3)));
+  EXPECT_EQ(
+      list<int64_t>(group_limited_topk(scores, 2, 3, 1)), (std::vector<int64_t>{0, 1, 0, 1, 1, 0}));
+  EXPECT_EQ(group_limited_topk(at::zeros({0, 6}), 2, 3, 2).size(0), 0);
+  EXPECT_THROW(group_limited_topk(scores, 3, 3, 1), Error);
+  EXPECT_THROW(group_limited_topk(scores, 1, 4, 2), Error);
+}
+
 // Known fault 23: the meaning of the weights.
 TEST(Route, WeightsOfTheTwoConventions) {
   const Tensor logits = values({2, 1, 0, -1}, {1, 4});

@@ -101,6 +101,7 @@ struct Case {
   int64_t length;
   std::vector<Begins> documents;
   int64_t heads, kv_heads, dim;
+  int64_t v_dim = dim;
 };
 
 const Begins kOneToken = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -111,6 +112,7 @@ const Case kCases[] = {
     {"next to a chunk border", 32, {{0, 7, 17}, {0, 9, 15, 25}}, 6, 3, 5},
     {"ragged rows", 48, {{0, 1, 7, 30}, {0, 24, 25}, {0, 47}}, 4, 2, 6},
     {"documents of one token", 16, {kOneToken, {0, 15}}, 4, 4, 4},
+    {"values narrower than keys", 48, {{0, 1, 7, 30}, {0}, {0, 47}}, 3, 3, 6, 4},
 };
 
 // The layouts of this run: CP of 2, and of 4 where there are so many processes.
@@ -134,8 +136,8 @@ TEST(Context, RingAttentionEqualsAttention) {
       const int64_t tokens = whole.num_tokens();
       std::vector<Tensor> x{random_tensor("q", {tokens, c.heads, c.dim}),
           random_tensor("k", {tokens, c.kv_heads, c.dim}),
-          random_tensor("v", {tokens, c.kv_heads, c.dim})};
-      const Tensor cotangent = random_tensor("cotangent", x[0].sizes().vec());
+          random_tensor("v", {tokens, c.kv_heads, c.v_dim})};
+      const Tensor cotangent = random_tensor("cotangent", {tokens, c.heads, c.v_dim});
       for (Tensor& t : x) t.set_requires_grad(true);
       const Tensor expected = attention(x[0], x[1], x[2], span_of(whole), 0.3);
       expected.backward(cotangent);

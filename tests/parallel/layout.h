@@ -46,7 +46,7 @@ inline std::vector<RoutingTape> tapes_for(
     const Problem& problem, const std::vector<MicroBatch>& batches, at::Device device) {
   std::vector<RoutingTape> tapes(batches.size());
   if (problem.experts.empty()) return tapes;
-  const auto layers = static_cast<size_t>(problem.model().num_layers);
+  const auto layers = problem.config["num_hidden_layers"].get<size_t>();
   const auto k = std::ssize(problem.experts);
   for (size_t m = 0; m < batches.size(); ++m) {
     Tensor routes = at::empty({batches[m].num_tokens(), k}, at::TensorOptions(at::kLong));
@@ -58,19 +58,19 @@ inline std::vector<RoutingTape> tapes_for(
 }
 
 // Runs `steps` steps of a part of the batch and reduces as training does.
-inline Outcome run(const Problem& problem, const Layout& layout, const Mesh& mesh,
+template <class Model>
+Outcome run_model(const Problem& problem, const Layout& layout, const Mesh& mesh,
     const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
-  const Qwen3MoeConfig config = problem.model();
+  const auto config = Model::Config::parse(problem.config, "test");
   const auto chunks =
       layout.chunks.empty() ? default_chunks(config, mesh.shape, problem.length()) : layout.chunks;
   const ModelPart part = model_part(chunks, mesh.shape, mesh.place, config.num_experts);
-  Qwen3MoeModel model(config, part);
+  Model model(config, part);
   auto groups = make_shard_groups(
       model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training, layout.mode);
   const ModelShards shards(groups, part, part.head ? &model.head_weight() : nullptr);
   for (ShardGroup& group : groups) group.initialize(7, 0.1, config.num_layers);
-  Pipeline<Qwen3MoeModel> pipeline(
-      model, mesh, 512, {0.1, false}, chunks, &shards, layout.recompute);
+  Pipeline<Model> pipeline(model, mesh, 512, {0.1, false}, chunks, &shards, layout.recompute);
   Outcome out;
   const RunConfig::Training training;
   for (int64_t step = 1; step <= steps; ++step) {
@@ -105,6 +105,13 @@ inline Outcome run(const Problem& problem, const Layout& layout, const Mesh& mes
       out.weights[fmt::format("{}@{}", piece.tensor->name, piece.first)] =
           group.master.narrow(0, piece.begin, piece.count).clone().cpu();
   return out;
+}
+
+inline Outcome run(const Problem& problem, const Layout& layout, const Mesh& mesh,
+    const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
+  const bool deepseek = problem.config["model_type"] == "deepseek_v2";
+  return (deepseek ? run_model<DeepseekV2Model> : run_model<Qwen3MoeModel>)(problem, layout, mesh,
+      batches, rule, steps);
 }
 
 // One row a micro-batch, everything in this process.

@@ -1,6 +1,7 @@
 // The layout suite: what a tiny model computes on layouts of this many processes equals what one
-// process computes. PITH_LAYOUTS=all runs every combination, otherwise a covering part.
-// PITH_LAYOUT_SEED=N draws other random layouts of other random models, more of them.
+// process computes. PITH_LAYOUTS=all runs every combination, PITH_LAYOUTS="pp 2 cp 1 ep 4" those
+// whose name (Layout::name) has these words, otherwise a covering part. PITH_LAYOUT_SEED=N draws
+// other random layouts of other random models, more of them.
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/ranges.h>
@@ -15,14 +16,16 @@ namespace {
 constexpr int64_t kRows = 32, kLength = 24;
 
 // Five layers: no number of chunks divides them. An odd vocabulary.
-Problem usual_problem() {
-  nlohmann::json config = tiny_config();
+Problem usual_problem(bool deepseek = false) {
+  nlohmann::json config = deepseek ? tiny_deepseek_config() : tiny_config();
   config["num_hidden_layers"] = 5;
-  config["num_experts"] = 8;
+  config[deepseek ? "n_routed_experts" : "num_experts"] = 8;
   return {config, ragged_rows(kRows, kLength, 61)};
 }
 
-std::vector<Layout> layouts(int64_t size, bool all) {
+// One of `stride` layouts, 1 for all. It should divide no axis' count of values, so that all of
+// these are met.
+std::vector<Layout> layouts(int64_t size, size_t stride) {
   std::vector<Layout> list;
   for (const int64_t pp : {1, 2, 4}) {
     for (const int64_t cp : {1, 2}) {
@@ -41,28 +44,31 @@ std::vector<Layout> layouts(int64_t size, bool all) {
       }
     }
   }
-  if (all) return list;
-  // Every third, of eight processes every fifth: neither divides the count of an axis' values, so
-  // all of these are met.
-  const size_t stride = size < 8 ? 3 : 5;
   std::vector<Layout> some;
   for (size_t i = 0; i < list.size(); i += stride) some.push_back(list[i]);
   return some;
 }
 
-TEST(Layout, EveryLayoutComputesTheSame) {
+void check_layouts(const Problem& problem, size_t stride) {
   const char* wanted = std::getenv("PITH_LAYOUTS");
-  const bool all = wanted != nullptr && std::string(wanted) == "all";
-  const Problem problem = usual_problem();
   const Outcome sgd = run_alone(problem, Rule::sgd, 3), adamw = run_alone(problem, Rule::adamw, 3);
-  const std::vector<Layout> list = layouts(world().size(), all);
+  std::vector<Layout> list = layouts(world().size(), wanted != nullptr ? 1 : stride);
+  if (wanted != nullptr && std::string(wanted) != "all")
+    std::erase_if(list, [&](const Layout& it) { return !contains(it.name(), wanted); });
   ASSERT_FALSE(list.empty());
   for (const Layout& layout : list) expect_same(problem, layout, 3, sgd, &adamw);
 }
 
+TEST(Layout, EveryLayoutComputesTheSame) {
+  check_layouts(usual_problem(), world().size() < 8 ? 3 : 5);
+}
+// The engine is the same for all families: of a second one fewer layouts show what is its own.
+TEST(Layout, EveryLayoutComputesTheSameOfDeepseekV2) {
+  check_layouts(usual_problem(true), world().size() < 8 ? 7 : 13);
+}
+
 // Recomputed layers: with experts, stages and rows that are cut.
-TEST(Layout, RecomputedActivationsGiveTheSameGradients) {
-  Problem problem = usual_problem();
+void check_recomputed(Problem problem) {
   problem.rows = ragged_rows(4 * world().size(), kLength, 61);
   const Outcome expected = run_alone(problem, Rule::sgd, 1);
   for (const Layout& layout : {Layout{{.ep = 2}}, {{.pp = 2}, ShardMode::reshard, 2},
@@ -74,6 +80,11 @@ TEST(Layout, RecomputedActivationsGiveTheSameGradients) {
   }
 }
 
+TEST(Layout, RecomputedActivationsGiveTheSameGradients) { check_recomputed(usual_problem()); }
+TEST(Layout, RecomputedActivationsGiveTheSameGradientsOfDeepseekV2) {
+  check_recomputed(usual_problem(true));
+}
+
 struct PeakMemory : c10::MemoryReportingInfoBase {
   int64_t now = 0, peak = 0;
   void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
@@ -82,17 +93,18 @@ struct PeakMemory : c10::MemoryReportingInfoBase {
   bool memoryProfilingEnabled() const override { return true; }
 };
 
-TEST(Layout, RecomputedLayersKeepTheirInputsOnly) {
-  nlohmann::json config = tiny_config();
+// In one process the gradients are the same to the bit.
+template <class Model>
+void check_kept(nlohmann::json config) {
   config["num_hidden_layers"] = 8;
   const std::vector<MicroBatch> batches = cut(ragged_rows(1, 512, 61), 1);
   std::vector<int64_t> peaks;
   std::vector<Tensor> grads;
   double balance = 0;
   for (const bool recompute : {false, true}) {
-    TinyModel tiny(config);
+    TinyModelOf<Model> tiny(config);
     zero_grads(tiny.groups);
-    Pipeline<Qwen3MoeModel> pipeline(
+    Pipeline<Model> pipeline(
         tiny.model, tiny.mesh, 512, {0.1, false}, {}, nullptr, recompute);
     const auto memory = std::make_shared<PeakMemory>();
     std::vector<RoutingTape> tapes(1);
@@ -100,8 +112,8 @@ TEST(Layout, RecomputedLayersKeepTheirInputsOnly) {
       const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, memory);
       const BatchResult result = pipeline.forward_backward(batches, NextTokenLoss(), tapes);
       EXPECT_EQ(result.num_moe_layers, 7);
-      if (recompute) { EXPECT_EQ(result.balance_sum.item<double>(), balance); }
-      balance = result.balance_sum.item<double>();
+      if (recompute) { EXPECT_EQ(result.balance_sum.template item<double>(), balance); }
+      balance = result.balance_sum.template item<double>();
     }
     EXPECT_TRUE(tapes[0].topk_weight[7].defined());
     peaks.push_back(memory->peak);
@@ -111,6 +123,11 @@ TEST(Layout, RecomputedLayersKeepTheirInputsOnly) {
   EXPECT_LT(peaks[1], peaks[0] / 2);
   for (size_t i = 0; 2 * i < grads.size(); ++i)
     EXPECT_TRUE(at::equal(grads[i], grads[i + grads.size() / 2])) << "group " << i;
+}
+
+TEST(Layout, RecomputedLayersKeepTheirInputsOnly) {
+  check_kept<Qwen3MoeModel>(tiny_config());
+  check_kept<DeepseekV2Model>(tiny_deepseek_config());
 }
 
 // --- random ones ---

@@ -1,0 +1,209 @@
+#include "models/common.h"
+
+#include <nlohmann/json.hpp>
+
+#include "operators/router.h"
+
+namespace pith {
+
+using nlohmann::json;
+
+bool Fields::has(const char* key) const {
+  return object_.contains(key) && !object_[key].is_null();
+}
+const json& Fields::operator[](const char* key) const { return object_[key]; }
+
+int64_t Fields::count(const char* key, int64_t smallest) {
+  if (!has(key)) return problem(key, "is missing"), smallest;
+  if (!object_[key].is_number_integer() || object_[key].is_number_float())
+    return problem(key, "must be an integer"), smallest;
+  const bool huge = object_[key].is_number_unsigned() && object_[key].get<uint64_t>() > (1u << 30);
+  const auto value = huge ? -1 : object_[key].get<int64_t>();
+  if (value < smallest || value > (1 << 30)) {
+    problem(key, fmt::format("must lie in [{}, 2^30]", smallest));
+    return smallest;
+  }
+  return value;
+}
+
+double Fields::number(const char* key, double fallback) {
+  if (!has(key)) return fallback;
+  if (!object_[key].is_number()) return problem(key, "must be a number"), fallback;
+  const auto value = object_[key].get<double>();
+  if (!(value > 0)) problem(key, "must be positive");
+  return value;
+}
+
+bool Fields::flag(const char* key, bool fallback) {
+  if (!has(key)) return fallback;
+  if (!object_[key].is_boolean()) return problem(key, "must be true or false"), fallback;
+  return object_[key].get<bool>();
+}
+
+void Fields::only(const char* key, const json& value) {
+  if (has(key) && object_[key] != value)
+    problem(key, fmt::format("{} is not supported, only {}", object_[key].dump(), value.dump()));
+}
+
+RopeFields read_rope(Fields& fields, bool yarn) {
+  RopeFields rope{.theta = fields.number("rope_theta", 10000.0), .yarn = {}};
+  for (const char* key : {"rope_scaling", "rope_parameters"}) {
+    if (!fields.has(key)) continue;
+    if (!fields[key].is_object()) {
+      fields.problem(key, "must be an object");
+      continue;
+    }
+    Fields inner(fields[key], std::string(key) + ".");
+    rope.theta = inner.number("rope_theta", rope.theta);
+    bool stretched = false;
+    for (const char* kind : {"rope_type", "type"}) {
+      if (!inner.has(kind) || inner[kind] == "default") continue;
+      stretched = yarn && inner[kind] == "yarn";
+      if (!stretched) inner.problem(kind, inner[kind].dump() + " is not supported");
+    }
+    if (stretched) {
+      const double factor = inner.number("factor", 0);
+      if (!inner.has("factor")) inner.problem("factor", "is missing");
+      const auto original = inner.count("original_max_position_embeddings");
+      rope.yarn = {.factor = factor,
+          .original_positions = static_cast<double>(original),
+          .beta_fast = inner.number("beta_fast", 32),
+          .beta_slow = inner.number("beta_slow", 1),
+          .truncate = inner.flag("truncate", true)};
+      const bool all_dim = inner.has("mscale_all_dim") && inner["mscale_all_dim"] != 0;
+      const double all = all_dim ? yarn_mscale(factor, inner.number("mscale_all_dim", 1)) : 1;
+      const double mscale = yarn_mscale(factor, inner.number("mscale", 1));
+      rope.yarn.magnitude = inner.number("attention_factor", mscale / all);
+      rope.softmax_factor = all * all;
+    }
+    fields.add_problems(inner);
+  }
+  return rope;
+}
+
+json read_config(const std::filesystem::path& path) {
+  const auto file = std::filesystem::is_directory(path) ? path / "config.json" : path;
+  std::ifstream stream(file);
+  PITH_CHECK(stream, "cannot read the model configuration {}", file.string());
+  json object = json::parse(stream, nullptr, false);
+  PITH_CHECK(!object.is_discarded(), "{} is not valid JSON", file.string());
+  return object;
+}
+
+void read_common(Fields& fields, ModelConfig& config, const char* family) {
+  fields.only("model_type", family);
+  if (!fields.has("model_type")) fields.problem("model_type", "is missing");
+  config.vocab_size = fields.count("vocab_size");
+  config.hidden_size = fields.count("hidden_size");
+  config.num_layers = fields.count("num_hidden_layers");
+  config.num_heads = fields.count("num_attention_heads");
+  config.experts_per_token = fields.count("num_experts_per_tok");
+  config.moe_intermediate_size = fields.count("moe_intermediate_size");
+  config.tie_embeddings = fields.flag("tie_word_embeddings", false);
+  config.rms_norm_eps = fields.number("rms_norm_eps", 1e-6);
+  fields.only("attention_bias", false);
+  fields.only("hidden_act", "silu");
+  fields.only("attention_dropout", 0);
+}
+
+void ModelConfig::cut_layers(int64_t layers) {
+  PITH_CHECK(layers >= 1 && layers <= num_layers, "cannot cut a model of {} layers to {}",
+      num_layers, layers);
+  num_layers = layers;
+}
+
+std::string ModelConfig::generation_json() const {
+  const json object = json::parse(source_json);
+  json generation = json::object();
+  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
+    if (object.contains(key) && !object[key].is_null()) generation[key] = object[key];
+  return generation.dump(2) + "\n";
+}
+
+json config_for_export(const std::string& source_json, const char* architecture, int64_t num_layers,
+    at::ScalarType dtype) {
+  json object = json::parse(source_json);
+  object["architectures"] = {architecture};
+  object["num_hidden_layers"] = num_layers;
+  object.erase("torch_dtype");  // the older name of dtype
+  object["dtype"] = dtype_name(dtype);
+  return object;
+}
+
+ModelEnds::ModelEnds(const ModelConfig& config, const ModelPart& part) {
+  const auto table = [&](const char* name) {
+    const std::vector<int64_t> shape{config.vocab_size, config.hidden_size};
+    return Parameter(name, shape, ParameterGroup::embedding, Init::normal);
+  };
+  if (part.embedding || (part.head && config.tie_embeddings))
+    embedding = table("model.embed_tokens.weight");
+  if (part.head) norm = norm_weight("model.norm.weight", config.hidden_size);
+  if (part.head && !config.tie_embeddings) head = table("lm_head.weight");
+}
+
+std::string layer_prefix(int64_t index) { return fmt::format("model.layers.{}.", index); }
+
+Parameter norm_weight(const std::string& name, int64_t size) {
+  return Parameter(name, {size}, ParameterGroup::norm, Init::ones);
+}
+
+Parameter gate_up_weight(const std::string& prefix, int64_t width, int64_t hidden) {
+  return Parameter(prefix + "gate_up_proj.weight", {2 * width, hidden},
+      {{prefix + "gate_proj.weight", {width, hidden}, 0},
+          {prefix + "up_proj.weight", {width, hidden}, width * hidden}},
+      ParameterGroup::matrix, Init::normal);
+}
+
+Parameter expert_gate_up_weight(
+    const std::string& prefix, int64_t width, int64_t hidden, int64_t begin, int64_t end) {
+  std::vector<HfTensor> tensors;
+  for (int64_t e = begin; e < end; ++e) {
+    const std::string expert = fmt::format("{}experts.{}.", prefix, e);
+    const int64_t numel = width * hidden, at = 2 * numel * (e - begin);
+    tensors.push_back({expert + "gate_proj.weight", {width, hidden}, at});
+    tensors.push_back({expert + "up_proj.weight", {width, hidden}, at + numel});
+  }
+  return Parameter(prefix + "experts.gate_up_proj", {end - begin, 2 * width, hidden},
+      std::move(tensors), ParameterGroup::expert, Init::normal);
+}
+
+Parameter expert_down_weight(
+    const std::string& prefix, int64_t width, int64_t hidden, int64_t begin, int64_t end) {
+  std::vector<HfTensor> tensors;
+  for (int64_t e = begin; e < end; ++e) {
+    tensors.push_back({fmt::format("{}experts.{}.down_proj.weight", prefix, e), {hidden, width},
+        hidden * width * (e - begin)});
+  }
+  return Parameter(prefix + "experts.down_proj", {end - begin, hidden, width}, std::move(tensors),
+      ParameterGroup::expert, Init::output_normal);
+}
+
+void choose_routes(
+    const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out) {
+  const auto layer = static_cast<size_t>(context.layer);
+  RoutingTape* tape = context.tape;
+  Tensor forced;
+  if (tape != nullptr && tape->replay)
+    forced = tape->topk_idx.at(layer);
+  else if (context.router.force_balance)
+    forced = balanced_routes(logits.size(0), choice.k, choice.num_experts, logits.device());
+  else if (choice.topk_groups < choice.groups)
+    forced = group_limited_topk(logits, choice.k, choice.groups, choice.topk_groups);
+  const Routing routing = route(logits, choice.k, choice.normalize, forced);
+  out.topk_idx = routing.topk_idx;
+  out.topk_weight = choice.scale == 1 ? routing.topk_weight : routing.topk_weight * choice.scale;
+  if (tape != nullptr && !tape->replay) {
+    tape->topk_idx.at(layer) = out.topk_idx;
+    tape->topk_weight.at(layer) = out.topk_weight.detach();
+  }
+  if (!context.batch.row_id.defined()) return;
+  const Tensor balance = sequence_balance_loss(routing.probabilities, routing.topk_idx,
+      context.batch.row_id, context.batch.num_rows, context.mesh.context);
+  out.balance = balance.detach();
+  if (context.router.balance_loss > 0) {
+    const auto rows = static_cast<double>(context.batch.global_rows);
+    out.aux = balance * (context.router.balance_loss / rows);
+  }
+}
+
+}  // namespace pith

@@ -1,0 +1,93 @@
+// What families share: fields of config.json, parameters in Hugging Face's layouts, routes.
+#pragma once
+#include <deque>
+#include <nlohmann/json_fwd.hpp>
+
+#include "models/model.h"
+
+namespace pith {
+
+// Reads typed fields of a config.json and collects what is wrong instead of stopping at the first.
+class Fields {
+ public:
+  explicit Fields(const nlohmann::json& object, std::string prefix = "")
+      : object_(object), prefix_(std::move(prefix)) {}
+
+  bool has(const char* key) const;  // and not null
+  const nlohmann::json& operator[](const char* key) const;
+  int64_t count(const char* key, int64_t smallest = 1);
+  int64_t count_or(const char* key, int64_t fallback, int64_t smallest = 1) {
+    return has(key) ? count(key, smallest) : fallback;
+  }
+  double number(const char* key, double fallback);  // positive
+  bool flag(const char* key, bool fallback);
+  // A problem unless the field is absent or has this value: what is not supported otherwise.
+  void only(const char* key, const nlohmann::json& value);
+
+  void problem(const std::string& key, const std::string& text) {
+    problems_ += fmt::format("\n  {}{} {}", prefix_, key, text);
+  }
+  void add_problems(const Fields& other) { problems_ += other.problems_; }
+  const std::string& problems() const { return problems_; }
+ private:
+  const nlohmann::json& object_;
+  std::string prefix_, problems_;
+};
+
+// rope_theta at the top level or inside rope_parameters, and YaRN in rope_scaling or there.
+struct RopeFields {
+  double theta;
+  Yarn yarn;
+  double softmax_factor = 1;  // of the softmax scale: the mscale of mscale_all_dim, squared
+};
+// Without `yarn`, a configuration that asks for it has a problem.
+RopeFields read_rope(Fields& fields, bool yarn);
+
+// The object in a config.json or in the one of a folder.
+nlohmann::json read_config(const std::filesystem::path& path);
+// Checks and reads what all families say in the same way.
+void read_common(Fields& fields, ModelConfig& config, const char* family);
+// config.json of a checkpoint: the one that was read, with these changes.
+nlohmann::json config_for_export(const std::string& source_json, const char* architecture,
+    int64_t num_layers, at::ScalarType dtype);
+
+// What stands before a model's first layer and behind its last, as far as a part holds it.
+struct ModelEnds {
+  Parameter embedding, norm, head;  // (V, H), (H), (V, H)
+
+  ModelEnds(const ModelConfig& config, const ModelPart& part);
+  Parameter& head_weight() { return head.shape.empty() ? embedding : head; }  // or tied
+};
+// The model's units of sharding.
+template <class Layer>
+std::vector<std::vector<Parameter*>> units_of(ModelEnds& ends, std::deque<Layer>& layers) {
+  std::vector<std::vector<Parameter*>> units;
+  if (!ends.embedding.shape.empty()) units.push_back({&ends.embedding});
+  for (Layer& layer : layers) units.push_back(layer.parameters());
+  if (!ends.norm.shape.empty()) units.push_back({&ends.norm});
+  if (!ends.head.shape.empty()) units.back().push_back(&ends.head);
+  return units;
+}
+
+std::string layer_prefix(int64_t index);
+Parameter norm_weight(const std::string& name, int64_t size);
+// Gate and up projections as one parameter (2 width, hidden): gate rows, then up rows.
+Parameter gate_up_weight(const std::string& prefix, int64_t width, int64_t hidden);
+// (experts, 2 width, hidden) and (experts, hidden, width) of experts [begin, end), one Hugging Face
+// tensor for each expert's gate, up and down.
+Parameter expert_gate_up_weight(
+    const std::string& prefix, int64_t width, int64_t hidden, int64_t begin, int64_t end);
+Parameter expert_down_weight(
+    const std::string& prefix, int64_t width, int64_t hidden, int64_t begin, int64_t end);
+
+struct RouteChoice {
+  int64_t k, num_experts;
+  bool normalize;                       // norm_topk_prob
+  int64_t groups = 1, topk_groups = 1;  // group_limited_topk() where some are left out
+  double scale = 1;                     // of the weights
+};
+// Routes (or the context's: replayed, balanced), weights and balance loss of logits (T, E) -> out.
+void choose_routes(
+    const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
+
+}  // namespace pith
