@@ -5,10 +5,10 @@
 #include "apps/families.h"
 #include "core/device.h"
 #include "engine/batches.h"
+#include "engine/checkpoint.h"
 #include "engine/file_io.h"
 #include "engine/pipeline.h"
 #include "engine/sampling.h"
-#include "engine/training_state.h"
 #include "text/tokenizer.h"
 
 namespace pith {

@@ -7,6 +7,7 @@
 #include "build_info.h"
 #include "core/device.h"
 #include "engine/batches.h"
+#include "engine/checkpoint.h"
 #include "engine/context_parallel.h"
 #include "engine/file_io.h"
 #include "engine/metrics.h"
@@ -14,7 +15,6 @@
 #include "engine/pipeline.h"
 #include "engine/profile.h"
 #include "engine/signals.h"
-#include "engine/training_state.h"
 
 namespace pith {
 namespace {

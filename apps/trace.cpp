@@ -4,10 +4,9 @@
 #include "apps/families.h"
 #include "core/device.h"
 #include "engine/batches.h"
+#include "engine/checkpoint.h"
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
-#include "engine/token_rows.h"
-#include "engine/training_state.h"
 
 namespace pith {
 namespace {

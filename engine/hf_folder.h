@@ -1,9 +1,5 @@
-// Hugging Face model folders: finding tensors over shards, importing them into parameters, writing
-// them.
+// Hugging Face model folders: tensors found over shards, imported into parameters, written.
 #pragma once
-#include <map>
-#include <span>
-
 #include "core/parameter.h"
 #include "engine/safetensors.h"
 
@@ -16,8 +12,11 @@ class HfFolder {
  public:
   explicit HfFolder(const std::filesystem::path& folder);
   std::vector<std::string> names() const;
-  const SafetensorsFile* file_of(const std::string& name) const;  // null: there is no such tensor
-  Tensor tensor(const std::string& name) const;                   // memory-mapped view
+  const SafetensorsFile* file_of(const std::string& name) const {  // null: there is no such tensor
+    const auto found = file_of_.find(name);
+    return found == file_of_.end() ? nullptr : &files_[found->second];
+  }
+  Tensor tensor(const std::string& name) const;  // memory-mapped view
   const std::filesystem::path& path() const { return path_; }
   const std::vector<SafetensorsFile>& files() const { return files_; }
  private:
@@ -30,8 +29,7 @@ class HfFolder {
 // (6144)", if every combination is there; else one by one.
 std::vector<std::string> summarize_names(const std::vector<std::string>& names);
 
-// Where elements [first, first + target.numel()) of a Hugging Face tensor go: flat, any float
-// dtype.
+// Where elements [first, first + target.numel()) of a tensor go: flat, any float dtype.
 struct ImportTarget {
   const HfTensor* tensor;
   int64_t first;
