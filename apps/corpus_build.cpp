@@ -449,10 +449,10 @@ void add_corpus_build_command(CLI::App& corpus) {
     sub->get_option(name)->transform(CLI::AsSizeValue(true));
   sub->add_flag("--restart", o->restart, "forget an unfinished build");
   sub->footer(
-      R"(.jsonl, .ndjson: a document a line. .parquet: a document a row. Other files: one each. All may
-be compressed (.gz, .zst). Folders are read in the order of their paths; names that begin with a dot
-and linked folders are left out. Empty texts, files that are not UTF-8 text and exact duplicates are
-skipped and counted.
+      R"(.jsonl, .ndjson: a document a line. .parquet: a document a row. Other files: one document.
+All may be compressed (.gz, .zst). Folders are read in the order of their paths; names that begin
+with a dot and linked folders are left out. Empty texts, files that are not UTF-8 text and exact
+duplicates are skipped and counted.
 An interrupted build goes on when the same command is given again; the result is the same.
 Example: pithtrain corpus build --out data/train --tokenizer qwen3/ --shard-size 1000000000 \
            --validation-share 0.001 --validation-out data/validation 'raw/*.jsonl.zst')");
