@@ -449,7 +449,7 @@ void add_corpus_build_command(CLI::App& corpus) {
     sub->get_option(name)->transform(CLI::AsSizeValue(true));
   sub->add_flag("--restart", o->restart, "forget an unfinished build");
   sub->footer(
-      R"(.jsonl, .ndjson: a document a line. .parquet: a document a row. Other files: one each.
+      R"(.jsonl, .ndjson: a document a line. .parquet: a document a row. Other files: one document.
 All may be compressed (.gz, .zst). Folders are read in the order of their paths; names that begin
 with a dot and linked folders are left out. Empty texts, files that are not UTF-8 text and exact
 duplicates are skipped and counted.

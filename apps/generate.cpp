@@ -55,7 +55,7 @@ MicroBatch pack(std::span<const Ids> sequences, std::span<const size_t> done, at
 }
 
 template <class Model>
-int generate(const GenerateOptions& options) {
+void generate(const GenerateOptions& options) {
   if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
   Mesh mesh;
   mesh.device = select_device(options.device);
@@ -129,7 +129,6 @@ int generate(const GenerateOptions& options) {
   if (!options.quiet)
     fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, elapsed.count(),
         real(produced) / elapsed.count());
-  return 0;
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ std::string count_of(size_t number, const char* what) {
 }
 
 struct Inspection {
-  std::string path = {};
+  std::string target = {};
   bool tensors = false;  // every tensor on a line of its own
   bool quick = false;    // no sums of data
   Problems problems = {};
@@ -204,8 +204,7 @@ struct Inspection {
         title(path, "Hugging Face model folder");
         return model(path);
       }
-      PITH_FAIL_HINT(
-          kKnown, "{}: a folder with nothing in it that this program knows", path.string());
+      PITH_FAIL_HINT(kKnown, "{}: nothing in it that this program knows", path.string());
     }
     if (path.extension() == ".safetensors") return safetensors(path);
     for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
@@ -245,10 +244,10 @@ void add_inspect_command(CLI::App& app) {
   const auto [sub, o] = add_command<Inspection>(app, "inspect",
       "Explain a corpus, checkpoint, run folder, model folder or safetensors file",
       [](Inspection& inspection) {
-        inspection.look_at(inspection.path);
+        inspection.look_at(inspection.target);
         inspection.report();
       });
-  sub->add_option("path", o->path, "what to explain")->required();
+  sub->add_option("path", o->target, "what to explain")->required();
   sub->add_flag("--tensors", o->tensors, "list every tensor, not patterns of names");
   sub->add_flag("--quick", o->quick, "do not read all data to verify checksums");
   sub->footer(

@@ -16,13 +16,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The mpirun of the wheels this program was built with, else that of PATH; MPIRUN goes first.
-std::string find_mpirun(const fs::path& self) {
-  if (const char* chosen = std::getenv("MPIRUN")) return chosen;
-  const fs::path own = self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun";
-  return fs::exists(own) ? own.lexically_normal().string() : "mpirun";
-}
-
 // Turns mpirun's "[1,3]<stderr>: text" into "[3] text" there. What mpirun says itself is kept back:
 // it is shown if no rank has said why the job failed.
 struct Output {
@@ -65,10 +58,15 @@ struct Options {
 
 void launch(const Options& options) {
   const int64_t processes = options.processes;
-  const std::vector<std::string> command = options.sub->remaining();
+  const std::vector<std::string> command = options.command->remaining();
   PITH_CHECK(!command.empty(), "no command to launch; try: launch {} pretrain run.toml", processes);
   const int64_t cores = std::max(1U, std::thread::hardware_concurrency());
-  const std::string mpirun = find_mpirun(fs::read_symlink("/proc/self/exe"));
+  // The mpirun of the wheels this program was built with, else that of PATH; MPIRUN goes first.
+  const fs::path self = fs::read_symlink("/proc/self/exe");
+  const fs::path own =
+      (self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun").lexically_normal();
+  const char* chosen = std::getenv("MPIRUN");
+  const std::string mpirun = chosen ? chosen : fs::exists(own) ? own.string() : "mpirun";
   std::vector<std::string> words{mpirun, "-n", std::to_string(processes), "--oversubscribe",
       "--bind-to", "none", "--output", "tag"};
   if (processes > cores) words.insert(words.end(), {"--mca", "mpi_yield_when_idle", "1"});

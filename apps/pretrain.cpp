@@ -181,7 +181,7 @@ class Run {
                         {"corpus", state_.to_json()}, {"build", kBuildDescription}});
   }
 
-  int train(Clock::time_point launched) {
+  void train(Clock::time_point launched) {
     if (first_rank()) fs::create_directories(folder_);
     const std::string origin = load_or_initialize();
     if (first_rank()) {
@@ -218,7 +218,6 @@ class Run {
     if (config_.checkpoint.save && state_.step > saved_step_) save();  // the end, or a signal
     writer_.finish();
     if (stopping_) event("stop", "stopped by a signal after step {}", state_.step);
-    return 0;
   }
  private:
   bool done() const { return state_.step >= last_step_; }
@@ -302,10 +301,9 @@ class Run {
       restore_weights(groups_, config_.model.init, config.tie_embeddings, whole.parameter_units());
       return "weights of " + config_.model.init;
     }
-    for (ShardGroup& group : groups_)
-      group.initialize(
-          config_.training.seed, config_.training.init_std, model_.config().num_layers);
-    return fmt::format("random weights, seed {}", config_.training.seed);
+    const auto& [seed, init_std] = std::tie(config_.training.seed, config_.training.init_std);
+    for (ShardGroup& group : groups_) group.initialize(seed, init_std, model_.config().num_layers);
+    return fmt::format("random weights, seed {}", seed);
   }
 
   std::string resume(const fs::path& checkpoint) {
@@ -469,11 +467,11 @@ class Run {
       const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_file(file));
     }
-    writer_.start(
-        folder_ / "checkpoints", std::move(content), config_.checkpoint.keep_last, mesh_.world);
+    const fs::path root = folder_ / "checkpoints";
+    writer_.start(root, std::move(content), config_.checkpoint.keep_last, mesh_.world);
     saved_step_ = state_.step;
     event("save", "checkpoint of step {} on its way to {} (copied in {:.2f} s)", state_.step,
-        (folder_ / "checkpoints").string(), seconds_since(start));
+        root.string(), seconds_since(start));
   }
 
   const RunConfig& config_;
@@ -496,7 +494,7 @@ class Run {
 };
 
 template <class Model>
-int pretrain(
+void pretrain(
     const RunConfig& config, const World* world, int64_t processes, Clock::time_point launched) {
   if (config.run.threads > 0) at::set_num_threads(static_cast<int>(config.run.threads));
   const at::Device device = select_device(config.run.device);
@@ -520,12 +518,11 @@ int pretrain(
     mesh.dp = data_parallel(shape, processes);
     mesh.device = device;
     fmt::print("{}", to_toml(config));
-    print_plan<Model>(config, model_config, mesh);
-    return 0;
+    return print_plan<Model>(config, model_config, mesh);
   }
   const Mesh mesh = make_mesh(shape, *world, device);
   install_signal_handlers();
-  return Run<Model>(config, std::move(model_config), mesh).train(launched);
+  Run<Model>(config, std::move(model_config), mesh).train(launched);
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ RoutingTape read_routes(const std::string& path, int64_t num_layers, at::Device 
 }
 
 template <class Model>
-int trace(const TraceOptions& options) {
+void trace(const TraceOptions& options) {
   PITH_CHECK(options.dtype == "fp32" || options.dtype == "bf16",
       "--dtype must be fp32 or bf16, not {}", options.dtype);
   Mesh mesh;
@@ -85,7 +85,6 @@ int trace(const TraceOptions& options) {
   write_safetensors(options.out, written);
   fmt::print("{}: {} tensors; loss {:.6f} over {} trained tokens\n", options.out, written.size(),
       (result.loss_sum / divisor).template item<double>(), trained);
-  return 0;
 }
 
 }  // namespace
