@@ -4,7 +4,6 @@
 
 #include <nlohmann/json.hpp>
 #include <ranges>
-#include <ranges>
 
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"

@@ -21,10 +21,9 @@ __device__ inline SoftmaxSum combine(SoftmaxSum a, SoftmaxSum b) {
 // Over the block, in a fixed order; every thread gets the same bits.
 __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
   __shared__ SoftmaxSum part[kWarps];
-  for (int distance = 16; distance > 0; distance /= 2) {
+  for (int distance = 16; distance > 0; distance /= 2)
     x = combine(x, {__shfl_xor_sync(0xffffffffu, x.top, distance),
                        __shfl_xor_sync(0xffffffffu, x.sum, distance)});
-  }
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
   __syncthreads();
   SoftmaxSum all = part[0];
