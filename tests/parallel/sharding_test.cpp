@@ -378,7 +378,7 @@ TEST(Sharding, AFailingRankFailsTheSaveAndLeavesTheOlderOne) {
   CheckpointContent content;
   content.step = 2;
   collect_state(many.groups, content);
-  if (world().rank() == 1) content.optimizer.front().second = {};
+  if (world().rank() == 1) content.optimizer.front().second = Tensor();
   std::string message;
   CheckpointWriter writer;
   writer.start(folder.path, std::move(content), 1, many.mesh.world);
