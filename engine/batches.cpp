@@ -229,8 +229,7 @@ struct RowStream::State {
 
   Row row(int64_t index) {
     Row row;
-    // Makes a document of `count` tokens from begin on, of what is read there: its tokens and
-    // perhaps the last label.
+    // A document of `count` tokens from begin on: what is read there, its last label perhaps.
     const auto end_document = [&row](size_t begin, size_t count) {
       for (size_t i = begin + 1; i < row.tokens.size(); ++i) row.labels.push_back(row.tokens[i]);
       row.tokens.resize(begin + count, 0);
