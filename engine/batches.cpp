@@ -46,7 +46,8 @@ std::vector<int64_t> integer_weights(const std::vector<double>& weights) {
   constexpr int64_t kPeriod = 1 << 20;
   const double largest = std::ranges::max(weights);
   std::vector<int64_t> integers(weights.size());
-  for (double scale = 1; scale <= 1e9 && largest * scale < 1e15; scale *= 10) {
+  for (int digits = 0; digits <= 9 && largest * std::pow(10.0, digits) < 1e15; ++digits) {
+    const double scale = std::pow(10.0, digits);
     int64_t divisor = 0, sum = 0;
     bool exact = true;
     for (size_t s = 0; s < weights.size(); ++s) {
@@ -228,8 +229,7 @@ struct RowStream::State {
 
   Row row(int64_t index) {
     Row row;
-    // Makes a document of `count` tokens from begin on, of what is read there: its tokens and
-    // perhaps the last label.
+    // A document of `count` tokens from begin on: what is read there, its last label perhaps.
     const auto end_document = [&row](size_t begin, size_t count) {
       for (size_t i = begin + 1; i < row.tokens.size(); ++i) row.labels.push_back(row.tokens[i]);
       row.tokens.resize(begin + count, 0);

@@ -321,7 +321,9 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
       const std::string kind = key.substr(0, slash);
       const std::string tensor = at > slash ? key.substr(slash + 1, at - slash - 1) : "";
       Piece piece{i, key, -1, entry.shape.size() == 1 ? entry.shape[0] : -1, -1};
-      std::sscanf(&key[at], "@%ld/%ld", &piece.offset, &piece.total);
+      const char *end = key.data() + key.size(), *text = std::min(&key[at] + 1, end);
+      text = std::from_chars(text, end, piece.offset).ptr;
+      std::from_chars(std::min(text + 1, end), end, piece.total);
       PITH_CHECK(piece.offset >= 0 && piece.count >= 0 && entry.dtype == at::kFloat &&
                      key == state_key(kind, tensor, piece.offset, piece.total),
           "{}: {} is not a flat float32 slice KIND/TENSOR@OFFSET/TOTAL", files_[i].path().string(),

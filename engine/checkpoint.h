@@ -1,5 +1,4 @@
-// Checkpoints: a Hugging Face model folder plus optimizer shards and a manifest; atomic,
-// checksummed.
+// Checkpoints: a Hugging Face model folder plus optimizer shards and manifest; atomic, checksummed.
 #pragma once
 #include <future>
 
@@ -14,8 +13,7 @@ namespace pith {
 std::string state_key(
     const std::string& kind, const std::string& tensor, int64_t offset, int64_t total);
 
-// What this rank writes of one save, on the host, owned by it. `files` and `training_state` count
-// on rank 0 only.
+// What this rank writes of one save, on the host, owned by it; the last two on rank 0 only.
 struct CheckpointContent {
   int64_t step = 0;
   std::vector<NamedTensor> weights;    // Hugging Face names and shapes, compute dtype
@@ -61,8 +59,7 @@ struct Manifest {
 Manifest parse_manifest(std::string_view text, const std::string& source);
 Manifest read_manifest(const std::filesystem::path& checkpoint);
 
-// Newest complete checkpoint under root (manifest readable, every file there with its size), or
-// nothing; `skipped`: newer ones with the reason.
+// Newest complete checkpoint (every file there with its size), if any; `skipped`: newer ones, why.
 std::optional<std::filesystem::path> newest_checkpoint(
     const std::filesystem::path& root, std::vector<std::string>* skipped = nullptr);
 

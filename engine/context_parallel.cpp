@@ -13,6 +13,8 @@ struct Range {
 // First token of each unsplit row, and the end of the last.
 std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
   check_shape(whole.row_id, "split_context: row_id", {whole.num_tokens()});
+  PITH_CHECK(whole.row_id.is_cpu() && whole.ring.empty(),
+      "split_context takes an unsplit micro-batch on the CPU");
   const int32_t* row = whole.row_id.const_data_ptr<int32_t>();
   std::vector<int64_t> borders(static_cast<size_t>(whole.num_rows) + 1, 0);
   for (int64_t t = 0; t < whole.num_tokens(); ++t)
@@ -20,9 +22,8 @@ std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
   for (size_t i = 0; i + 1 < borders.size(); ++i) {
     if ((borders[i + 1] - borders[i]) % (2 * size) == 0) continue;
     PITH_FAIL_HINT(fmt::format("choose a sequence length that is a multiple of {}", 2 * size),
-        "row {} has {} tokens: context parallelism over {} ranks cuts rows into {} "
-        "equal chunks",
-        i, borders[i + 1] - borders[i], size, 2 * size);
+        "row {} has {} tokens: {} context-parallel ranks cut rows into {} equal chunks", i,
+        borders[i + 1] - borders[i], size, 2 * size);
   }
   return borders;
 }

@@ -1,5 +1,4 @@
-// Expert parallelism: rows travel to the ranks that hold their experts, each row once to each rank,
-// and one row, the weighted sum of that rank's experts, comes back.
+// Expert parallelism: a row travels once to each rank with experts of it, their sum comes back.
 #pragma once
 #include <c10/core/Event.h>
 

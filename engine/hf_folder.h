@@ -6,8 +6,7 @@
 namespace pith {
 
 // model.safetensors, or model.safetensors.index.json with its shards. Opening checks index and
-// shards against each other (each entry in the file named and in no other, nothing missing) and
-// lists every problem at once.
+// shards against each other, both ways, and lists every problem at once.
 class HfFolder {
  public:
   explicit HfFolder(const std::filesystem::path& folder);

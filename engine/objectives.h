@@ -1,5 +1,4 @@
-// Objectives: what the last stage computes from the hidden states. Each is a template parameter of
-// the pipeline.
+// Objectives, template parameters of the pipeline: what the last stage computes of hidden states.
 #pragma once
 #include "core/microbatch.h"
 #include "core/parameter.h"

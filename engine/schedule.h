@@ -32,8 +32,7 @@ struct StageCosts {
   double forward = 1, backward_input = 1, weight = 1, hidden = 0;
 };
 
-// A simulated step: transfers take no time, an action starts when its rank is free and its input is
-// there.
+// A simulated step: transfers take no time, an action starts when rank and input are ready.
 struct Simulation {
   struct Interval {
     double begin, end;

@@ -28,8 +28,7 @@ class ShardGroup {
     bool decays;  // matrices, experts and embeddings
     int64_t begin, end;
   };
-  // Elements [first, first + count) of a Hugging Face tensor are [begin, begin + count) of the
-  // part.
+  // Elements [first, first + count) of a tensor are [begin, begin + count) of the part.
   struct Piece {
     const Parameter* parameter;
     const HfTensor* tensor;
