@@ -206,7 +206,8 @@ std::optional<int32_t> Tokenizer::id(std::string_view token) const {
   return found == state_->ids.end() ? std::nullopt : std::optional(found->second);
 }
 bool Tokenizer::is_special(int32_t id) const {
-  return id >= 0 && id < vocab_size() && state_->special[static_cast<size_t>(id)];
+  const auto found = state_->added.find(id);
+  return found != state_->added.end() && found->second.special;
 }
 std::optional<int32_t> Tokenizer::bos_id() const { return state_->bos; }
 std::optional<int32_t> Tokenizer::eos_id() const { return state_->eos; }

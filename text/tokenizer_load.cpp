@@ -218,9 +218,6 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
     put(token.content, token.id);
     state.added[token.id] = token;
   }
-  state.special.resize(state.tokens.size());
-  for (const auto& [id, token] : state.added)
-    state.special[static_cast<size_t>(id)] = token.special;
 }
 
 // The halves of a merge: "a b", or ["a", "b"].
@@ -297,10 +294,8 @@ void read_config(const std::string& text, Tokenizer::State& state) {
   state.pad = special("pad_token");
   const Json& chat = member(config, "chat_template");
   if (chat.is_string()) state.chat_template = chat.get<std::string>();
-  if (chat.is_array()) {  // several by name
-    for (const Json& named : chat)
-      if (member(named, "name") == "default") state.chat_template = text_of(named, "template");
-  }
+  for (const Json& named : chat)  // several by name
+    if (member(named, "name") == "default") state.chat_template = text_of(named, "template");
 }
 
 std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string config,

@@ -153,7 +153,6 @@ struct Tokenizer::State {
   std::string json, config, chat_template_file;  // as they were read: save() writes them back
   std::vector<std::string> tokens;               // by id, added tokens included
   std::unordered_map<std::string, int32_t> ids;
-  std::vector<bool> special;
   std::map<int32_t, AddedToken> added;
   AddedTokenMatcher raw_added, normalized_added;
 
