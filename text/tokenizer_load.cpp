@@ -346,7 +346,10 @@ std::string decode_base64(std::string_view text) {
     const size_t digit = digits.find(c);
     PITH_CHECK(digit != digits.npos, "{} is not base64", text);
     bits = bits << 6 | static_cast<uint32_t>(digit);
-    if ((count += 6) >= 8) bytes += static_cast<char>(bits >> (count -= 8) & 0xFF);
+    count += 6;
+    if (count < 8) continue;
+    count -= 8;
+    bytes += static_cast<char>(bits >> count & 0xFF);
   }
   return bytes;
 }
