@@ -151,6 +151,7 @@ profiles() {
   return $failed
 }
 
+[ "${1:-}" = source ] && return 0
 status=0
 case "${1:-}" in
   pack) pack ;;

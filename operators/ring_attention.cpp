@@ -77,6 +77,9 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<Ring
 // Gradients of q, k and v. What others add to a block's gradient follows it, one step behind.
 Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const AttentionPart& whole,
     const std::vector<RingStep>& ring, double scale, const Comm& context) {
+  // Sums in FP32. The GPU kernels give BF16: of two ranks' shares the sum in BF16 is the same.
+  const bool pair = q.is_cuda() && ring.size() == 2;
+  const at::ScalarType sums = pair ? q.scalar_type() : wide_dtype(q.scalar_type());
   Tensor block = own, dq, down, dblock;  // down: this rank's share of its own block's gradient
   Work travel_back;
   for (size_t i = 0; i < ring.size(); ++i) {
@@ -92,8 +95,8 @@ Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const A
           {take(whole.out, step.queries), take(whole.lse, step.queries)}, step.span,
           /*causal=*/i == 0, scale);
     if (i == 0) {
-      dq = widen(grad[0]);
-      down = at::cat({widen(grad[1]), widen(grad[2])}, 2);
+      dq = grad[0].to(sums);
+      down = at::cat({grad[1].to(sums), grad[2].to(sums)}, 2);
       dblock = at::zeros_like(down);
     } else {
       travel_back.wait();
