@@ -96,7 +96,7 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
   const double layer = tokens * real(size.activations_per_token) / real(model.num_layers);
   for (int64_t stage = 0; stage < shape.pp; ++stage) {
     const MeshPlace place = mesh_place(shape, world, stage * plane);
-    Model part(model, model_part(chunks, shape, place, model.num_experts));
+    Model part(model, model_part(chunks, shape, place, model));
     double dense = 0, expert = 0;
     for (const auto& unit : part.parameter_units())
       for (const Parameter* p : unit)
@@ -146,7 +146,7 @@ class Run {
         mesh_(mesh),
         folder_(config.run.folder),
         chunks_(chunks_of(config, model_config, mesh)),
-        part_(model_part(chunks_, mesh.shape, mesh.place, model_config.num_experts)),
+        part_(model_part(chunks_, mesh.shape, mesh.place, model_config)),
         model_(model_config, part_),
         groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh,
             ShardGroup::Use::training,
@@ -499,7 +499,7 @@ void pretrain(
   if (config.run.threads > 0) at::set_num_threads(static_cast<int>(config.run.threads));
   const at::Device device = select_device(config.run.device);
   const MeshShape shape{config.parallel.pp, config.parallel.cp, config.parallel.ep,
-      config.parallel.sharding == "hsdp", config.parallel.hsdp_size};
+      config.parallel.sharding == "hsdp", config.parallel.hsdp_size, config.parallel.head_share};
   if (config.training.deterministic) {
     // cuBLAS sums in one order only with a fixed workspace; LibTorch then refuses what is not
     // deterministic.

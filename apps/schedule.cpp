@@ -10,16 +10,18 @@ namespace {
 struct Options {
   int64_t stages = 1, microbatches = 8;
   StageCosts costs;
+  HeadCosts head;
   std::string svg;
   bool list = false;
 };
 
 void print(const Options& options) {
   const Simulation s = simulate(options.stages, options.microbatches, true,
-      std::vector<StageCosts>(static_cast<size_t>(2 * options.stages), options.costs));
+      std::vector<StageCosts>(static_cast<size_t>(2 * options.stages), options.costs),
+      options.head);
   fmt::print(
       "{}F, B, W: forward, backward, weight gradients of chunk r; small letters: of chunk 2P-1-r; "
-      "x: a forward against a backward\n",
+      "x: a forward against a backward; h: a shared head\n",
       draw_text(s));
   for (size_t rank = 0; rank < s.actions.size(); ++rank) {
     fmt::print("rank {:2}  bubble {:.4g} of {:.4g} ({:.1f} %), at most {} chunks kept\n", rank,
@@ -41,6 +43,9 @@ void add_schedule_command(CLI::App& app) {
   sub->add_option("--backward", o->costs.backward_input, "Of its input gradients");
   sub->add_option("--weight", o->costs.weight, "Of its weight gradients");
   sub->add_option("--hidden", o->costs.hidden, "Saved where a forward runs against a backward");
+  sub->add_option("--head", o->head.cost, "Of the head, forward and backward, in the last forward");
+  sub->add_option("--head-share", o->head.share, "Share of it on rank 1")
+      ->check(CLI::Range(0.0, 0.99));
   sub->add_option("--svg", o->svg, "Also draw it into this file");
   sub->add_flag("--list", o->list, "Also list each rank's actions");
   sub->footer("Example: pithtrain schedule --pp 4 --microbatches 16 --svg schedule.svg");

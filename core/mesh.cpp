@@ -7,7 +7,7 @@ namespace {
 
 // Empty, or what is wrong.
 std::string problem(const MeshShape& shape, int64_t world) {
-  const auto& [pp, cp, ep, hsdp, block] = shape;
+  const auto& [pp, cp, ep, hsdp, block, head_share] = shape;
   if (pp < 1 || cp < 1 || ep < 1) return "sizes must be at least 1";
   if (world % (pp * cp) != 0)
     return fmt::format("pp x cp = {} x {} does not divide {} processes", pp, cp, world);
@@ -17,6 +17,8 @@ std::string problem(const MeshShape& shape, int64_t world) {
   if (hsdp && (block < 1 || block % ep != 0 || plane % block != 0))
     return fmt::format(
         "hsdp_size {} must be a multiple of ep {} and divide DP x CP = {}", block, ep, plane);
+  if (head_share < 0 || head_share >= 1 || (head_share > 0 && pp == 1))
+    return fmt::format("head_share {} needs two stages, and lies below 1", head_share);
   return "";
 }
 
@@ -77,6 +79,11 @@ MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank) {
   };
   const int64_t block_begin = first + in_plane / block * block;
   const int64_t cp = shape.cp, ep = shape.ep;
+  std::vector<int64_t> head = strided(block_begin, 1, block);
+  if (shape.head_share > 0 && rank < 2 * plane) {
+    head = strided(block_begin % plane, 1, block);
+    for (int64_t i = 0; i < block; ++i) head.push_back(head[static_cast<size_t>(i)] + plane);
+  }
   return {
       .pipeline = strided(in_plane, plane, shape.pp),
       .plane = strided(first, 1, plane),
@@ -85,6 +92,7 @@ MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank) {
       .expert = strided(first + in_plane / ep * ep, 1, ep),
       .expert_data = strided(first + in_plane % ep, ep, plane / ep),
       .dense_shard = strided(block_begin, 1, block),
+      .head_shard = head,
       .expert_shard = strided(block_begin + in_plane % ep, ep, block / ep),
       .replicate = strided(first + in_plane % block, block, plane / block),
   };
@@ -136,6 +144,7 @@ Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device) {
   mesh.data = share(groups.data, "data");
   mesh.expert_data = share(groups.expert_data, "expert_data");
   mesh.dense_shard = share(groups.dense_shard, "dense_shard");
+  mesh.head_shard = share(groups.head_shard, "head_shard");
   mesh.expert_shard = share(groups.expert_shard, "expert_shard");
   mesh.dense_replicate = mesh.expert_replicate = share(groups.replicate, "replicate");
   return mesh;

@@ -12,6 +12,9 @@ struct MeshShape {
   int64_t pp = 1, cp = 1, ep = 1;
   bool hsdp = false;
   int64_t hsdp_size = 0;  // a multiple of ep that divides DP x CP
+  // Share of each micro-batch's tokens whose head the second stage computes: it evens out a head
+  // that weighs no whole number of layers.
+  double head_share = 0;
 };
 
 // Where one rank stands. World rank = (pp * DP + dp) * CP + cp: stages outermost, CP innermost.
@@ -23,7 +26,7 @@ struct MeshPlace {
 
 // The groups of one rank as world ranks, this rank among them.
 struct MeshGroups {
-  std::vector<int64_t> pipeline, plane, data, context, expert, expert_data, dense_shard,
+  std::vector<int64_t> pipeline, plane, data, context, expert, expert_data, dense_shard, head_shard,
       expert_shard, replicate;
 };
 
@@ -43,15 +46,16 @@ struct Mesh {
   MeshPlace place{0, 0, 0, 0};
   Comm world;     // all processes
   Comm pipeline;  // PP: the same place of the plane in every stage, in their order
-  // Four groups of two each, for transfers that never wait for each other (engine/stage_links.h).
-  std::array<Comm, 4> previous, next;
+  // Groups of two each, for transfers that never wait for each other (engine/stage_links.h).
+  std::array<Comm, 6> previous, next;
   Comm plane;         // DP x CP of this stage: losses and dense gradients are summed over it
   Comm data;          // DP: same stage and CP rank; each member reads other sequences
   Comm context;       // CP: shares its sequences
   Comm expert;        // EP: divides the experts among its members
   Comm expert_data;   // plane ranks that hold the same experts
   Comm dense_shard;   // dense parameters are sharded over this: the plane, or a block of it
-  Comm expert_shard;  // the same for experts: members of expert_data
+  Comm head_shard;    // head: the same, of both stages that share it
+  Comm expert_shard;  // experts: members of expert_data
   Comm dense_replicate, expert_replicate;  // hold the same shard; one group, as ep divides blocks
   at::Device device = at::kCPU;
 };

@@ -49,6 +49,7 @@ const Key kKeys[] = {
     {KEY(parallel, hsdp_size), "[0, 1e6]", "hsdp: ranks of a block, a multiple of ep"},
     {KEY(parallel, weights), "keep|reshard", "hold weights whole, or gather for each use"},
     {KEY(parallel, chunks), "", "layers of each of 2 pp chunks, as \"2,2,4,0\"; empty = by cost"},
+    {KEY(parallel, head_share), "[0, 1)", "share of the tokens whose head stage 1 computes"},
     {KEY(parallel, recompute), "", "none, layer (keep only inputs of layers), or a list by stage"},
     {KEY(data, train), "path", "corpus without .bin, or a blend of several", "path dataset"},
     {KEY(data, validation), "path", "held-out corpus or corpora; empty = none", "eval"},

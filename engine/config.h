@@ -27,6 +27,7 @@ struct RunConfig {
     int64_t pp = 1, cp = 1, ep = 1;
     std::string sharding = "fsdp", weights = "keep", chunks, recompute = "none";
     int64_t hsdp_size = 0;
+    double head_share = 0;
   } parallel;
   struct Data {
     std::vector<DataSource> train, validation;

@@ -85,11 +85,14 @@ std::array<std::vector<int64_t>, 2> layers_of_rank(
 }  // namespace
 
 ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
-    const MeshPlace& place, int64_t num_experts) {
-  PITH_CHECK(num_experts % shape.ep == 0, "parallel.ep {} does not divide the model's {} experts",
-      shape.ep, num_experts);
-  const int64_t experts = num_experts / shape.ep;
-  ModelPart part{{}, place.pp == 0, place.pp == 0, experts * place.ep, experts * (place.ep + 1)};
+    const MeshPlace& place, const ModelConfig& config) {
+  PITH_CHECK(config.num_experts % shape.ep == 0,
+      "parallel.ep {} does not divide the model's {} experts", shape.ep, config.num_experts);
+  PITH_CHECK(shape.head_share == 0 || !config.tie_embeddings,
+      "parallel.head_share {}: a head tied to the embedding stays on one stage", shape.head_share);
+  const int64_t experts = config.num_experts / shape.ep;
+  const bool head = place.pp == 0 || (place.pp == 1 && shape.head_share > 0);
+  ModelPart part{{}, place.pp == 0, head, experts * place.ep, experts * (place.ep + 1)};
   for (const std::vector<int64_t>& layers : layers_of_rank(chunks, shape.pp, place.pp))
     part.layers.insert(part.layers.end(), layers.begin(), layers.end());
   PITH_CHECK(place.pp == 0 || !part.layers.empty(),
@@ -135,6 +138,11 @@ struct Pipeline<Model>::Impl {
   }
   StageLink& hidden_link(const Run& run) { return links_[run.chunk == 0 ? 0 : 2]; }
   StageLink& gradient_link(const Run& run) { return links_[run.chunk == 0 ? 1 : 3]; }
+  // Tokens of a micro-batch, its last ones, whose head the second stage computes in training.
+  int64_t shared_tokens(const MicroBatch& batch) const {
+    if (!c10::GradMode::is_enabled()) return 0;
+    return std::llround(mesh_.shape.head_share * static_cast<double>(batch.num_tokens()));
+  }
 
   // --- the five stages of a layer ---
 
@@ -284,24 +292,48 @@ struct Pipeline<Model>::Impl {
       run.handed_over = hidden.detach();
       return;
     }
+    const int64_t tokens = run.batch->num_tokens(), shared = shared_tokens(*run.batch);
+    if (shared > 0) links_[4].send(hidden.detach().slice(0, tokens - shared));
+    head(run, hidden.slice(0, 0, tokens - shared), 0, objective);
+  }
+
+  // The head of the tokens from `first` on, whose hidden states are given.
+  template <class Objective>
+  void head(Run& run, const Tensor& hidden, int64_t first, const Objective& objective) {
+    MicroBatch batch = *run.batch;
+    for (Tensor* tensor : {&batch.tokens, &batch.labels, &batch.positions, &batch.row_id})
+      *tensor = tensor->narrow(0, first, hidden.size(0));
     run.hidden = leaf(hidden);
     const bool grad = c10::GradMode::is_enabled();  // the loss adds the head's gradient at once
     grad ? shards_.head.before_backward() : shards_.head.before_forward();
-    ObjectiveResult value =
-        objective(model_.final_norm(run.hidden), model_.head_weight(), *run.batch);
+    ObjectiveResult value = objective(model_.final_norm(run.hidden), model_.head_weight(), batch);
     grad ? shards_.head.after_backward() : shards_.head.after_forward();
     run.loss = value.loss;
     accumulate(result_.loss_sum, value.loss_sum);
     result_.per_token[static_cast<size_t>(run.microbatch)] = value.per_token;
   }
-
-  Tensor backward_begin(Run& run) {
-    if (gradient_link(run).from) return gradient_link(run).receive(run.batch->num_tokens());
-    if (run.chunk == 0) return std::move(run_of(1, run.microbatch).handed_over);
+  Tensor head_backward(Run& run) {
     shards_.head.before_backward();
     backward_stage(std::exchange(run.loss, {}), {});
     shards_.head.after_backward(last_);
     return take_grad(std::exchange(run.hidden, {}));
+  }
+
+  // This stage's share of the first one's head.
+  template <class Objective>
+  void shared_head(Run& run, const Objective& objective) {
+    const int64_t shared = shared_tokens(*run.batch);
+    if (shared == 0) return;
+    head(run, links_[4].receive(shared), run.batch->num_tokens() - shared, objective);
+    links_[5].send(head_backward(run));
+  }
+
+  Tensor backward_begin(Run& run) {
+    if (gradient_link(run).from) return gradient_link(run).receive(run.batch->num_tokens());
+    if (run.chunk == 0) return std::move(run_of(1, run.microbatch).handed_over);
+    const Tensor grad = head_backward(run);
+    const int64_t shared = shared_tokens(*run.batch);
+    return shared > 0 ? at::cat({grad, links_[5].receive(shared)}) : grad;
   }
 
   void backward_end(Run& run, const Tensor& grad) {
@@ -343,8 +375,12 @@ struct Pipeline<Model>::Impl {
     for (const Pass& pass : action) {
       if (pass.kind == Pass::weight) continue;
       const Run& run = run_of(pass.chunk, pass.microbatch);
-      StageLink& link = pass.kind == Pass::forward ? hidden_link(run) : gradient_link(run);
-      if (link.from) link.expect(run.batch->num_tokens());
+      const bool head = pass.kind == Pass::head, forward = pass.kind == Pass::forward;
+      StageLink& link = forward ? hidden_link(run) : gradient_link(run);
+      if (link.from && !head) link.expect(run.batch->num_tokens());
+      const bool shares = mesh_.place.pp == 0 && pass.chunk == 1 && !forward;
+      if (const int64_t shared = shared_tokens(*run.batch); shared > 0 && (head || shares))
+        links_[head ? 4 : 5].expect(shared);
     }
   }
 
@@ -375,7 +411,7 @@ struct Pipeline<Model>::Impl {
   BatchResult execute(const std::vector<Action>& schedule, std::span<const MicroBatch> batches,
       const Objective& objective, std::span<LayerCache> caches, std::span<RoutingTape> tapes) {
     result_ = {};
-    if (mesh_.place.pp == 0) result_.per_token.resize(batches.size());
+    if (mesh_.place.pp <= 1) result_.per_token.resize(batches.size());
     for (const int chunk : {0, 1}) {
       auto& runs = runs_[static_cast<size_t>(chunk)];
       runs.clear();
@@ -400,6 +436,7 @@ struct Pipeline<Model>::Impl {
       if (goes_forward) hidden = forward_begin(ahead);
       if (goes_back) grad = backward_begin(run);
       if (i + 1 < schedule.size()) expect(schedule[i + 1]);  // arrives during this action
+      if (pass.kind == Pass::head) shared_head(run, objective);
       if (goes_forward && goes_back) overlap(ahead, hidden, run, grad);
       std::optional<DeferWeightGradients> defer;
       if (put_off) defer.emplace(run.deferred);
@@ -443,8 +480,8 @@ BatchResult Pipeline<Model>::forward_backward(
     std::span<const MicroBatch> batches, const Objective& objective, std::span<RoutingTape> tapes) {
   const Mesh& mesh = impl_->mesh_;
   const bool overlap = mesh.pipeline.size() > 1 || mesh.expert.size() > 1;
-  const auto schedule =
-      make_schedule(mesh.pipeline.size(), mesh.place.pp, std::ssize(batches), overlap);
+  const auto schedule = make_schedule(
+      mesh.pipeline.size(), mesh.place.pp, std::ssize(batches), overlap, mesh.shape.head_share > 0);
   return impl_->execute(schedule, batches, objective, {}, tapes);
 }
 

@@ -31,12 +31,12 @@ std::vector<int64_t> default_chunks(
   const double all = config.size(sequence_length).flops_per_token;
   const double layer = (all - head) / static_cast<double>(layers);
   constexpr double kHeadSpeed = 1.25;  // of its large products over a layer's, measured on H200
-  return balance_chunks(
-      shape.pp, std::vector<double>(static_cast<size_t>(layers), 1.0), head / layer / kHeadSpeed);
+  return balance_chunks(shape.pp, std::vector<double>(static_cast<size_t>(layers), 1.0),
+      {3 * head / layer / kHeadSpeed, shape.head_share});
 }
-// What the process at `place` holds of a model cut so.
+// What the process at `place` holds of a model cut so. A tied head is not shared by two stages.
 ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
-    const MeshPlace& place, int64_t num_experts);
+    const MeshPlace& place, const ModelConfig& config);
 
 template <DecoderModel Model>
 class Pipeline {

@@ -34,11 +34,36 @@ struct Builder {
   }
 };
 
-double cost_of(
-    const Action& action, const std::vector<StageCosts>& costs, int64_t ranks, size_t rank) {
+// Rank 1's list with its share of the head: of each micro-batch one action after the forward that
+// leads there, by when the last chunk has come to its head.
+std::vector<Action> with_head(const std::vector<Action>& actions) {
+  std::vector<Action> all;
+  std::deque<Pass> waiting;
+  const auto add_head = [&] {
+    if (waiting.empty()) return;
+    all.push_back({waiting.front()});
+    waiting.pop_front();
+  };
+  for (const Action& action : actions) {
+    all.push_back(action);
+    add_head();
+    for (const Pass& pass : action)
+      if (pass.kind == Pass::forward && pass.chunk == 1)
+        waiting.push_back({Pass::head, 1, pass.microbatch});
+  }
+  add_head();
+  return all;
+}
+
+double cost_of(const Action& action, const std::vector<StageCosts>& costs, HeadCosts head,
+    int64_t ranks, size_t rank) {
   double sum = 0, hidden = std::numeric_limits<double>::infinity();
   for (const Pass& pass : action) {
-    const StageCosts& own = costs[chunk_of(ranks, rank, pass)];
+    if (pass.kind == Pass::head) return head.cost * head.share;
+    const size_t chunk = chunk_of(ranks, rank, pass);
+    const StageCosts& own = costs[chunk];
+    if (pass.kind == Pass::forward && chunk + 1 == costs.size())
+      sum += head.cost * (1 - head.share);
     if (pass.kind == Pass::forward) sum += own.forward;
     if (pass.kind == Pass::backward || pass.kind == Pass::backward_input) sum += own.backward_input;
     if (pass.kind == Pass::backward || pass.kind == Pass::weight) sum += own.weight;
@@ -49,7 +74,8 @@ double cost_of(
 
 }  // namespace
 
-std::vector<Action> make_schedule(int64_t ranks, int64_t rank, int64_t n, bool overlap) {
+std::vector<Action> make_schedule(
+    int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head) {
   PITH_CHECK(ranks >= 1 && rank >= 0 && rank < ranks, "schedule of rank {} of {}", rank, ranks);
   PITH_CHECK(n >= 1, "a step needs at least one micro-batch");
   if (ranks > 1 && n < 2 * ranks)
@@ -78,7 +104,7 @@ std::vector<Action> make_schedule(int64_t ranks, int64_t rank, int64_t n, bool o
   }
   for (int64_t i = 0; i < after; ++i) b.weight(), b.backward(0, true);
   while (!b.put_off.empty()) b.weight();
-  return b.actions;
+  return shared_head && rank == 1 ? with_head(b.actions) : b.actions;
 }
 
 std::vector<Action> forward_schedule(int64_t n) {
@@ -99,7 +125,8 @@ std::string to_string(const std::vector<Action>& schedule) {
   return text;
 }
 
-Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs) {
+Simulation simulate(
+    int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs, HeadCosts head) {
   PITH_CHECK(costs.size() == static_cast<size_t>(2 * ranks),
       "simulate: {} chunk costs for {} ranks, expected {}", costs.size(), ranks, 2 * ranks);
   constexpr double kNever = std::numeric_limits<double>::infinity();
@@ -110,30 +137,41 @@ Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<St
   std::vector<double> free_at(count, 0), work(count, 0);
   std::vector<int64_t> kept(count, 0);
   for (int64_t rank = 0; rank < ranks; ++rank)
-    result.actions.push_back(make_schedule(ranks, rank, n, overlap));
-  // When a micro-batch leaves each station of its way: the chunks forward, then in reverse back.
+    result.actions.push_back(make_schedule(ranks, rank, n, overlap, head.share > 0));
+  // When a micro-batch leaves each station of its way: the chunks forward, rank 1's share of the
+  // head, the chunks in reverse back.
   std::vector<std::vector<double>> left(
-      4 * count, std::vector<double>(static_cast<size_t>(n), kNever));
+      4 * count + 1, std::vector<double>(static_cast<size_t>(n), kNever));
+  std::vector<double> at_head(static_cast<size_t>(n), kNever);  // when it comes to the head
 
   for (bool moved = true; moved;) {
     moved = false;
     for (size_t r = 0; r < count; ++r) {
       const auto station = [&](const Pass& pass) {
         const size_t chunk = chunk_of(ranks, r, pass);
-        return pass.kind == Pass::forward ? chunk : 4 * count - 1 - chunk;
+        if (pass.kind == Pass::head) return 2 * count;
+        return pass.kind == Pass::forward ? chunk : 4 * count - chunk;
       };
       auto& intervals = result.intervals[r];
       for (; intervals.size() < result.actions[r].size(); moved = true) {
         const Action& action = result.actions[r][intervals.size()];
         double begin = free_at[r];
-        for (const Pass& pass : action)
-          if (pass.kind != Pass::weight && station(pass) > 0)
-            begin = std::max(begin, left[station(pass) - 1][static_cast<size_t>(pass.microbatch)]);
+        for (const Pass& pass : action) {
+          if (pass.kind == Pass::weight || station(pass) == 0) continue;
+          const auto& before = pass.kind == Pass::head ? at_head : left[station(pass) - 1];
+          begin = std::max(begin, before[static_cast<size_t>(pass.microbatch)]);
+        }
         if (begin == kNever) break;
-        const double cost = cost_of(action, costs, ranks, r);
+        const double cost = cost_of(action, costs, head, ranks, r);
         for (const Pass& pass : action) {
           if (pass.kind == Pass::weight) continue;
-          left[station(pass)][static_cast<size_t>(pass.microbatch)] = begin + cost;
+          const auto m = static_cast<size_t>(pass.microbatch);
+          left[station(pass)][m] = begin + cost;
+          if (station(pass) + 1 == 2 * count) {
+            at_head[m] = begin + cost - head.cost * (1 - head.share);
+            if (head.share == 0) left[2 * count][m] = begin + cost;
+          }
+          if (pass.kind == Pass::head) continue;
           kept[r] += pass.kind == Pass::forward ? 1 : -1;
           result.peak_activations[r] = std::max(result.peak_activations[r], kept[r]);
         }
@@ -195,6 +233,7 @@ std::string draw_svg(const Simulation& simulation) {
       for (const Pass& pass : action) {
         const char* color = pass.kind == Pass::forward  ? pass.chunk == 0 ? "#f5c26b" : "#f3dfa2"
                             : pass.kind == Pass::weight ? "#9cc79c"
+                            : pass.kind == Pass::head   ? "#f5a9a9"
                             : pass.chunk == 0           ? "#7fb3d5"
                                                         : "#b3d4ea";
         svg += fmt::format(
@@ -210,14 +249,15 @@ std::string draw_svg(const Simulation& simulation) {
     }
   }
   svg += fmt::format(
-      "<text x=\"55\" y=\"{:.1f}\">yellow forward, blue backward, green weight gradients; dark "
+      "<text x=\"55\" y=\"{:.1f}\">yellow forward, blue backward, green weight gradients, red "
+      "head; dark "
       "chunk r, light chunk 2P-1-r; halves: a forward against a backward</text>\n</svg>\n",
       height - 6);
   return svg;
 }
 
 std::vector<int64_t> balance_chunks(
-    int64_t ranks, const std::vector<double>& layer_cost, double head_cost) {
+    int64_t ranks, const std::vector<double>& layer_cost, HeadCosts head) {
   const auto chunks = static_cast<size_t>(2 * ranks);
   // The step of a long run takes as long as the slowest pair of the main phase and the bubble.
   const auto step_time = [&](const std::vector<int64_t>& counts) {
@@ -228,8 +268,7 @@ std::vector<int64_t> balance_chunks(
       costs.push_back({sum, sum, sum, 0});
       layer += count;
     }
-    costs.back().forward += 3 * head_cost;  // its gradient is made there too
-    return simulate(ranks, 4 * ranks, ranks > 1, costs).makespan;
+    return simulate(ranks, 4 * ranks, ranks > 1, costs, head).makespan;
   };
   std::vector<int64_t> best(chunks, 0);
   for (size_t layer = 0; layer < layer_cost.size(); ++layer) ++best[layer % chunks];

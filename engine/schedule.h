@@ -11,6 +11,7 @@ struct Pass {
     backward = 'B',        // input and weight gradients
     backward_input = 'I',  // the same with the weight gradients put off
     weight = 'W',          // the weight gradients put off by backward_input
+    head = 'H',            // rank 1's share of the head, forward and backward
   } kind;
   int chunk;
   int64_t microbatch;
@@ -20,8 +21,9 @@ using Action = std::vector<Pass>;
 
 // What rank `rank` of `ranks` executes for n micro-batches; n >= 2 ranks where ranks > 1. With
 // `overlap` false on one rank (no communication to hide) each micro-batch is finished before the
-// next begins, which keeps the activations of one.
-std::vector<Action> make_schedule(int64_t ranks, int64_t rank, int64_t n, bool overlap);
+// next begins, which keeps the activations of one. `shared_head`: rank 1 does a share of the head.
+std::vector<Action> make_schedule(
+    int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head = false);
 // The forward passes alone: validation, scoring.
 std::vector<Action> forward_schedule(int64_t n);
 std::string to_string(const std::vector<Action>& schedule);  // "F0:0 F1:0 F0:1|B1:0 ..."
@@ -30,6 +32,10 @@ std::string to_string(const std::vector<Action>& schedule);  // "F0:0 F1:0 F0:1|
 // saves when it runs against a backward (the smaller one of the two chunks counts).
 struct StageCosts {
   double forward = 1, backward_input = 1, weight = 1, hidden = 0;
+};
+// The head's time, forward and backward, all of it in the last chunk's forward, and rank 1's share.
+struct HeadCosts {
+  double cost = 0, share = 0;
 };
 
 // A simulated step: transfers take no time, an action starts when rank and input are ready.
@@ -46,15 +52,16 @@ struct Simulation {
 // costs[chunk of the whole model], 2 * ranks of them. Throws when the schedules wait for each
 // other. The bubble with equal costs is (ranks - 1) (F&B + B - 3 W), B the whole backward, F&B a
 // forward against a backward.
-Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs);
+Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs,
+    HeadCosts head = {});
 
 std::string draw_text(const Simulation& simulation, size_t columns = 100);
 std::string draw_svg(const Simulation& simulation);
 
 // Layers of each of 2 * ranks chunks such that the simulated step is shortest: layer_cost for each
-// layer's forward (input and weight gradients cost the same each), a third of the head's whole
-// cost. Chunk 0 and the last, which has the head, are on rank 0. A chunk may be empty.
+// layer's forward (input and weight gradients cost the same each). Chunk 0 and the last, which has
+// the head, are on rank 0. A chunk may be empty.
 std::vector<int64_t> balance_chunks(
-    int64_t ranks, const std::vector<double>& layer_cost, double head_cost);
+    int64_t ranks, const std::vector<double>& layer_cost, HeadCosts head);
 
 }  // namespace pith

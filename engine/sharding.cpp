@@ -185,11 +185,13 @@ std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Paramete
     const auto add = [&](std::vector<Parameter*>& parameters, const Comm& shard,
                          const Comm& replicate) {
       if (parameters.empty()) return;
-      groups.emplace_back(std::move(parameters), dtype, mesh.device, use, shard, replicate, mode,
-          static_cast<int64_t>(unit));
+      // What two stages share is used at different times: not gathered for each use.
+      const bool shared = shard.size() > mesh.dense_shard.size();
+      groups.emplace_back(std::move(parameters), dtype, mesh.device, use, shard, replicate,
+          shared ? ShardMode::keep : mode, static_cast<int64_t>(units.size() - 1 - unit));
       groups.back().reductions_ = groups.front().reductions_;
     };
-    add(dense, mesh.dense_shard, mesh.dense_replicate);
+    add(dense, unit + 1 == units.size() ? mesh.head_shard : mesh.dense_shard, mesh.dense_replicate);
     add(experts, mesh.expert_shard, mesh.expert_replicate);
   }
   return groups;
@@ -205,14 +207,15 @@ void finish_step(std::span<ShardGroup> groups) {
 ModelShards::ModelShards(
     std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight) {
   if (groups.empty()) return;
-  std::vector<UnitShards> units(static_cast<size_t>(groups.back().unit()) + 1);
+  const int64_t last = groups.front().unit();
+  std::vector<UnitShards> units(static_cast<size_t>(last) + 1);
   for (ShardGroup& group : groups)
-    units[static_cast<size_t>(group.unit())].groups.push_back(&group);
+    units[static_cast<size_t>(last - group.unit())].groups.push_back(&group);
   if (part.head) {
     head = std::move(units.back());
     units.pop_back();
     for (ShardGroup& group : groups) {
-      if (group.parameters().front() != head_weight || group.unit() > 0 || units.empty()) continue;
+      if (group.parameters().front() != head_weight || group.unit() < last || last == 0) continue;
       head.groups.push_back(&group);
       head.tied = &group;
     }

@@ -36,7 +36,7 @@ class ShardGroup {
   };
   enum class Use { training, inference };  // inference: no gradients, masters, moments
 
-  // `unit`: which of the model's units it belongs to.
+  // `unit`: which of the model's units it belongs to, counted from the last.
   ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device, Use use,
       Comm shard = {}, Comm replicate = {}, ShardMode mode = ShardMode::keep, int64_t unit = 0);
 

@@ -6,9 +6,9 @@
 
 namespace pith {
 
-// Four one-way flows join a stage with the next one: hidden states and gradients of chunk 0 (which
-// runs down the stages) and of chunk 1 (which runs up), each a group of its own and in the order of
-// micro-batches, so that no flow ever waits for another.
+// One-way flows join a stage with the next one: hidden states and gradients of chunk 0 (which runs
+// down the stages) and of chunk 1 (which runs up), and of a shared head, each a group of its own
+// and in the order of micro-batches, so that no flow ever waits for another.
 struct StageLink {
   const Comm *from, *to;  // null: it does not come from, or go to, another stage
   at::TensorOptions options;
@@ -44,13 +44,13 @@ struct StageLink {
   }
 };
 
-// [2 * chunk + (1 for gradients)].
+// [2 * chunk + (1 for gradients)], the head as a third chunk where the first two stages share it.
 inline std::deque<StageLink> stage_links(
     const Mesh& mesh, int64_t hidden_size, at::ScalarType dtype) {
   const auto options = at::TensorOptions(mesh.device);
   const bool first = mesh.place.pp == 0, last = mesh.place.pp + 1 == mesh.pipeline.size();
   std::deque<StageLink> links;
-  for (size_t i = 0; i < mesh.next.size(); ++i) {
+  for (size_t i = 0; i < (mesh.shape.head_share > 0 ? 6U : 4U); ++i) {
     // Groups are set up at their first message; here, so that no stage waits for that later.
     for (const Comm& group : {mesh.previous[i], mesh.next[i]}) {
       Tensor probe = at::zeros({1}, options.dtype(at::kFloat));
@@ -61,7 +61,7 @@ inline std::deque<StageLink> stage_links(
     // A stage is at most 2 P + 1 micro-batches ahead of its neighbour: older messages have arrived.
     links.push_back({before, after, options.dtype(dtype), hidden_size,
         static_cast<size_t>(2 * mesh.pipeline.size() + 1)});
-    const bool down = i == 0 || i == 3;  // hidden states of chunk 0 and gradients of chunk 1
+    const bool down = i == 0 || i == 3 || i == 4;  // the others run up
     if (!down) std::swap(links.back().from, links.back().to);
   }
   return links;

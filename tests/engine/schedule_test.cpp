@@ -50,6 +50,7 @@ TEST(Schedule, EveryMicroBatchOnce) {
               [[fallthrough]];
             case Pass::backward: backward(pass->chunk, pass->microbatch); break;
             case Pass::weight: EXPECT_EQ((put_off[{pass->chunk, pass->microbatch}]--), 1); break;
+            case Pass::head: FAIL();
           }
         }
         const bool pair =
@@ -77,15 +78,51 @@ TEST(Schedule, TooFewMicroBatchesAreRefused) {
 }
 
 TEST(Schedule, ChunksAreBalancedByCost) {
-  const auto even = balance_chunks(2, std::vector<double>(8, 1.0), 0);
+  const auto even = balance_chunks(2, std::vector<double>(8, 1.0), {});
   EXPECT_EQ(even, (std::vector<int64_t>{2, 2, 2, 2}));
   // A head as heavy as several layers: rank 0 holds fewer of them.
-  const auto uneven = balance_chunks(2, std::vector<double>(8, 1.0), 3);
+  const auto uneven = balance_chunks(2, std::vector<double>(8, 1.0), {9, 0});
   EXPECT_EQ(std::accumulate(uneven.begin(), uneven.end(), int64_t{0}), 8);
   EXPECT_LT(uneven.front() + uneven.back(), uneven[1] + uneven[2]);
   // Fewer layers than chunks: some chunks are empty.
-  const auto few = balance_chunks(4, std::vector<double>(3, 1.0), 0.5);
+  const auto few = balance_chunks(4, std::vector<double>(3, 1.0), {1.5, 0});
   EXPECT_EQ(std::accumulate(few.begin(), few.end(), int64_t{0}), 3);
+}
+
+// Rank 1's share of a head that weighs three layers of eight: the last chunk does not wait for it.
+TEST(Schedule, SharedHead) {
+  for (const int64_t ranks : {2, 3, 4, 8}) {
+    for (const int64_t n : {2 * ranks, 2 * ranks + 3, 4 * ranks}) {
+      std::vector<int64_t> heads;
+      std::map<int64_t, int64_t> leads_there;
+      for (const Action& a : make_schedule(ranks, 1, n, true, true)) {
+        for (const Pass& pass : a) {
+          if (pass.kind == Pass::head) heads.push_back(pass.microbatch);
+          if (pass.kind == Pass::forward && pass.chunk == 1)
+            leads_there[pass.microbatch] = std::ssize(heads);
+        }
+      }
+      EXPECT_EQ(std::ssize(heads), n);
+      for (int64_t m = 0; m < n; ++m) {
+        EXPECT_EQ(heads[static_cast<size_t>(m)], m);
+        EXPECT_LE(leads_there[m], m);
+      }
+      EXPECT_NO_THROW(simulate(ranks, n, true, equal_costs(ranks, 0), {2, 0.3}));
+    }
+  }
+  const std::vector<double> layers(8, 1.0);
+  const auto step = [&](double share) {
+    const HeadCosts head{9, share};
+    std::vector<StageCosts> costs;
+    for (const int64_t count : balance_chunks(2, layers, head)) {
+      const auto layer = static_cast<double>(count);
+      costs.push_back({layer, layer, layer, 0});
+    }
+    return simulate(2, 16, true, costs, head).makespan;
+  };
+  const double ideal = 16 * (3 * 8 + 9) / 2.0;
+  EXPECT_GT(step(0), 1.08 * ideal);
+  EXPECT_LT(step(0.15), 1.05 * ideal);
 }
 
 TEST(Schedule, Drawings) {

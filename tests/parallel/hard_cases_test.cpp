@@ -76,9 +76,16 @@ TEST(HardCases, ChunksWithoutLayers) {
     expect_same(problem, {.shape = {.pp = 2}, .chunks = chunks}, 1, expected);
   EXPECT_PRED2(contains, error_text([] {
     const MeshShape shape{.pp = 2};
-    (void)model_part({3, 0, 0, 0}, shape, mesh_place(shape, 2, 1), 8);
+    (void)model_part({3, 0, 0, 0}, shape, mesh_place(shape, 2, 1), problem_of(4, 16).model());
   }),
       "stage 1 of 2 would hold no layer");
+  EXPECT_PRED2(contains, error_text([] {
+    const MeshShape shape{.pp = 2, .head_share = 0.5};
+    Qwen3MoeConfig tied = problem_of(4, 16).model();
+    tied.tie_embeddings = true;
+    (void)model_part({3, 0, 0, 0}, shape, mesh_place(shape, 2, 0), tied);
+  }),
+      "parallel.head_share 0.5: a head tied to the embedding stays on one stage");
 }
 
 TEST(HardCases, TooFewMicroBatchesForThePipeline) {

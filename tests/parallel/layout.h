@@ -27,9 +27,9 @@ struct Layout {
   bool recompute = false;
 
   std::string name() const {
-    return fmt::format("pp {} cp {} ep {} hsdp {} {} micro-batch {} chunks [{}]{}", shape.pp,
-        shape.cp, shape.ep, shape.hsdp_size, mode == ShardMode::keep ? "keep" : "reshard",
-        micro_batch, fmt::join(chunks, ","), recompute ? " recompute" : "");
+    return fmt::format("pp {} cp {} ep {} hsdp {} {} micro-batch {} head {} chunks [{}]{}",
+        shape.pp, shape.cp, shape.ep, shape.hsdp_size, mode == ShardMode::keep ? "keep" : "reshard",
+        micro_batch, shape.head_share, fmt::join(chunks, ","), recompute ? " recompute" : "");
   }
 };
 
@@ -64,7 +64,7 @@ Outcome run_model(const Problem& problem, const Layout& layout, const Mesh& mesh
   const auto config = Model::Config::parse(problem.config, "test");
   const auto chunks =
       layout.chunks.empty() ? default_chunks(config, mesh.shape, problem.length()) : layout.chunks;
-  const ModelPart part = model_part(chunks, mesh.shape, mesh.place, config.num_experts);
+  const ModelPart part = model_part(chunks, mesh.shape, mesh.place, config);
   Model model(config, part);
   auto groups = make_shard_groups(
       model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training, layout.mode);

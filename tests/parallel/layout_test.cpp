@@ -37,7 +37,8 @@ std::vector<Layout> layouts(int64_t size, size_t stride) {
             for (const int64_t micro_batch : {1, 2}) {
               const bool enough = kRows / micro_batch * pp * cp / size >= 2 * pp;
               if (!enough && pp > 1) continue;
-              list.push_back({{pp, cp, ep, block != 0, block}, mode, micro_batch});
+              const double head_share = pp > 1 && micro_batch == 2 ? 0.3 : 0;
+              list.push_back({{pp, cp, ep, block != 0, block, head_share}, mode, micro_batch});
             }
           }
         }
@@ -164,6 +165,8 @@ std::pair<Problem, Layout> draw_case(Draw& draw, int64_t size) {
   problem.config["moe_intermediate_size"] = draw(3, 30);
   problem.config["norm_topk_prob"] = draw(0, 1) == 1;
   problem.config["tie_word_embeddings"] = draw(0, 1) == 1;
+  if (shape.pp > 1 && !problem.config["tie_word_embeddings"].get<bool>())
+    shape.head_share = static_cast<double>(draw(0, 9)) / 10;
   problem.config["mlp_only_layers"] = {draw(0, layers)};  // one that is not there: none
   const int64_t vocab = draw(20, 90);
   problem.config["vocab_size"] = vocab;

@@ -84,8 +84,16 @@ TEST(Mesh, OneLayoutByHand) {
   EXPECT_EQ(groups.expert, (Ranks{6, 7}));
   EXPECT_EQ(groups.expert_data, (Ranks{4, 6}));
   EXPECT_EQ(groups.dense_shard, (Ranks{6, 7}));
+  EXPECT_EQ(groups.head_shard, groups.dense_shard);
   EXPECT_EQ(groups.expert_shard, (Ranks{6}));
   EXPECT_EQ(groups.replicate, (Ranks{4, 6}));
+  MeshShape shared = shape;
+  shared.head_share = 0.25;
+  EXPECT_EQ(mesh_groups(shared, 8, 6).head_shard, (Ranks{2, 3, 6, 7}));
+  EXPECT_EQ(mesh_groups(shared, 8, 1).head_shard, (Ranks{0, 1, 4, 5}));
+  shared.pp = 4, shared.cp = 1;  // dp 2
+  EXPECT_EQ(mesh_groups(shared, 8, 3).head_shard, (Ranks{0, 1, 2, 3}));
+  EXPECT_EQ(mesh_groups(shared, 8, 5).head_shard, (Ranks{4, 5}));
 }
 
 // CP 8 with EP 8 needs 8 ranks.

@@ -11,17 +11,17 @@
 
 namespace pith::test {
 
-// "FROM ROOT PP CP EP": the float32 checkpoint FROM becomes ROOT/step-....
+// "FROM ROOT PP CP EP HEAD_SHARE": the float32 checkpoint FROM becomes ROOT/step-....
 void save_again(const std::string& what) {
   std::istringstream words(what);
   std::filesystem::path from, root;
   MeshShape shape;
-  words >> from >> root >> shape.pp >> shape.cp >> shape.ep;
-  PITH_CHECK(!words.fail(), "'{}' is not FROM ROOT PP CP EP", what);
+  words >> from >> root >> shape.pp >> shape.cp >> shape.ep >> shape.head_share;
+  PITH_CHECK(!words.fail(), "'{}' is not FROM ROOT PP CP EP HEAD_SHARE", what);
   const Mesh mesh = make_mesh(shape, world(), device());
   const auto config = Qwen3MoeConfig::parse_file(from);
   const auto chunks = default_chunks(config, shape, config.max_positions);
-  Qwen3MoeModel model(config, model_part(chunks, shape, mesh.place, config.num_experts));
+  Qwen3MoeModel model(config, model_part(chunks, shape, mesh.place, config));
   auto groups =
       make_shard_groups(model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training);
   restore_state(groups, from);

@@ -131,7 +131,7 @@ struct Trained {
       for (auto unit = order.rbegin(); unit != order.rend(); ++unit) {
         (*unit)->before_backward();
         if (unit + 1 != order.rend()) unit[1]->prefetch();
-        backward((*unit)->groups[0]->unit(), step, micro_batch);
+        backward(std::ssize(units.units) - 1 - (*unit)->groups[0]->unit(), step, micro_batch);
         (*unit)->after_backward(micro_batch == 1);
       }
     }
