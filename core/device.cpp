@@ -6,6 +6,7 @@
 
 #if PITH_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #endif
@@ -110,8 +111,9 @@ MemoryUse memory_use([[maybe_unused]] at::Device device) {
 void synchronize([[maybe_unused]] at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda())
-    PITH_CHECK(cudaDeviceSynchronize() == cudaSuccess, "the GPU reports an error: {}",
-        cudaGetErrorString(cudaGetLastError()));
+    PITH_CHECK(
+        cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream(device.index())) == cudaSuccess,
+        "the GPU reports an error: {}", cudaGetErrorString(cudaGetLastError()));
 #endif
 }
 

@@ -22,7 +22,7 @@ struct MemoryUse {
 };
 MemoryUse memory_use(at::Device device);
 
-// Seconds-exact timing needs the device idle: waits for all its work.
+// For timing: waits for what computes, the current stream. Transfers of other streams go on.
 void synchronize(at::Device device);
 
 }  // namespace pith

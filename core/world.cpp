@@ -134,11 +134,11 @@ void write_beat(int64_t beat) {
   leave_quietly();
 }
 
-// One tick of age for all that is watched; what has failed or is late, or "".
-std::string failed_operation() {
+// One tick of age for all of these; what has failed or is late, or "".
+std::string failed_operation(std::vector<Watch>& watches) {
   std::string text;
   try {
-    std::erase_if(job->watches, [&](Watch& it) {
+    std::erase_if(watches, [&](Watch& it) {
       if (it.done()) return true;
       it.age_s += job->tick_s;
       if (it.age_s > it.limit_s && text.empty())
@@ -155,6 +155,7 @@ void run_heartbeat() {
   if (job->rank != 0) others.resize(1);
   std::vector<std::string> seen(others.size());
   std::vector<double> ages_s(others.size());
+  std::vector<Watch> watches;
   for (int64_t beat = 1;; ++beat) {
     std::string failure;
     {
@@ -163,8 +164,16 @@ void run_heartbeat() {
       job->changed.wait_for(
           lock, seconds(job->tick_s), [] { return job->stopping || !job->failure.empty(); });
       if (job->stopping) return;
-      if (job->failure.empty()) job->failure = failed_operation();
       failure = job->failure;
+      watches.swap(job->watches);
+    }
+    // Not under the lock: CUDA may answer late or never, and then the guard has to speak.
+    if (failure.empty()) failure = failed_operation(watches);
+    {
+      const std::lock_guard lock(job->mutex);
+      if (job->failure.empty()) job->failure = failure;
+      std::ranges::move(watches, std::back_inserter(job->watches));
+      watches.clear();
     }
     try {
       if (!failure.empty()) fail_through_store(failure);
@@ -190,11 +199,13 @@ void run_guard() {
   while (!job->changed.wait_for(lock, seconds(job->tick_s), [] { return job->stopping; })) {
     job->since_heartbeat_s += job->tick_s;
     if (job->since_heartbeat_s <= job->heartbeat_s + 2 * job->tick_s) continue;
-    std::string failure = job->failure;
+    std::string failure = job->failure, last = job->last_operation;
     lock.unlock();
     if (failure.empty())
       failure = fmt::format(
-          "rank 0 has not answered for {:.0f} s (stopped, or its machine lost)", job->heartbeat_s);
+          "for {:.0f} s neither rank 0 nor the device of this rank has answered (stopped, or its "
+          "machine lost); last operation: {}",
+          job->heartbeat_s, last);
     leave_without_store(failure);
   }
 }
@@ -240,6 +251,9 @@ const Launch& launch_info() {
 
 World::World() {
   if (launch_info().size == 1) return;
+  // A kernel loaded at its first use waits for all that runs, also for a transfer of another rank
+  // which waits for that kernel.
+  setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   PITH_CHECK(job == nullptr, "the world exists already");
   job = new Job;
   set_error_context(fmt::format("rank {}", job->rank));

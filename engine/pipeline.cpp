@@ -371,19 +371,6 @@ struct Pipeline<Model>::Impl {
 
   // --- the schedule ---
 
-  void expect(const Action& action) {
-    for (const Pass& pass : action) {
-      if (pass.kind == Pass::weight) continue;
-      const Run& run = run_of(pass.chunk, pass.microbatch);
-      const bool head = pass.kind == Pass::head, forward = pass.kind == Pass::forward;
-      StageLink& link = forward ? hidden_link(run) : gradient_link(run);
-      if (link.from && !head) link.expect(run.batch->num_tokens());
-      const bool shares = mesh_.place.pp == 0 && pass.chunk == 1 && !forward;
-      if (const int64_t shared = shared_tokens(*run.batch); shared > 0 && (head || shares))
-        links_[head ? 4 : 5].expect(shared);
-    }
-  }
-
   template <class Objective>
   void finish_forward(Run& run, Tensor hidden, const Objective& objective) {
     const bool grad = c10::GradMode::is_enabled();
@@ -423,9 +410,8 @@ struct Pipeline<Model>::Impl {
       const auto layers = static_cast<size_t>(model_.config().num_layers);
       if (!tape.replay) tape.topk_idx.assign(layers, {}), tape.topk_weight.assign(layers, {});
     }
-    if (!schedule.empty()) expect(schedule[0]);
-    for (size_t i = 0; i < schedule.size(); ++i) {
-      const Pass &first = schedule[i].front(), &pass = schedule[i].back();
+    for (const Action& action : schedule) {
+      const Pass &first = action.front(), &pass = action.back();
       Run& run = run_of(pass.chunk, pass.microbatch);
       const bool goes_forward = first.kind == Pass::forward;
       const bool put_off = pass.kind == Pass::backward_input && defers_;
@@ -435,7 +421,6 @@ struct Pipeline<Model>::Impl {
       Tensor hidden, grad;
       if (goes_forward) hidden = forward_begin(ahead);
       if (goes_back) grad = backward_begin(run);
-      if (i + 1 < schedule.size()) expect(schedule[i + 1]);  // arrives during this action
       if (pass.kind == Pass::head) shared_head(run, objective);
       if (goes_forward && goes_back) overlap(ahead, hidden, run, grad);
       std::optional<DeferWeightGradients> defer;

@@ -14,20 +14,13 @@ struct StageLink {
   at::TensorOptions options;
   int64_t hidden_size;
   size_t ahead;  // messages that may be under way
-  std::deque<std::pair<Tensor, Work>> expected = {};
   std::deque<Work> sent = {};
 
-  // Starts receiving (tokens, H); receive() takes what was expected first.
-  void expect(int64_t tokens) {
-    Tensor buffer = at::empty({tokens, hidden_size}, options);
-    expected.emplace_back(buffer, from->exchange_async({{1 - from->rank(), buffer, false}}));
-  }
+  // (tokens, H). Asked for only when it is needed: NCCL holds processors while it waits, and a GPU
+  // that computes meanwhile loses more by that than the transfer takes.
   Tensor receive(int64_t tokens) {
-    if (expected.empty()) expect(tokens);
-    auto [tensor, work] = std::move(expected.front());
-    expected.pop_front();
-    work.wait();
-    check_shape(tensor, "a message between stages", {tokens, hidden_size});
+    Tensor tensor = at::empty({tokens, hidden_size}, options);
+    from->exchange_async({{1 - from->rank(), tensor, false}}).wait();
     return tensor;
   }
   void send(const Tensor& tensor) {
@@ -51,10 +44,12 @@ inline std::deque<StageLink> stage_links(
   const bool first = mesh.place.pp == 0, last = mesh.place.pp + 1 == mesh.pipeline.size();
   std::deque<StageLink> links;
   for (size_t i = 0; i < (mesh.shape.head_share > 0 ? 6U : 4U); ++i) {
-    // Groups are set up at their first message; here, so that no stage waits for that later.
+    // Groups connect at their first message, which waits for the other side: here, not behind one.
     for (const Comm& group : {mesh.previous[i], mesh.next[i]}) {
-      Tensor probe = at::zeros({1}, options.dtype(at::kFloat));
-      if (group.size() > 1) group.all_reduce(probe);
+      if (group.size() == 1) continue;
+      const Tensor out = at::zeros({1}, options.dtype(at::kFloat)), in = at::empty_like(out);
+      const int64_t peer = 1 - group.rank();
+      group.exchange_async({{peer, out, true}, {peer, in, false}}).wait();
     }
     const Comm *before = first ? nullptr : &mesh.previous[i],
                *after = last ? nullptr : &mesh.next[i];
