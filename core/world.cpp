@@ -203,8 +203,9 @@ void run_guard() {
     lock.unlock();
     if (failure.empty())
       failure = fmt::format(
-          "for {:.0f} s neither rank 0 nor the device of this rank has answered (stopped, or its "
-          "machine lost); last operation: {}",
+          "rank 0 has not answered for {:.0f} s, or else this rank's device (stopped, or its "
+          "machine "
+          "lost); last operation: {}",
           job->heartbeat_s, last);
     leave_without_store(failure);
   }
