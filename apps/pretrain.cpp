@@ -112,7 +112,7 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
     double dense = 0, expert = 0;
     for (const auto& unit : part.parameter_units())
       for (const Parameter* p : unit)
-        (p->group == ParameterGroup::expert ? expert : dense) += static_cast<double>(p->numel());
+        (is_of_experts(p->group) ? expert : dense) += static_cast<double>(p->numel());
     const double parts = (dense + expert * static_cast<double>(shape.ep)) / block;
     const double whole = config.parallel.weights == "keep" ? dense + expert : parts;
     const auto layers = static_cast<double>(
@@ -306,7 +306,8 @@ class Run {
   at::Device whole_device() const { return mesh_.shape.cp > 1 ? at::kCPU : mesh_.device; }
   MicroBatch share_of(MicroBatch whole) const {
     if (mesh_.shape.cp == 1) return whole;
-    return split_context(whole, mesh_.place.cp, mesh_.shape.cp, mesh_.device);
+    return split_context(
+        whole, mesh_.place.cp, mesh_.shape.cp, mesh_.device, model_.config().window);
   }
 
   std::string load_or_initialize() {
@@ -490,7 +491,7 @@ class Run {
     content.training_state = state_.to_json();
     content.files = {{"config.json", model.to_json(compute_dtype(config_))},
         {"generation_config.json", model.generation_json()}, {"run.toml", to_toml(config_)}};
-    collect_state(groups_, content);
+    collect_state(groups_, content, mesh_.expert);
     for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
       const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_file(file));

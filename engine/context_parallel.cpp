@@ -99,9 +99,101 @@ RingStep ring_step(const MicroBatch& whole, const std::vector<int64_t>& rows, in
       {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest}};
 }
 
+// Calls f(first key, first query, end) for each document with tokens in a chunk of `rank`, in the
+// order of its local tokens; positions in the unsplit rows.
+template <class F>
+void for_each_window(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank,
+    int64_t size, int64_t window, F&& f) {
+  const int32_t* cu = whole.cu_seqlens_host.const_data_ptr<int32_t>();
+  const int64_t documents = whole.cu_seqlens_host.numel() - 1;
+  int64_t d = 0;
+  for (size_t row = 0; row + 1 < rows.size(); ++row) {
+    const int64_t chunk = (rows[row + 1] - rows[row]) / (2 * size);
+    for (const int64_t number : {rank, 2 * size - 1 - rank}) {
+      const int64_t begin = rows[row] + number * chunk, end = begin + chunk;
+      while (d < documents && cu[d + 1] <= begin) ++d;
+      for (int64_t i = d; i < documents && cu[i] < end; ++i) {
+        const int64_t first = std::max<int64_t>(begin, cu[i]), last = std::min<int64_t>(end, cu[i + 1]);
+        if (first < last) f(std::max<int64_t>(cu[i], first - window + 1), first, last);
+      }
+    }
+  }
+}
+
+// Where a position of the unsplit rows is: the rank and the local token.
+std::pair<int64_t, int64_t> place_of(
+    const std::vector<int64_t>& rows, int64_t position, int64_t size) {
+  const auto row = std::ranges::upper_bound(rows, position) - 1;
+  const int64_t chunk = (row[1] - row[0]) / (2 * size), number = (position - *row) / chunk;
+  const bool high = number >= size;
+  return {high ? 2 * size - 1 - number : number,
+      *row / size + (high ? chunk : 0) + (position - *row) % chunk};
+}
+
+Gather gather_of(const std::vector<int64_t>& from, int64_t rows, at::Device device) {
+  std::vector<std::vector<int32_t>> places(static_cast<size_t>(rows));
+  size_t most = 1;
+  for (size_t i = 0; i < from.size(); ++i) {
+    auto& its = places.at(static_cast<size_t>(from[i]));
+    its.push_back(narrow<int32_t>(i));
+    most = std::max(most, its.size());
+  }
+  const Tensor table = at::full({rows, static_cast<int64_t>(most)}, -1, at::TensorOptions(at::kInt));
+  for (size_t row = 0; row < places.size(); ++row)
+    std::ranges::copy(places[row], table.mutable_data_ptr<int32_t>() + row * most);
+  return {upload(at::tensor(at::ArrayRef<int64_t>(from)).to(at::kInt), device),
+      upload(table, device)};
+}
+
+Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank, int64_t size,
+    int64_t window, at::Device device) {
+  const int64_t tokens = rows.back() / size;
+  Halo halo{.window = window};
+  halo.send.assign(static_cast<size_t>(size), 0);
+  halo.received = halo.send;
+  // Calls f(owner, local token) for what `member` needs of other ranks.
+  const auto for_each_fetched = [&](int64_t member, auto&& f) {
+    for_each_window(whole, rows, member, size, window, [&](int64_t key, int64_t query, int64_t) {
+      for (; key < query; ++key)
+        if (const auto [owner, token] = place_of(rows, key, size); owner != member) f(owner, token);
+    });
+  };
+  std::vector<int64_t> sent, keys;
+  for (int64_t member = 0; member < size; ++member)
+    for_each_fetched(member, [&](int64_t owner, int64_t token) {
+      if (owner != rank) return;
+      sent.push_back(token);
+      ++halo.send[static_cast<size_t>(member)];
+    });
+  for_each_fetched(
+      rank, [&](int64_t owner, int64_t) { ++halo.received[static_cast<size_t>(owner)]; });
+  std::vector<int64_t> next(static_cast<size_t>(size));  // the place of the next row of each rank
+  std::exclusive_scan(halo.received.begin(), halo.received.end(), next.begin(), tokens);
+  Side queries;  // their numbers are not needed, only the borders
+  std::vector<int32_t> borders{0};
+  int64_t longest = 0;
+  for_each_window(whole, rows, rank, size, window, [&](int64_t key, int64_t query, int64_t end) {
+    longest = std::max(longest, end - key);
+    const int64_t first = place_of(rows, query, size).second;
+    queries.add({first, first + end - query});
+    for (; key < query; ++key) {
+      const auto [owner, token] = place_of(rows, key, size);
+      keys.push_back(owner == rank ? token : next[static_cast<size_t>(owner)]++);
+    }
+    for (; key < end; ++key) keys.push_back(first + key - query);
+    borders.push_back(narrow<int32_t>(std::ssize(keys)));
+  });
+  halo.sent = gather_of(sent, tokens, device);
+  halo.keys = gather_of(keys, std::reduce(halo.received.begin(), halo.received.end(), tokens), device);
+  const Tensor cu_q = queries.borders(), cu_k = at::tensor(at::ArrayRef<int32_t>(borders));
+  halo.span = {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, longest};
+  return halo;
+}
+
 }  // namespace
 
-MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at::Device device) {
+MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at::Device device,
+    int64_t window) {
   const auto rows = row_borders(whole, size);
   std::vector<int64_t> kept;
   for (size_t i = 0; i + 1 < rows.size(); ++i) {
@@ -120,6 +212,7 @@ MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at
   part.trained_tokens = labels.ne(-100).sum().item<int64_t>();
   for (int64_t i = 0; size > 1 && i < size; ++i)
     part.ring.push_back(ring_step(whole, rows, rank, (rank + size - i) % size, size, device));
+  if (size > 1 && window > 0) part.halo = halo_of(whole, rows, rank, size, window, device);
   return part;
 }
 

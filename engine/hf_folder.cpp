@@ -2,6 +2,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "engine/mxfp4.h"
+
 namespace pith {
 namespace {
 
@@ -39,6 +41,39 @@ std::map<std::string, std::string> read_weight_map(const fs::path& path) {
     result.emplace(name, std::move(file));
   }
   return result;
+}
+
+constexpr std::array kPacked{"_blocks", "_scales"};  // the two tensors of one in MXFP4
+
+// A tensor (E, K, N) in MXFP4: its problem, or "" where it can be read.
+std::string packed_problem(const HfFolder& folder, const HfTensor& tensor) {
+  for (const char* suffix : kPacked) {
+    const std::string name = tensor.name + suffix;
+    const SafetensorsFile* file = folder.file_of(name);
+    if (file == nullptr) return name + " is missing";
+    const TensorEntry& entry = file->header().tensors.at(name);
+    std::vector<int64_t> shape{tensor.shape[0], tensor.shape[2], tensor.shape[1] / 32};
+    if (suffix == kPacked[0]) shape.push_back(16);
+    if (entry.shape != shape || entry.dtype != at::kByte || tensor.shape[1] % 32 != 0)
+      return fmt::format("{}: {} ({}) in the folder, MXFP4 of ({}) is uint8 ({})", name,
+          dtype_name(entry.dtype), fmt::join(entry.shape, ", "), fmt::join(tensor.shape, ", "),
+          fmt::join(shape, ", "));
+  }
+  return "";
+}
+
+// Elements from `first` on of a tensor (E, K, N) in MXFP4, whose matrices are stored transposed.
+void import_packed(
+    const HfFolder& folder, const HfTensor& tensor, int64_t first, const Tensor& target) {
+  const Tensor blocks = folder.tensor(tensor.name + kPacked[0]),
+               scales = folder.tensor(tensor.name + kPacked[1]);
+  const int64_t numel = tensor.numel() / tensor.shape[0], last = first + target.numel();
+  for (int64_t e = first / numel; e * numel < last; ++e) {  // one matrix in memory at a time
+    const int64_t begin = std::max(first, e * numel), end = std::min(last, (e + 1) * numel);
+    const Tensor matrix = dequantize_mxfp4(blocks[e], scales[e]).t().contiguous().view(-1);
+    target.narrow(0, begin - first, end - begin)
+        .copy_(matrix.narrow(0, begin - e * numel, end - begin));
+  }
 }
 
 // Order of numbers written without leading zeros.
@@ -168,6 +203,12 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
         tensor->numel());
     used.insert(name);
     const SafetensorsFile* file = folder.file_of(name);
+    if (!file && tensor->shape.size() == 3 && folder.file_of(name + kPacked[0])) {
+      const std::string problem = packed_problem(folder, *tensor);
+      if (!problem.empty()) problems.push_back(problem);
+      for (const char* suffix : kPacked) used.insert(name + suffix);
+      continue;
+    }
     if (!file) {
       missing.push_back(name);
       continue;
@@ -180,6 +221,9 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
       problems.push_back(fmt::format("{}: dtype {} is no bfloat16, float16, float32 or float64",
           name, dtype_name(entry.dtype)));
   }
+  for (const std::string& name : optional_extra)
+    if (!folder.file_of(name))
+      for (const char* suffix : kPacked) used.insert(name + suffix);
   for (const std::string& name : folder.names())
     if (!used.count(name)) left_over.push_back(name);
   report(problems, "missing in the folder", missing);
@@ -187,8 +231,12 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
   if (!problems.empty()) fail_with(folder.path().string() + " does not fit the model", problems);
 
   at::NoGradGuard no_grad;
-  for (const auto& [tensor, first, target] : targets)
-    target.copy_(folder.tensor(tensor->name).view(-1).narrow(0, first, target.numel()));
+  for (const auto& [tensor, first, target] : targets) {
+    if (!folder.file_of(tensor->name))
+      import_packed(folder, *tensor, first, target);
+    else
+      target.copy_(folder.tensor(tensor->name).view(-1).narrow(0, first, target.numel()));
+  }
 }
 
 WeightFiles split_weights(const std::vector<NamedTensor>& weights, uint64_t shard_bytes) {

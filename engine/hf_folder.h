@@ -38,7 +38,9 @@ struct ImportTarget {
   Tensor target;
 };
 
-// Copies ranges from the folder into the targets, converting. Tensors missing, left over (but not
+// Copies ranges from the folder into the targets, converting. A tensor (E, K, N) may lie there in
+// MXFP4 instead, as GPT-OSS' experts do: NAME_blocks (E, N, K / 32, 16), NAME_scales (E, N, K /
+// 32). Tensors missing, left over (but not
 // in `optional_extra`), of another shape or a non-float dtype are collected into one Error.
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
     std::span<const std::string> optional_extra = {});

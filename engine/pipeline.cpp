@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "models/deepseek_v2.h"
+#include "models/gpt_oss.h"
 #include "models/qwen3_moe.h"
 
 namespace pith {
@@ -463,6 +464,7 @@ BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch> batches,
   PITH_OBJECTIVE(Model, AllLogits)
 PITH_FAMILY(Qwen3MoeModel);
 PITH_FAMILY(DeepseekV2Model);
+PITH_FAMILY(GptOssModel);
 #undef PITH_FAMILY
 #undef PITH_OBJECTIVE
 

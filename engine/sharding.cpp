@@ -84,8 +84,10 @@ std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
     for (const HfTensor& tensor : parameters_[i]->tensors) {
       const int64_t at = offsets_[i] + tensor.offset - part_begin();  // its start in the part
       const int64_t begin = std::max<int64_t>(at, 0);
-      const int64_t end = std::min(at + tensor.numel(), value_part.numel());
-      if (begin < end) pieces.push_back({parameters_[i], &tensor, begin - at, begin, end - begin});
+      const int64_t end = std::min(at + tensor.held(), value_part.numel());
+      if (begin < end)
+        pieces.push_back(
+            {parameters_[i], &tensor, tensor.first() + begin - at, begin, end - begin});
     }
   }
   return pieces;
@@ -198,7 +200,7 @@ std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Paramete
   for (size_t unit = 0; unit < units.size(); ++unit) {
     std::vector<Parameter*> dense, experts;
     for (Parameter* parameter : units[unit]) {
-      const bool cut = parameter->group == ParameterGroup::expert && mesh.expert.size() > 1;
+      const bool cut = is_of_experts(parameter->group) && mesh.expert.size() > 1;
       (cut ? experts : dense).push_back(parameter);
     }
     const auto add = [&](std::vector<Parameter*>& parameters, const Comm& shard,

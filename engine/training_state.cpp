@@ -76,16 +76,25 @@ std::string TrainingState::schedule_differences(const TrainingState& other) cons
   return differences;
 }
 
-void collect_state(std::span<ShardGroup> groups, CheckpointContent& content) {
+void collect_state(
+    std::span<ShardGroup> groups, CheckpointContent& content, const Comm& expert) {
   for (ShardGroup& group : groups) {
     if (group.replicate().rank() > 0) continue;
     group.before_forward();
     if (group.unit() % group.shard().size() == group.shard().rank()) {
       const Tensor values = host_copy(group.values);
       for (size_t i = 0; i < group.parameters().size(); ++i)
-        for (const HfTensor& tensor : group.parameters()[i]->tensors)
-          content.weights.emplace_back(
-              tensor.name, Parameter::view_of(group.slice(values, i), tensor));
+        for (const HfTensor& tensor : group.parameters()[i]->tensors) {
+          Tensor whole = Parameter::view_of(group.slice(values, i), tensor);
+          if (tensor.held() < tensor.numel()) {  // the others' experts belong to it
+            const Tensor mine = Parameter::view_of(group.slice(group.values, i), tensor);
+            Tensor all = at::empty(tensor.shape, mine.options());
+            expert.all_gather_async(all, mine).wait();
+            if (group.unit() % expert.size() != expert.rank()) continue;
+            whole = host_copy(all);
+          }
+          content.weights.emplace_back(tensor.name, whole);
+        }
     }
     group.after_forward();
     auto states = states_of(group);

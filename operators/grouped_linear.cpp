@@ -29,6 +29,32 @@ Tensor multiply_grouped(const Tensor& x, const Tensor& matrices, const ExpertPla
   return y;
 }
 
+// Each row of y (S, N) += its expert's of bias (E, N).
+void add_bias(Tensor& y, const Tensor& bias, const ExpertPlan& plan) {
+  const at::NoGradGuard no_grad;
+  PITH_IF_CUDA (y) {
+    cuda::add_expert_bias(read(bias), read<int32_t>(plan.offsets), write(y), y.size(0),
+        bias.size(0), bias.size(1), is_bf16(y), current_stream());
+    return;
+  }
+  for_each_expert(plan.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
+    y.narrow(0, begin, count).add_(bias.select(0, e));
+  });
+}
+
+// gradient (E, N) += the sum of each expert's rows of dy (S, N).
+void add_bias_gradient(const Tensor& gradient, const Tensor& dy, const ExpertPlan& plan) {
+  PITH_IF_CUDA (dy) {
+    cuda::add_expert_sums(read(dy), read<int32_t>(plan.offsets), write<float>(gradient),
+        gradient.size(0), gradient.size(1), is_bf16(dy), current_stream());
+    return;
+  }
+  for_each_expert(plan.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
+    gradient.select(0, e).add_(
+        dy.narrow(0, begin, count).sum(0, /*keepdim=*/false, gradient.scalar_type()));
+  });
+}
+
 }  // namespace
 
 Tensor grouped_linear(const Tensor& given, Parameter& weight, const ExpertPlan& plan) {
@@ -42,6 +68,26 @@ Tensor grouped_linear(const Tensor& given, Parameter& weight, const ExpertPlan& 
         const Tensor dx = x.requires_grad() ? multiply_grouped(dy, weight.value, plan) : Tensor();
         if (trained) add_or_defer({&weight, dy, x, plan.offsets, plan.offsets_host});
         return Tensors{dx, Tensor()};
+      });
+}
+
+Tensor grouped_affine(
+    const Tensor& given, Parameter& weight, Parameter& bias, const ExpertPlan& plan) {
+  check_shape(weight.value, weight.name, {plan.offsets_host.numel(), -1, -1});
+  check_tensor(given, "grouped_affine: x", weight.value.scalar_type(),
+      {plan.num_slots, weight.value.size(1)});
+  check_shape(bias.value, bias.name, {weight.value.size(0), weight.value.size(2)});
+  const Tensor x = given.contiguous();
+  Tensor y = multiply_grouped(x, weight.value, plan);
+  add_bias(y, bias.value, plan);
+  return record(y, {x, weight.value, bias.value},
+      [x, &weight, &bias, plan, trained = weight.value.requires_grad()](const Tensor& given_dy) {
+        const Tensor dy = given_dy.contiguous();
+        Tensor dx;
+        if (x.requires_grad()) dx = multiply_grouped(dy, weight.value.transpose(1, 2), plan);
+        if (trained) add_or_defer({&weight, x, dy, plan.offsets, plan.offsets_host});  // x^T dy
+        if (bias.value.requires_grad()) add_bias_gradient(bias.grad, dy, plan);
+        return Tensors{dx, Tensor(), Tensor()};
       });
 }
 

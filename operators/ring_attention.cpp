@@ -49,7 +49,7 @@ std::array<Tensor, 2> keys_values(const Tensor& block, int64_t dim) {
 
 // Out and lse over all keys; `own`: the block of this rank.
 AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<RingStep>& ring,
-    double scale, const Comm& context) {
+    double scale, const Comm& context, const Parameter* sinks) {
   const at::NoGradGuard no_grad;
   AttentionPart whole;
   Tensor block = own;
@@ -70,6 +70,7 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<Ring
     travel.wait();
     block = next;
   }
+  if (sinks != nullptr) whole = with_sinks(whole, *sinks);
   whole.out = whole.out.to(q.scalar_type());
   return whole;
 }
@@ -121,7 +122,7 @@ Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const A
 }  // namespace
 
 Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
-    const std::vector<RingStep>& ring, double scale, const Comm& context) {
+    const std::vector<RingStep>& ring, double scale, const Comm& context, Parameter* sinks) {
   check_attention(given, k, v);
   const Tensor q = given.contiguous();
   PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
@@ -129,10 +130,17 @@ Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
       "tokens on {} ranks",
       q.size(0), context.size(), ring.empty() ? 0 : ring[0].queries.count, ring.size());
   const Tensor own = at::cat({k.detach(), v.detach()}, 2);
-  const AttentionPart whole = forward(q, own, ring, scale, context);
+  const AttentionPart whole = forward(q, own, ring, scale, context, sinks);
   const AttentionPart kept{whole.out.detach(), whole.lse};
-  return record(whole.out, {q, k, v}, [=, &ring, &context](const Tensor& dout) {
-    return backward(dout.contiguous(), q, own, kept, ring, scale, context);
+  Tensors inputs{q, k, v};
+  if (sinks != nullptr) inputs.push_back(sinks->value);
+  return record(whole.out, inputs, [=, &ring, &context](const Tensor& dout) {
+    Tensors grads = backward(dout.contiguous(), q, own, kept, ring, scale, context);
+    if (sinks != nullptr) {
+      add_sink_gradient(*sinks, dout, kept);
+      grads.emplace_back();
+    }
+    return grads;
   });
 }
 

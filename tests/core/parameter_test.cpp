@@ -27,6 +27,17 @@ TEST(Parameter, FusedFromSeveral) {
   EXPECT_EQ(k.data_ptr(), flat.narrow(0, 12, 6).data_ptr()) << "must be a view";
 }
 
+TEST(Parameter, HoldsRowsOfATensor) {
+  const HfTensor two_of_four{"experts", {4, 3, 2}, 6, 1, 3};
+  EXPECT_EQ(two_of_four.numel(), 24);
+  EXPECT_EQ(two_of_four.first(), 6);
+  EXPECT_EQ(two_of_four.held(), 12);
+  const Parameter p("p", {18}, {{"a", {6}, 0}, two_of_four}, ParameterGroup::expert, Init::normal);
+  EXPECT_TRUE(at::equal(
+      Parameter::view_of(at::arange(18), p.tensors[1]), at::arange(6, 18).view({2, 3, 2})));
+  EXPECT_THROW(Parameter("p", {24}, {two_of_four}, ParameterGroup::expert, Init::normal), Error);
+}
+
 TEST(Parameter, TensorsMustCoverTheParameter) {
   const auto make = [](std::vector<HfTensor> tensors) {
     Parameter("qkv", {6, 3}, std::move(tensors), ParameterGroup::matrix, Init::normal);

@@ -66,6 +66,7 @@ template <class Check>
 void with_family(const std::string& name, const Check& check) {
   if (name.starts_with("qwen3_moe")) return check.template operator()<Qwen3MoeModel>();
   if (name.starts_with("deepseek_v2")) return check.template operator()<DeepseekV2Model>();
+  if (name.starts_with("gpt_oss")) return check.template operator()<GptOssModel>();
   FAIL() << name << " belongs to no family";
 }
 
@@ -189,7 +190,7 @@ TEST_P(Golden, Bf16WithinTransformersOwnError) {
 
 INSTANTIATE_TEST_SUITE_P(Families, Golden,
     testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d", "deepseek_v2_a",
-        "deepseek_v2_b", "deepseek_v2_c"),
+        "deepseek_v2_b", "deepseek_v2_c", "gpt_oss_a", "gpt_oss_b", "gpt_oss_c"),
     [](const auto& test) { return std::string(test.param); });
 
 }  // namespace

@@ -109,9 +109,11 @@ Outcome run_model(const Problem& problem, const Layout& layout, const Mesh& mesh
 
 inline Outcome run(const Problem& problem, const Layout& layout, const Mesh& mesh,
     const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
-  const bool deepseek = problem.config["model_type"] == "deepseek_v2";
-  return (deepseek ? run_model<DeepseekV2Model> : run_model<Qwen3MoeModel>)(problem, layout, mesh,
-      batches, rule, steps);
+  const auto& family = problem.config["model_type"];
+  const auto run_it = family == "deepseek_v2" ? run_model<DeepseekV2Model>
+                      : family == "gpt_oss"   ? run_model<GptOssModel>
+                                              : run_model<Qwen3MoeModel>;
+  return run_it(problem, layout, mesh, batches, rule, steps);
 }
 
 // One row a micro-batch, everything in this process.
@@ -151,7 +153,8 @@ inline void expect_same(const Problem& problem, const Layout& layout, int64_t st
     MicroBatch numbered = all[i];
     numbered.tokens = at::arange(numbered.num_tokens(), at::kLong);
     mine.push_back(split_context(numbered, mesh.place.cp, cp, at::kCPU).tokens);
-    batches.push_back(split_context(all[i], mesh.place.cp, cp, mesh.device));
+    batches.push_back(split_context(all[i], mesh.place.cp, cp, mesh.device,
+        problem.config.value("sliding_window", int64_t{0})));
   }
   const Outcome got = run(problem, layout, mesh, batches, Rule::sgd, steps);
   for (size_t m = 0; m < batches.size(); ++m) {
