@@ -148,7 +148,8 @@ Gather gather_of(const std::vector<int64_t>& from, int64_t rows, at::Device devi
 Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank, int64_t size,
     int64_t window, at::Device device) {
   const int64_t tokens = rows.back() / size;
-  Halo halo{.window = window};
+  Halo halo;
+  halo.window = window;
   halo.send.assign(static_cast<size_t>(size), 0);
   halo.received = halo.send;
   // Calls f(owner, local token) for what `member` needs of other ranks.

@@ -29,7 +29,7 @@ Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales) {
       const float unit = scale[group] == 255 ? std::numeric_limits<float>::quiet_NaN()
                                              : std::ldexp(1.0f, scale[group] - 127);
       for (int64_t i = 0; i < 32; ++i) {
-        const int code = block[group * 16 + i / 2] >> (i % 2 * 4) & 15;
+        const int code = (block[group * 16 + i / 2] >> (i % 2 * 4)) & 15;
         const float magnitude = kMagnitude[static_cast<size_t>(code & 7)] * unit;
         value[group * 32 + i] = code < 8 ? magnitude : -magnitude;
       }

@@ -141,11 +141,11 @@ GptOssLayer::GptOssLayer(
                         Init init) {
     return of_experts(experts + name, std::move(shape), expert_begin, expert_end, group, init);
   };
-  using enum ParameterGroup;
-  gate_up_ = held("gate_up_proj", {count, h, 2 * width}, expert, Init::normal);
-  gate_up_bias_ = held("gate_up_proj_bias", {count, 2 * width}, expert_bias, Init::zeros);
-  down_ = held("down_proj", {count, width, h}, expert, Init::output_normal);
-  down_bias_ = held("down_proj_bias", {count, h}, expert_bias, Init::zeros);
+  constexpr auto kMatrix = ParameterGroup::expert, kBias = ParameterGroup::expert_bias;
+  gate_up_ = held("gate_up_proj", {count, h, 2 * width}, kMatrix, Init::normal);
+  gate_up_bias_ = held("gate_up_proj_bias", {count, 2 * width}, kBias, Init::zeros);
+  down_ = held("down_proj", {count, width, h}, kMatrix, Init::output_normal);
+  down_bias_ = held("down_proj_bias", {count, h}, kBias, Init::zeros);
 }
 
 std::vector<Parameter*> GptOssLayer::parameters() {
@@ -158,11 +158,12 @@ Attended GptOssLayer::attend(const LayerContext& context, const Tensor& hidden) 
   const int64_t q_size = config_.num_heads * d, kv_size = config_.num_kv_heads * d;
   const Tensor qkv = linear(rms_norm(hidden, input_norm_, config_.rms_norm_eps), qkv_, &qkv_bias_);
   const std::vector<Tensor> parts = at::split_with_sizes(qkv, {q_size, kv_size, kv_size}, 1);
-  const auto turn = [&](const Tensor& x) {  // -> (T, heads, D)
-    return rotary(x.view({tokens, -1, d}), context.batch.positions, context.rotary);
+  const auto heads = [&](const Tensor& x) { return x.view({tokens, x.size(1) / d, d}); };
+  const auto turned = [&](const Tensor& x) {
+    return rotary(heads(x), context.batch.positions, context.rotary);
   };
-  const Tensor mixed = attend_documents(context, turn(parts[0]), turn(parts[1]),
-      parts[2].view({tokens, config_.num_kv_heads, d}), 1 / std::sqrt(static_cast<double>(d)),
+  const Tensor mixed = attend_documents(context, turned(parts[0]), turned(parts[1]),
+      heads(parts[2]), 1 / std::sqrt(static_cast<double>(d)),
       {.window = window_, .sinks = &sinks_});  // (T, Hq, D)
 
   Attended out;

@@ -105,7 +105,7 @@ TEST(GptOss, AWindowInEveryLayerLimitsTheReach) {
   rows[0].tokens[2] = (rows[0].tokens[2] + 1) % 61;
   const Tensor after = run();
   for (int64_t t = 0; t < 24; ++t)
-    if (t < 2 || t > 14) EXPECT_TRUE(at::equal(before[t], after[t])) << t;
+    if (t < 2 || t > 14) { EXPECT_TRUE(at::equal(before[t], after[t])) << t; }
   EXPECT_FALSE(at::equal(before[14], after[14]));
 }
 
@@ -130,7 +130,7 @@ TEST(Mxfp4, EveryCodeAndScale) {
     const Tensor out = dequantize_mxfp4(bytes(codes, {1, 16}), bytes({scale}, {1}));
     ASSERT_EQ(out.sizes(), at::IntArrayRef({32}));
     for (int i = 0; i < 32; ++i) {
-      const int code = codes[static_cast<size_t>(i / 2)] >> (i % 2 == 0 ? 0 : 4) & 15;
+      const int code = (codes[static_cast<size_t>(i / 2)] >> (i % 2 * 4)) & 15;
       const double exact = std::ldexp(static_cast<double>(table[code & 7]), scale - 127);
       const float got = out[i].item<float>();
       EXPECT_EQ(std::signbit(got), code >= 8) << code;
