@@ -7,79 +7,71 @@ namespace {
 // Fast forms, relative error about 1e-6: exact ones would take as long as the memory.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
-// N gates and N ups from column on: of two blocks, or (CLAMPED) alternating.
-template <class T, int N, bool CLAMPED>
+// N gates and N ups from column on: of two blocks, or alternating.
+template <class T, int N, bool ALTERNATING>
 struct Pairs {
   Vec<T, N> half[2];
-  __device__ T& gate(int j) { return CLAMPED ? half[2 * j / N].v[2 * j % N] : half[0].v[j]; }
+  __device__ T& gate(int j) { return ALTERNATING ? half[2 * j / N].v[2 * j % N] : half[0].v[j]; }
   __device__ T& up(int j) {
-    return CLAMPED ? half[(2 * j + 1) / N].v[(2 * j + 1) % N] : half[1].v[j];
+    return ALTERNATING ? half[(2 * j + 1) / N].v[(2 * j + 1) % N] : half[1].v[j];
   }
   __device__ static int64_t place(int64_t row, int64_t width, int64_t column, int i) {
-    return CLAMPED ? 2 * (row * width + column) + i * N : (2 * row + i) * width + column;
+    return ALTERNATING ? 2 * (row * width + column) + i * N : (2 * row + i) * width + column;
   }
 };
 
-template <class T, int N, bool CLAMPED>
-__global__ void forward_kernel(
-    const T* gate_up, T* y, int64_t rows, int64_t width, SwigluClamp clamp) {
+// g sigmoid(alpha g) (u + plus) of clamped g and u; without clamps alpha 1, limit inf, plus 0.
+struct Form {
+  float alpha, limit, plus;
+};
+__device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }  // or NaN
+
+template <class T, int N, bool ALTERNATING>
+__global__ void forward_kernel(const T* gate_up, T* y, int64_t rows, int64_t width, Form form) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (row >= rows || column >= width) return;
-  using Both = Pairs<T, N, CLAMPED>;
+  using Both = Pairs<T, N, ALTERNATING>;
   Both in;
-  for (int i = 0; i < 2; ++i)
-    in.half[i] = load<N>(gate_up + Both::place(row, width, column, i));
+  for (int i = 0; i < 2; ++i) in.half[i] = load<N>(gate_up + Both::place(row, width, column, i));
   Vec<T, N> out;
   for (int j = 0; j < N; ++j) {
-    float g = to_float(in.gate(j)), u = to_float(in.up(j)), s;
-    if constexpr (CLAMPED) {  // comparisons let a NaN through
-      g = g > clamp.limit ? clamp.limit : g;
-      u = (u > clamp.limit ? clamp.limit : u < -clamp.limit ? -clamp.limit : u) + 1.0f;
-      s = sigmoid(clamp.alpha * g);
-    } else {
-      s = sigmoid(g);
-    }
-    out.v[j] = from_float<T>(g * s * u);
+    const float g = at_most(to_float(in.gate(j)), form.limit);
+    const float u = -at_most(-at_most(to_float(in.up(j)), form.limit), form.limit) + form.plus;
+    out.v[j] = from_float<T>(g * sigmoid(form.alpha * g) * u);
   }
   store(y + row * width + column, out);
 }
 
-template <class T, int N, bool CLAMPED>
-__global__ void backward_kernel(const T* gate_up, const T* dy, T* dgate_up, int64_t rows,
-    int64_t width, SwigluClamp clamp) {
+template <class T, int N, bool ALTERNATING>
+__global__ void backward_kernel(
+    const T* gate_up, const T* dy, T* dgate_up, int64_t rows, int64_t width, Form form) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (row >= rows || column >= width) return;
-  using Both = Pairs<T, N, CLAMPED>;
+  using Both = Pairs<T, N, ALTERNATING>;
   Both in, out;
-  for (int i = 0; i < 2; ++i)
-    in.half[i] = load<N>(gate_up + Both::place(row, width, column, i));
+  for (int i = 0; i < 2; ++i) in.half[i] = load<N>(gate_up + Both::place(row, width, column, i));
   const Vec<T, N> dout = load<N>(dy + row * width + column);
   for (int j = 0; j < N; ++j) {
     const float gate = to_float(in.gate(j)), up = to_float(in.up(j)), d = to_float(dout.v[j]);
-    float dgate, dup;
-    if constexpr (CLAMPED) {
-      const float limit = clamp.limit, g = gate > limit ? limit : gate;
-      const float u = up > limit ? limit : up < -limit ? -limit : up;
-      const float s = sigmoid(clamp.alpha * g);
-      dgate = gate > limit ? 0.0f : d * (u + 1.0f) * s * (1.0f + clamp.alpha * g * (1.0f - s));
-      dup = fabsf(up) > limit ? 0.0f : d * g * s;
-    } else {
-      const float s = sigmoid(gate);
-      dgate = d * up * s * (1.0f + gate * (1.0f - s));
-      dup = d * gate * s;
-    }
-    out.gate(j) = from_float<T>(dgate);
-    out.up(j) = from_float<T>(dup);
+    const float g = at_most(gate, form.limit);
+    const float u = -at_most(-at_most(up, form.limit), form.limit) + form.plus;
+    const float s = sigmoid(form.alpha * g);
+    const float dgate = d * u * s * (1.0f + form.alpha * g * (1.0f - s));
+    out.gate(j) = from_float<T>(gate > form.limit ? 0.0f : dgate);
+    out.up(j) = from_float<T>(fabsf(up) > form.limit ? 0.0f : d * g * s);
   }
   for (int i = 0; i < 2; ++i) store(dgate_up + Both::place(row, width, column, i), out.half[i]);
 }
 
-// Calls f<CLAMPED>().
+// Calls f<ALTERNATING>(form).
 template <class F>
 void with_form(const SwigluClamp& clamp, F&& f) {
-  clamp.limit > 0 ? f.template operator()<true>() : f.template operator()<false>();
+  if (clamp.limit > 0)
+    f.template operator()<true>(Form{clamp.alpha, clamp.limit, 1});
+  else
+    f.template operator()<false>(Form{1, INFINITY, 0});
 }
 
 }  // namespace
@@ -89,9 +81,9 @@ void swiglu_forward(const void* gate_up, void* y, int64_t rows, int64_t width, S
   if (rows * width == 0) return;
   with_vectors(is_bf16, {gate_up, y}, {width}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, width / N);
-    with_form(clamp, [&]<bool CLAMPED>() {
-      forward_kernel<T, N, CLAMPED><<<shape.grid, shape.block, 0, stream>>>(
-          static_cast<const T*>(gate_up), static_cast<T*>(y), rows, width, clamp);
+    with_form(clamp, [&]<bool ALTERNATING>(const Form& form) {
+      forward_kernel<T, N, ALTERNATING><<<shape.grid, shape.block, 0, stream>>>(
+          static_cast<const T*>(gate_up), static_cast<T*>(y), rows, width, form);
     });
   });
   launch_check("swiglu forward");
@@ -102,10 +94,10 @@ void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_
   if (rows * width == 0) return;
   with_vectors(is_bf16, {gate_up, dy, dgate_up}, {width}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, width / N);
-    with_form(clamp, [&]<bool CLAMPED>() {
-      backward_kernel<T, N, CLAMPED><<<shape.grid, shape.block, 0, stream>>>(
+    with_form(clamp, [&]<bool ALTERNATING>(const Form& form) {
+      backward_kernel<T, N, ALTERNATING><<<shape.grid, shape.block, 0, stream>>>(
           static_cast<const T*>(gate_up), static_cast<const T*>(dy), static_cast<T*>(dgate_up),
-          rows, width, clamp);
+          rows, width, form);
     });
   });
   launch_check("swiglu backward");
