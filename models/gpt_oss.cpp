@@ -49,8 +49,9 @@ GptOssConfig GptOssConfig::parse(const json& object, const std::string& source) 
   GptOssConfig c;
   read_common(fields, c, "gpt_oss", "intermediate_size");
   c.intermediate_size = c.moe_intermediate_size;  // no layer is dense
-  c.num_kv_heads = fields.count_or("num_key_value_heads", c.num_heads);
-  c.head_dim = fields.count_or("head_dim", c.hidden_size / c.num_heads);
+  c.rms_norm_eps = fields.number("rms_norm_eps", 1e-5);
+  c.num_kv_heads = fields.count_or("num_key_value_heads", 8);
+  c.head_dim = fields.count_or("head_dim", 64);
   c.max_positions = fields.count_or("max_position_embeddings", 131072);
   c.num_experts =
       fields.count(fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
