@@ -1,18 +1,23 @@
-#include "apps/corpus_build.h"
-
+// pithtrain corpus build: text to corpus, continued where it was when it is interrupted.
+//
+// Unfinished work lies in OUT.build/ and in *.tmp files beside the outputs. A journal, often
+// renewed, names the input position and the sizes of all outputs at one moment; after any
+// interruption the outputs are cut back to it. So the result does not depend on interruptions, nor
+// on the number of workers. Other options or changed inputs are refused by name until --restart.
+// Shuffling is a second pass over the finished, unshuffled corpus in OUT.build/.
 #include <fcntl.h>
 #include <malloc.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
-#include "apps/inspect.h"
+#include "apps/commands.h"
 #include "core/error.h"
 #include "core/random.h"
 #include "engine/corpus.h"
+#include "text/corpus_encoder.h"
 
 namespace pith {
 
@@ -53,6 +58,18 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, phase, position, sides, kinds, seen,
 std::string dump(const nlohmann::json& value) {
   return value.dump(1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
+
+struct BuildOptions {
+  std::vector<std::string> paths, endings;
+  std::string out, validation_out, tokenizer;  // tokenizer: file or folder, "" = bytes
+  std::optional<std::string> end_token;        // default: the tokenizer's; "" = none
+  EncodeSettings encode;                       // its text, lengths, workers
+  std::optional<uint64_t> seed;                // shuffles documents
+  double validation_share = 0;
+  uint64_t max_bytes = 0, memory = uint64_t{1} << 30;
+  int64_t shard_tokens = 0, max_bad = 100;
+  bool keep_duplicates = false, restart = false;
+};
 
 // Fingerprints of the texts so far: an open-addressing table in an unnamed file, which the system
 // can put aside when memory is short, and an append-only file from which it is made again after an
@@ -117,7 +134,7 @@ constexpr const char* kNames[] = {"train", "validation"};
 
 class Build {
  public:
-  explicit Build(CorpusBuildOptions options)
+  explicit Build(BuildOptions options)
       : options_(std::move(options)),
         tokenizer_(
             options_.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(options_.tokenizer)),
@@ -182,9 +199,8 @@ class Build {
             options_.validation_out, options_.max_bytes, options_.shard_tokens,
             options_.keep_duplicates ? "kept" : "removed"),
         '\n');
-    for (const InputFile& file : files_)
-      plan.push_back(
-          fmt::format("input: {} ({} bytes, {})", file.path, file.bytes, file.modified_ns));
+    for (const auto& [path, bytes, modified_ns] : files_)
+      plan.push_back(fmt::format("input: {} ({} bytes, {})", path, bytes, modified_ns));
     return dump(plan);
   }
 
@@ -193,8 +209,7 @@ class Build {
     fs::create_directories(folder_);
     lock_ = ::open((folder_ / "lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
     PITH_CHECK(lock_ >= 0, "cannot write to {}", folder_.string());
-    PITH_CHECK(::flock(lock_, LOCK_EX | LOCK_NB) == 0, "{} is being built by another process",
-        options_.out);
+    PITH_CHECK(::flock(lock_, LOCK_EX | LOCK_NB) == 0, "another process builds {}", options_.out);
     const std::string planned = plan();
     const fs::path journal = folder_ / "journal.json", plan_file = folder_ / "plan.json";
     if (options_.restart || !fs::exists(journal)) {
@@ -268,13 +283,11 @@ class Build {
       if (Clock::now() - shown < std::chrono::seconds(10)) return;
       shown = Clock::now();
       const double seconds = std::chrono::duration<double>(shown - begin).count();
-      const double done = static_cast<double>(bytes_read - already + 1);
-      const auto left =
-          static_cast<int64_t>(seconds / done * static_cast<double>(all - bytes_read));
+      const double done = real(bytes_read - already + 1);
+      const auto left = static_cast<int64_t>(seconds / done * real(all - bytes_read));
       fmt::print(stderr, "{}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}\n",
-          100 * bytes_read / all, static_cast<double>(text) / 1e6 / seconds,
-          grouped(total(&Side::documents)), grouped(total(&Side::tokens)), left / 3600,
-          left / 60 % 60, left % 60);
+          100 * bytes_read / all, real(text) / 1e6 / seconds, grouped(total(&Side::documents)),
+          grouped(total(&Side::tokens)), left / 3600, left / 60 % 60, left % 60);
     };
     CorpusEncoder encoder(files_, tokenizer_, options_.encode, journal_.position);
     const auto next = [&](EncodedChunk& chunk) {
@@ -316,7 +329,7 @@ class Build {
     }
     // The share that goes to validation depends on the content alone: a document stays on its side
     // when files are added, moved or renamed.
-    const double draw = static_cast<double>(document.hash >> 11) * 0x1p-53;
+    const double draw = real(document.hash >> 11) * 0x1p-53;
     const size_t i = outs_.size() > 1 && draw < options_.validation_share ? 1 : 0;
     const auto tokens = static_cast<int64_t>(document.ids.size());
     writers_[i].add_document(document.ids);
@@ -365,7 +378,7 @@ class Build {
           "{:<11} {} documents, {} of text, {} tokens, {:.2f} bytes a token -> {}{}.bin, "
           ".idx, .json\n",
           kNames[i], grouped(side.documents), human_bytes(side.bytes), grouped(side.tokens),
-          static_cast<double>(side.bytes) / static_cast<double>(side.tokens), outs_[i],
+          real(side.bytes) / real(side.tokens), outs_[i],
           side.shards > 0 ? fmt::format("-*-of-{:05}", side.shards) : "");
     }
     fmt::print(
@@ -379,7 +392,7 @@ class Build {
           "stopped", grouped(journal_.position.file), files_.size());
   }
 
-  CorpusBuildOptions options_;
+  BuildOptions options_;
   Tokenizer tokenizer_;
   std::vector<InputFile> files_;
   fs::path folder_;
@@ -394,10 +407,55 @@ class Build {
 
 }  // namespace
 
-void build_corpus(CorpusBuildOptions options) {
-  // Buffers of long documents go back to the system, not to the arena of the thread that had them.
-  ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
-  Build(std::move(options)).run();
+void add_corpus_build_command(CLI::App& corpus) {
+  const auto [sub, o] = add_command<BuildOptions>(
+      corpus, "build", "Make a corpus of files of text", [](const BuildOptions& options) {
+        // Buffers of long documents go back to the system, not to the thread's arena.
+        ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
+        Build(options).run();
+      });
+  EncodeSettings& encode = o->encode;
+  encode.workers = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  sub->add_option("paths", o->paths, "files, globs, and folders")->required();
+  sub->add_option("--out", o->out, "corpus to write, without extension")->required();
+  sub->add_option("--tokenizer", o->tokenizer, "tokenizer.json or its folder [bytes are tokens]");
+  sub->add_option("--extensions", o->endings,
+         "take only these from folders, e.g. .h,.jsonl.zst ('none': files without one)")
+      ->delimiter(',')
+      ->allow_extra_args(false);
+  sub->add_option("--text-field", encode.read.text_field,
+      "field of a JSON line or table: a.b is b inside a [text]");
+  sub->add_option("--id-field", encode.read.id_field, "field that names a document in reports");
+  sub->add_option("--end-token", o->end_token,
+      "put behind each document ['' = none; the tokenizer's end of text]");
+  sub->add_option("--shard-size", o->shard_tokens, "tokens a shard, e.g. 1000000000")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--seed", o->seed, "shuffle the documents");
+  sub->add_flag("--keep-duplicates", o->keep_duplicates, "keep documents that came before");
+  sub->add_option("--min-length", encode.min_length, "skip shorter texts, bytes");
+  sub->add_option("--max-length", encode.max_length, "skip longer texts, bytes");
+  sub->add_option("--max-line", encode.read.max_line, "longer lines and files are bad [16MB]");
+  sub->add_option("--max-bytes", o->max_bytes, "stop before the text is longer, e.g. 20MB");
+  sub->add_option("--max-bad", o->max_bad, "stop after more bad lines [100]");
+  auto* share = sub->add_option("--validation-share", o->validation_share,
+      "share of the documents held out, chosen by their content");
+  share->check(CLI::Range(0.0, 1.0));
+  auto* out = sub->add_option("--validation-out", o->validation_out, "corpus of the held-out ones");
+  share->needs(out);
+  out->needs(share);
+  sub->add_option("--workers", encode.workers, "threads [all cores]")->check(CLI::Range(1, 1024));
+  sub->add_option("--memory", o->memory, "bound, whatever the input [1GB]");
+  for (const char* name : {"--min-length", "--max-length", "--max-line", "--max-bytes", "--memory"})
+    sub->get_option(name)->transform(CLI::AsSizeValue(true));
+  sub->add_flag("--restart", o->restart, "forget an unfinished build");
+  sub->footer(
+      R"(.jsonl, .ndjson: a document a line. .parquet: a document a row. Other files: one document.
+All may be compressed (.gz, .zst). Folders are read in the order of their paths; names that begin
+with a dot and linked folders are left out. Empty texts, files that are not UTF-8 text and exact
+duplicates are skipped and counted.
+An interrupted build goes on when the same command is given again; the result is the same.
+Example: pithtrain corpus build --out data/train --tokenizer qwen3/ --shard-size 1000000000 \
+           --validation-share 0.001 --validation-out data/validation 'raw/*.jsonl.zst')");
 }
 
 }  // namespace pith

@@ -1,17 +1,14 @@
 // pithtrain generate: text from a model folder, with a key-value cache, several prompts at once.
-
-#include <CLI/CLI.hpp>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include "apps/commands.h"
 #include "apps/families.h"
 #include "core/device.h"
 #include "engine/batches.h"
+#include "engine/checkpoint.h"
 #include "engine/file_io.h"
 #include "engine/pipeline.h"
 #include "engine/sampling.h"
-#include "engine/training_state.h"
 #include "text/tokenizer.h"
 
 namespace pith {
@@ -44,8 +41,7 @@ std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
 
 // The new tokens of every sequence as one micro-batch, each a document that begins at position
 // `done`.
-MicroBatch pack(
-    const std::vector<Ids>& sequences, const std::vector<size_t>& done, at::Device device) {
+MicroBatch pack(std::span<const Ids> sequences, std::span<const size_t> done, at::Device device) {
   std::vector<Row> rows(sequences.size());
   for (size_t i = 0; i < sequences.size(); ++i) {
     const auto from = static_cast<std::ptrdiff_t>(done[i]);
@@ -59,14 +55,13 @@ MicroBatch pack(
 }
 
 template <class Model>
-int generate(const GenerateOptions& options) {
+void generate(const GenerateOptions& options) {
   if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
   Mesh mesh;
   mesh.device = select_device(options.device);
   std::string dtype = options.dtype;
   if (dtype == "auto") dtype = mesh.device.is_cpu() ? "fp32" : "bf16";
-  PITH_CHECK(
-      dtype == "fp32" || dtype == "bf16", "--dtype must be auto, fp32 or bf16, not {}", dtype);
+  PITH_CHECK(dtype == "fp32" || dtype == "bf16", "--dtype is auto, fp32 or bf16, not {}", dtype);
   PITH_CHECK(options.max_tokens >= 1, "--max-tokens must be at least 1");
 
   const auto config = Model::Config::parse_file(options.folder);
@@ -80,9 +75,7 @@ int generate(const GenerateOptions& options) {
 
   std::vector<std::string> texts = options.prompts;  // and then their continuations
   for (const std::string& file : options.prompt_files) texts.push_back(read_file(file));
-  if (texts.empty())
-    PITH_FAIL_HINT(
-        "pithtrain generate FOLDER --prompt \"...\"", "no prompt: give --prompt or --prompt-file");
+  if (texts.empty()) PITH_FAIL_HINT("give --prompt or --prompt-file", "no prompt");
   std::vector<Ids> sequences;
   size_t longest = 0;
   for (const std::string& prompt : texts) {
@@ -133,45 +126,38 @@ int generate(const GenerateOptions& options) {
   for (size_t i = 0; !stream && i < texts.size(); ++i)
     fmt::print("=== {}\n{}{}\n", i + 1, texts[i], decoders[i].finish());
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-  if (!options.quiet) {
+  if (!options.quiet)
     fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, elapsed.count(),
-        static_cast<double>(produced) / elapsed.count());
-  }
-  return 0;
+        real(produced) / elapsed.count());
 }
 
 }  // namespace
 
 void add_generate_command(CLI::App& app) {
-  auto options = std::make_shared<GenerateOptions>();
-  CLI::App* command =
-      app.add_subcommand("generate", "Continue prompts with a model folder or checkpoint");
-  command->add_option("folder", options->folder, "Hugging Face folder or checkpoint")->required();
-  command->add_option("--prompt", options->prompts, "Text to continue; may be given several times")
+  const auto [sub, o] = add_command<GenerateOptions>(app, "generate",
+      "Continue prompts with a model folder or checkpoint", [](const GenerateOptions& options) {
+        with_family(options.folder, [&]<class Model>() { return generate<Model>(options); });
+      });
+  SamplingOptions& sampling = o->sampling;
+  sub->add_option("folder", o->folder, "Hugging Face folder or checkpoint")->required();
+  sub->add_option("--prompt", o->prompts, "Text to continue; may be given several times")
       ->allow_extra_args(false);
-  command->add_option("--prompt-file", options->prompt_files, "The same from a file")
-      ->allow_extra_args(false);
-  command->add_option(
-      "--max-tokens", options->max_tokens, "Longest answer in tokens (default 200)");
-  command->add_option("--temperature", options->sampling.temperature, "0 = greedy; default 1");
-  command->add_option("--top-k", options->sampling.top_k, "Keep the k likeliest tokens; 0 = all");
-  command->add_option("--top-p", options->sampling.top_p, "Keep the likeliest tokens of this mass");
-  command->add_option(
-      "--min-p", options->sampling.min_p, "Drop tokens below this share of the likeliest");
-  command->add_option("--seed", options->sampling.seed, "Seed of the draws (default 0)");
-  command->add_flag("--ignore-eos", options->ignore_eos, "Do not stop at the end of the document");
-  command->add_flag(
-      "--no-cache", options->no_cache, "Recompute everything for each token (slow; a check)");
-  command->add_flag("--quiet", options->quiet, "No speed line on stderr");
-  command->add_option("--dtype", options->dtype, "auto (fp32 on CPU, bf16 on GPU), fp32, bf16");
-  command->add_option("--device", options->device, "auto (default), cpu, cuda");
-  command->add_option("--threads", options->threads, "CPU threads; 0 = all");
-  command->footer(
+  sub->add_option("--prompt-file", o->prompt_files, "From a file")->allow_extra_args(false);
+  sub->add_option("--max-tokens", o->max_tokens, "Longest answer in tokens (default 200)");
+  sub->add_option("--temperature", sampling.temperature, "0 = greedy; default 1");
+  sub->add_option("--top-k", sampling.top_k, "Keep the k likeliest tokens; 0 = all");
+  sub->add_option("--top-p", sampling.top_p, "Keep the likeliest tokens of this mass");
+  sub->add_option("--min-p", sampling.min_p, "Drop tokens below this share of the likeliest");
+  sub->add_option("--seed", sampling.seed, "Seed of the draws (default 0)");
+  sub->add_flag("--ignore-eos", o->ignore_eos, "Do not stop at the end of the document");
+  sub->add_flag("--no-cache", o->no_cache, "Compute all again for each token (slow; a check)");
+  sub->add_flag("--quiet", o->quiet, "No speed line on stderr");
+  sub->add_option("--dtype", o->dtype, "auto (fp32 on CPU, bf16 on GPU), fp32, bf16");
+  sub->add_option("--device", o->device, "auto (default), cpu, cuda");
+  sub->add_option("--threads", o->threads, "CPU threads; 0 = all");
+  sub->footer(
       "Example: pithtrain generate runs/demo/checkpoints/step-00000300 --prompt \"#include <\" "
       "--temperature 0.7");
-  command->callback([options] {
-    with_family(options->folder, [&]<class Model>() { return generate<Model>(*options); });
-  });
 }
 
 }  // namespace pith

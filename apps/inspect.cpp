@@ -1,8 +1,5 @@
 // pithtrain inspect: explains any corpus, checkpoint, run folder, Hugging Face folder or
 // safetensors file.
-#include "apps/inspect.h"
-
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "apps/commands.h"
@@ -21,14 +18,20 @@ using Problems = std::vector<std::string>;
 constexpr const char* kKnown =
     "known are checkpoints, run folders, model folders, safetensors files and corpora";
 
-void title(const fs::path& path, const std::string& what) {
-  fmt::print("{}: {}\n", path.string(), what);
+template <class... Values>
+void title(const fs::path& path, fmt::format_string<Values...> what, Values&&... values) {
+  fmt::print("{}: {}\n", path.string(), fmt::format(what, std::forward<Values>(values)...));
 }
-void line(const std::string& label, const std::string& text) {
-  fmt::print("  {:<12} {}\n", label, text);
+template <class... Values>
+void line(const std::string& label, fmt::format_string<Values...> text, Values&&... values) {
+  fmt::print("  {:<12} {}\n", label, fmt::format(text, std::forward<Values>(values)...));
+}
+std::string count_of(size_t number, const char* what) {
+  return fmt::format("{} {}{}", number, what, number == 1 ? "" : "s");
 }
 
 struct Inspection {
+  std::string target = {};
   bool tensors = false;  // every tensor on a line of its own
   bool quick = false;    // no sums of data
   Problems problems = {};
@@ -64,8 +67,8 @@ struct Inspection {
     std::string sum;
     for (const auto& [dtype, number] : elements)
       sum += fmt::format("; {} elements of {}", grouped(static_cast<int64_t>(number)), dtype);
-    line("tensors", fmt::format("{} in {} file{}, {}{}", count, files.size(),
-                        files.size() == 1 ? "" : "s", human_bytes(bytes), sum));
+    line("tensors", "{} in {}, {}{}", count, count_of(files.size(), "file"), human_bytes(bytes),
+        sum);
     std::vector<std::pair<std::string, std::string>> rows;
     for (const auto& [kind, names] : kinds)
       for (const std::string& name : tensors ? names : summarize_names(names))
@@ -79,9 +82,9 @@ struct Inspection {
     std::vector<SafetensorsFile> files;
     if (!attempt([&] { files.emplace_back(path); }))
       return title(path, "safetensors file, not readable");
-    title(path, "safetensors file, " + human_bytes(fs::file_size(path)));
+    title(path, "safetensors file, {}", human_bytes(fs::file_size(path)));
     for (const auto& [key, value] : files[0].header().metadata)
-      line("metadata", key + " = " + value);
+      line("metadata", "{} = {}", key, value);
     print_tensors(files);
   }
 
@@ -92,8 +95,8 @@ struct Inspection {
       const json config = read_json(file), missing = "not stated";
       const json type = config.is_object() ? config.value("model_type", missing) : json();
       PITH_CHECK(type.is_string(), "{} is not an object with a model_type", file.string());
-      line("model", fmt::format("{} ({})", type.get<std::string>(),
-                        config.value("/architectures/0"_json_pointer, missing).dump()));
+      line("model", "{} ({})", type.get<std::string>(),
+          config.value("/architectures/0"_json_pointer, missing).dump());
     });
     attempt([&] {
       const uint64_t bytes = print_tensors(HfFolder(folder).files());
@@ -101,8 +104,7 @@ struct Inspection {
       if (!fs::exists(index)) return;
       const json stated = read_json(index).value("/metadata/total_size"_json_pointer, json());
       if (stated != bytes)
-        line("note", fmt::format("the index states {} bytes of weights, the files hold {}",
-                         stated.dump(), bytes));
+        line("note", "the index states {} bytes of weights, the files {}", stated.dump(), bytes);
     });
   }
 
@@ -115,15 +117,14 @@ struct Inspection {
       bytes += file.bytes;
       if (name.starts_with("optimizer/")) optimizer_bytes += file.bytes;
     }
-    title(folder, fmt::format("checkpoint of step {}, {} files, {}", grouped(manifest.step),
-                      manifest.files.size() + 1, human_bytes(bytes)));
+    title(folder, "checkpoint of step {}, {} files, {}", grouped(manifest.step),
+        manifest.files.size() + 1, human_bytes(bytes));
     try {
       const json state = read_json(folder / "training_state.json");
-      for (const auto& [key, value] : state.items())
-        line("state", fmt::format("{} = {}", key, value.dump()));
+      for (const auto& [key, value] : state.items()) line("state", "{} = {}", key, value.dump());
     } catch (const Error&) {  // told below, by the sums
     }
-    if (optimizer_bytes > 0) line("optimizer", human_bytes(optimizer_bytes));
+    if (optimizer_bytes > 0) line("optimizer", "{}", human_bytes(optimizer_bytes));
     model(folder);
     if (quick) return line("checksums", "not verified (--quick)");
     add(verify_checkpoint(folder));
@@ -139,14 +140,17 @@ struct Inspection {
         if (entry.path().filename().string().starts_with("step-")) steps.push_back(entry.path());
     if (steps.empty()) return false;
     std::ranges::sort(steps);
-    title(root, fmt::format("{} checkpoint{}", steps.size(), steps.size() == 1 ? "" : "s"));
+    title(root, "{}", count_of(steps.size(), "checkpoint"));
     for (const fs::path& step : steps) {
       const Problems found = quick ? Problems{} : verify_checkpoint(step);
-      line(step.filename().string(), quick ? "not verified" : found.empty() ? "sound" : "damaged");
+      line(step.filename().string(), "{}",
+          quick           ? "not verified"
+          : found.empty() ? "sound"
+                          : "damaged");
       add(found);
     }
     const auto newest = newest_checkpoint(root);
-    line("newest", newest ? newest->string() : "none is complete");
+    line("newest", "{}", newest ? newest->string() : "none is complete");
     return true;
   }
 
@@ -159,31 +163,32 @@ struct Inspection {
     uint64_t bytes = 0;
     for (const std::string& shard : shards)
       bytes += fs::file_size(shard + ".bin") + fs::file_size(shard + ".idx");
-    title(prefix, fmt::format("corpus of {} documents, {} tokens, {}", grouped(documents),
-                      grouped(tokens), human_bytes(bytes)));
-    if (shards.size() > 1) line("shards", std::to_string(shards.size()));
-    line("ids", fmt::format("{}, vocabulary {}", corpus.dtype(),
-                    corpus.vocab_size() > 0 ? grouped(corpus.vocab_size()) : "not stated"));
+    title(prefix, "corpus of {} documents, {} tokens, {}", grouped(documents), grouped(tokens),
+        human_bytes(bytes));
+    if (shards.size() > 1) line("shards", "{}", shards.size());
+    line("ids", "{}, vocabulary {}", corpus.dtype(),
+        corpus.vocab_size() > 0 ? grouped(corpus.vocab_size()) : "not stated");
     std::vector<int64_t> lengths;
     for (int64_t d = 0; d < documents; ++d) lengths.push_back(corpus.length(d));
     std::ranges::sort(lengths);
     if (documents > 0)
-      line("lengths", fmt::format("{} shortest, {} median, {} mean, {} longest",
-                          grouped(lengths.front()), grouped(lengths[lengths.size() / 2]),
-                          grouped(tokens / documents), grouped(lengths.back())));
+      line("lengths", "{} shortest, {} median, {} mean, {} longest", grouped(lengths.front()),
+          grouped(lengths[lengths.size() / 2]), grouped(tokens / documents),
+          grouped(lengths.back()));
     if (const std::string folder = prefix + ".tokenizer"; fs::is_directory(folder)) {
       const std::string hash = hex(Tokenizer::load(folder).hash());
-      line("tokenizer", fmt::format("{} ({})", folder, hash));
+      line("tokenizer", "{} ({})", folder, hash);
       if (hash != corpus.tokenizer_hash())
         problems.push_back(fmt::format(
             "{} is not the tokenizer of this corpus ({})", folder, corpus.tokenizer_hash()));
     }
-    line("fingerprint", corpus.fingerprint());
+    line("fingerprint", "{}", corpus.fingerprint());
     if (!quick) add(verify_corpus(prefix));
     if (problems.empty())
-      line("checksums", quick                     ? "not verified (--quick)"
-                        : corpus.vocab_size() > 0 ? "all files are as they were written"
-                                                  : "none: " + prefix + ".json is not there");
+      line("checksums", "{}",
+          quick                     ? "not verified (--quick)"
+          : corpus.vocab_size() > 0 ? "all files are as they were written"
+                                    : "none: " + prefix + ".json is not there");
   }
 
   void look_at(fs::path path) {
@@ -199,8 +204,7 @@ struct Inspection {
         title(path, "Hugging Face model folder");
         return model(path);
       }
-      PITH_FAIL_HINT(
-          kKnown, "{} is a folder with nothing in it that this program knows", path.string());
+      PITH_FAIL_HINT(kKnown, "{}: nothing in it that this program knows", path.string());
     }
     if (path.extension() == ".safetensors") return safetensors(path);
     for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
@@ -237,23 +241,19 @@ void inspect_corpus(const std::string& prefix, bool quick) {
 }
 
 void add_inspect_command(CLI::App& app) {
-  struct Options : Inspection {
-    std::string path;
-  };
-  auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
-      "inspect", "Explain a corpus, checkpoint, run folder, model folder or safetensors file");
-  command->add_option("path", options->path, "what to explain")->required();
-  command->add_flag("--tensors", options->tensors, "list every tensor, not patterns of names");
-  command->add_flag("--quick", options->quick, "do not read all data to verify checksums");
-  command->footer(
+  const auto [sub, o] = add_command<Inspection>(app, "inspect",
+      "Explain a corpus, checkpoint, run folder, model folder or safetensors file",
+      [](Inspection& inspection) {
+        inspection.look_at(inspection.target);
+        inspection.report();
+      });
+  sub->add_option("path", o->target, "what to explain")->required();
+  sub->add_flag("--tensors", o->tensors, "list every tensor, not patterns of names");
+  sub->add_flag("--quick", o->quick, "do not read all data to verify checksums");
+  sub->footer(
       "Says what PATH is, its sizes and tensors, and what is damaged in it (then the exit status "
       "is 1).\n"
       "Example: pithtrain inspect runs/demo/checkpoints/step-00000300");
-  command->callback([options] {
-    options->look_at(options->path);
-    options->report();
-  });
 }
 
 }  // namespace pith

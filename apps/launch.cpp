@@ -5,9 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <csignal>
-#include <cstdio>
 
 #include "apps/commands.h"
 #include "core/error.h"
@@ -17,13 +15,6 @@ namespace pith {
 namespace {
 
 namespace fs = std::filesystem;
-
-// The mpirun of the wheels this program was built with, else that of PATH; MPIRUN goes first.
-std::string find_mpirun(const fs::path& self) {
-  if (const char* chosen = std::getenv("MPIRUN")) return chosen;
-  const fs::path own = self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun";
-  return fs::exists(own) ? own.lexically_normal().string() : "mpirun";
-}
 
 // Turns mpirun's "[1,3]<stderr>: text" into "[3] text" there. What mpirun says itself is kept back:
 // it is shown if no rank has said why the job failed.
@@ -59,13 +50,27 @@ struct Output {
   }
 };
 
-int launch(int64_t processes, const fs::path& program, const std::vector<std::string>& command) {
-  const auto cores = static_cast<int64_t>(std::max(1U, std::thread::hardware_concurrency()));
-  const std::string mpirun = find_mpirun(fs::read_symlink("/proc/self/exe"));
+struct Options {
+  int64_t processes = 0;
+  std::string program = fs::read_symlink("/proc/self/exe");
+  const CLI::App* command = nullptr;  // knows the words behind the number
+};
+
+void launch(const Options& options) {
+  const int64_t processes = options.processes;
+  const std::vector<std::string> command = options.command->remaining();
+  PITH_CHECK(!command.empty(), "no command to launch; try: launch {} pretrain run.toml", processes);
+  const int64_t cores = std::max(1U, std::thread::hardware_concurrency());
+  // The mpirun of the wheels this program was built with, else that of PATH; MPIRUN goes first.
+  const fs::path self = fs::read_symlink("/proc/self/exe");
+  const fs::path own =
+      (self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun").lexically_normal();
+  const char* chosen = std::getenv("MPIRUN");
+  const std::string mpirun = chosen ? chosen : fs::exists(own) ? own.string() : "mpirun";
   std::vector<std::string> words{mpirun, "-n", std::to_string(processes), "--oversubscribe",
       "--bind-to", "none", "--output", "tag"};
   if (processes > cores) words.insert(words.end(), {"--mca", "mpi_yield_when_idle", "1"});
-  words.push_back(program.string());
+  words.push_back(options.program);
   words.insert(words.end(), command.begin(), command.end());
   std::vector<char*> arguments;
   for (std::string& word : words) arguments.push_back(word.data());
@@ -102,40 +107,29 @@ int launch(int64_t processes, const fs::path& program, const std::vector<std::st
   }
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
-  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return 0;
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
   const bool explain = !output.told_failure && !output.of_mpirun.empty();
   fmt::print(stderr, "pithtrain launch: the job failed{}\n{}", explain ? "; mpirun says:" : "",
       explain ? output.of_mpirun : "");
-  return 1;
+  throw CLI::RuntimeError(1);
 }
 
 }  // namespace
 
 void add_launch_command(CLI::App& app) {
-  struct Options {
-    int64_t processes = 0;
-    std::string program = fs::read_symlink("/proc/self/exe");
-  };
-  auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
-      "launch", "Run a command as N processes on this machine, which share the work (MPI, NCCL)");
-  command->add_option("processes", options->processes, "How many")
+  const auto [sub, o] = add_command<Options>(app, "launch",
+      "Run a command as N processes on this machine, which share the work (MPI, NCCL)", launch);
+  o->command = sub;
+  sub->add_option("processes", o->processes, "How many")
       ->required()
       ->check(CLI::Range(int64_t{1}, int64_t{4096}));
-  command->add_option("--program", options->program)->group("");  // for tests
-  command->prefix_command();
-  command->footer(
+  sub->add_option("--program", o->program)->group("");  // for tests
+  sub->prefix_command();
+  sub->footer(
       "Each line of output starts with its rank. Ctrl-C or SIGTERM lets every rank finish its "
       "step\n"
       "and save; a second one ends them at once. When one rank fails, all end.\n\n"
       "Example: pithtrain launch 2 pretrain run.toml");
-  command->callback([options, command] {
-    const std::vector<std::string> words = command->remaining();
-    PITH_CHECK(!words.empty(), "no command to launch; try: launch {} pretrain run.toml",
-        options->processes);
-    if (const int status = launch(options->processes, options->program, words); status != 0)
-      throw CLI::RuntimeError(status);
-  });
 }
 
 }  // namespace pith

@@ -14,9 +14,6 @@
 
 namespace {
 
-constexpr const char* kDescription =
-    "Trains Mixture-of-Experts language models, on CPUs and NVIDIA GPUs.\n";
-
 constexpr const char* kFooter = R"(
 A run, from text to text:
   pithtrain corpus build --out corpus/train src/       make a corpus of the files under src/
@@ -56,11 +53,10 @@ std::string usage_problem(const CLI::App& command, const CLI::ParseError& error)
     const std::string name = flag->substr(0, flag->find('='));
     return fmt::format("unknown option {}; nearest is {}", name, pith::nearest_word(name, words));
   }
-  const std::string& unknown = rest.front();
+  const std::string& word = rest.front();
   for (const CLI::App* sub : command.get_subcommands({})) words.push_back(sub->get_name());
-  if (words.empty()) return "unexpected argument " + unknown;
-  return fmt::format(
-      "unknown command {}; nearest is {}", unknown, pith::nearest_word(unknown, words));
+  if (words.empty()) return "unexpected argument " + word;
+  return fmt::format("unknown command {}; nearest is {}", word, pith::nearest_word(word, words));
 }
 
 int run(CLI::App& app, int argc, char** argv) {
@@ -99,7 +95,7 @@ int run(CLI::App& app, int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app(kDescription, "pithtrain");
+  CLI::App app("Trains Mixture-of-Experts language models, on CPUs and GPUs.\n", "pithtrain");
   app.footer(kFooter);
   app.require_subcommand(1);
   app.get_formatter()->column_width(34);

@@ -2,14 +2,12 @@
 #include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
 
-#include <CLI/CLI.hpp>
-#include <sstream>
-
 #include "apps/commands.h"
 #include "apps/families.h"
 #include "build_info.h"
 #include "core/device.h"
 #include "engine/batches.h"
+#include "engine/checkpoint.h"
 #include "engine/context_parallel.h"
 #include "engine/file_io.h"
 #include "engine/metrics.h"
@@ -17,7 +15,6 @@
 #include "engine/pipeline.h"
 #include "engine/profile.h"
 #include "engine/signals.h"
-#include "engine/training_state.h"
 
 namespace pith {
 namespace {
@@ -28,6 +25,7 @@ using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
+size_t index(int64_t i) { return static_cast<size_t>(i); }
 
 at::ScalarType compute_dtype(const RunConfig& config) {
   return config.model.dtype == "float32" ? at::kFloat : at::kBFloat16;
@@ -40,35 +38,26 @@ std::vector<int64_t> chunks_of(const RunConfig& config, const Config& model, con
   const std::string& text = config.parallel.chunks;
   if (text.empty()) return default_chunks(model, mesh.shape, config.data.sequence_length);
   std::vector<int64_t> chunks;
-  std::istringstream words(text);
   bool valid = true;
-  for (std::string word; std::getline(words, word, ',');) {
-    std::istringstream number(word);
-    valid =
-        valid && number >> chunks.emplace_back() && (number >> std::ws).eof() && chunks.back() >= 0;
-  }
-  PITH_CHECK(valid && std::ssize(chunks) == 2 * pp &&
+  for (const std::string& word : CLI::detail::split(text, ','))
+    valid = valid && CLI::detail::lexical_cast(CLI::detail::trim_copy(word), chunks.emplace_back());
+  PITH_CHECK(valid && std::ssize(chunks) == 2 * pp && std::ranges::min(chunks) >= 0 &&
                  std::reduce(chunks.begin(), chunks.end()) == model.num_layers,
       "parallel.chunks must be {} numbers of layers with the sum {}, it is \"{}\"", 2 * pp,
       model.num_layers, text);
   return chunks;
 }
 
-// Which stages recompute their activations: parallel.recompute, one word for all or one for each.
-std::vector<bool> recompute_of(const RunConfig& config) {
-  const auto pp = static_cast<size_t>(config.parallel.pp);
-  std::istringstream words(config.parallel.recompute);
-  std::vector<bool> stages;
-  bool valid = true;
-  for (std::string word; std::getline(words, word, ',');) {
-    stages.push_back(word == "layer");
-    valid = valid && (word == "layer" || word == "none");
-  }
-  if (stages.size() == 1) stages.assign(pp, stages.front());
-  PITH_CHECK(valid && stages.size() == pp,
+// Does a stage recompute its activations? parallel.recompute: a word for all, or one for each.
+bool recomputes(const RunConfig& config, int64_t stage) {
+  const std::string& text = config.parallel.recompute;
+  const std::vector<std::string> words = CLI::detail::split(text, ',');
+  const auto known = [](const std::string& word) { return word == "none" || word == "layer"; };
+  PITH_CHECK(std::ranges::all_of(words, known) &&
+                 (words.size() == 1 || std::ssize(words) == config.parallel.pp),
       "parallel.recompute must be \"none\" or \"layer\", or {} of these with commas, it is \"{}\"",
-      pp, config.parallel.recompute);
-  return stages;
+      config.parallel.pp, text);
+  return words[words.size() == 1 ? 0 : index(stage)] == "layer";
 }
 
 int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
@@ -85,52 +74,46 @@ int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
 // the schedule's peak).
 template <class Model>
 void print_plan(const RunConfig& config, const typename Model::Config& model, const Mesh& mesh) {
-  constexpr double kGib = 1 << 30;
   const RunConfig::Training& training = config.training;
   const MeshShape& shape = mesh.shape;
   const ModelSize size = model.size(config.data.sequence_length);
-  const auto width = static_cast<double>(c10::elementSize(compute_dtype(config)));
-  const int64_t world = shape.pp * mesh.dp * shape.cp, plane = mesh.dp * shape.cp;
+  const int64_t plane = mesh.dp * shape.cp, world = shape.pp * plane;
   const int64_t micro_batches = micro_batches_of(config, mesh.dp);
   const auto chunks = chunks_of(config, model, mesh);
-  const std::vector<bool> recompute = recompute_of(config);
   fmt::print(
       "\n# parameters  {} total, {} active per token; {} FLOP per token (forward and backward)\n"
       "# device      {}\n"
       "# step        {} sequences x {} tokens = {} micro-batches of {} on each of {} ranks\n",
-      human(static_cast<double>(size.parameters)),
-      human(static_cast<double>(size.active_parameters)), human(size.flops_per_token),
-      describe_device(mesh.device), training.global_batch, config.data.sequence_length,
-      micro_batches, training.micro_batch, mesh.dp);
+      human(real(size.parameters)), human(real(size.active_parameters)),
+      human(size.flops_per_token), describe_device(mesh.device), training.global_batch,
+      config.data.sequence_length, micro_batches, training.micro_batch, mesh.dp);
   const bool overlap = shape.pp > 1 || shape.ep > 1;
-  const Simulation plan = simulate(
-      shape.pp, micro_batches, overlap, std::vector<StageCosts>(static_cast<size_t>(2 * shape.pp)));
-  const auto block = static_cast<double>(shape.hsdp ? shape.hsdp_size : plane);
+  const Simulation plan =
+      simulate(shape.pp, micro_batches, overlap, std::vector<StageCosts>(index(2 * shape.pp)));
+  const double block = real(shape.hsdp ? shape.hsdp_size : plane);
+  const double width = real(c10::elementSize(compute_dtype(config)));
+  const double tokens = real(training.micro_batch * config.data.sequence_length / shape.cp);
+  const double layer = tokens * real(size.activations_per_token) / real(model.num_layers);
   for (int64_t stage = 0; stage < shape.pp; ++stage) {
     const MeshPlace place = mesh_place(shape, world, stage * plane);
     Model part(model, model_part(chunks, shape, place, model.num_experts));
     double dense = 0, expert = 0;
     for (const auto& unit : part.parameter_units())
       for (const Parameter* p : unit)
-        (is_of_experts(p->group) ? expert : dense) += static_cast<double>(p->numel());
-    const double parts = (dense + expert * static_cast<double>(shape.ep)) / block;
+        (is_of_experts(p->group) ? expert : dense) += real(p->numel());
+    const double parts = (dense + expert * real(shape.ep)) / block;
     const double whole = config.parallel.weights == "keep" ? dense + expert : parts;
-    const auto layers = static_cast<double>(
-        chunks[static_cast<size_t>(stage)] + chunks[static_cast<size_t>(2 * shape.pp - 1 - stage)]);
-    const double kept = static_cast<double>(plan.peak_activations[static_cast<size_t>(stage)]) / 2;
-    const int64_t local = training.micro_batch * config.data.sequence_length / shape.cp;
-    const auto tokens = static_cast<double>(local);
-    const double layer = tokens * static_cast<double>(size.activations_per_token) /
-                         static_cast<double>(model.num_layers);
-    double activations = layer * layers * std::max(kept, 1.0);
-    if (recompute[static_cast<size_t>(stage)])  // inputs of layers, and one layer whole
-      activations =
-          tokens * static_cast<double>(model.hidden_size) * layers * std::max(kept, 1.0) + layer;
+    const double layers = real(chunks[index(stage)] + chunks[index(2 * shape.pp - 1 - stage)]) *
+                          std::max(real(plan.peak_activations[index(stage)]) / 2, 1.0);
+    double activations = layer * layers;
+    if (recomputes(config, stage))  // inputs of layers, and one layer whole
+      activations = tokens * real(model.hidden_size) * layers + layer;
+    const auto gib = [](double bytes) { return bytes / (1 << 30); };
     fmt::print(
         "# memory      stage {}: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and "
         "moments {:.2f} + activations {:.2f}\n",
-        stage, ((whole + activations) * width + whole * 4 + parts * 12) / kGib,
-        whole * width / kGib, whole * 4 / kGib, parts * 12 / kGib, activations * width / kGib);
+        stage, gib((whole + activations) * width + whole * 4 + parts * 12), gib(whole * width),
+        gib(whole * 4), gib(parts * 12), gib(activations * width));
   }
   if (world > 1) fmt::print("{}", mesh_table(shape, world));
   const int64_t shown = std::min<int64_t>(micro_batches, 2 * shape.pp + 4);
@@ -171,7 +154,7 @@ class Run {
         shards_(groups_, part_, part_.head ? &model_.head_weight() : nullptr),
         pipeline_(model_, mesh_, config.data.sequence_length,
             {config.training.balance_loss, config.training.force_balance}, chunks_, &shards_,
-            recompute_of(config).at(static_cast<size_t>(mesh.place.pp))),
+            recomputes(config, mesh.place.pp)),
         rows_(open_blend(config)) {
     if (config.validation.interval > 0)  // seed 0: the same tokens in all runs
       validation_ = open_streams(config, config.data.validation, 0);
@@ -183,14 +166,14 @@ class Run {
       PITH_CHECK(corpus.vocab_size() <= model_config.vocab_size,
           "the corpus {} has a vocabulary of {}, the model only {}", corpus.prefix(),
           corpus.vocab_size(), model_config.vocab_size);
-    for (size_t i = 0; i < rows_.sources().size(); ++i)
-      state_.sources.push_back({corpora[i].prefix(), corpora[i].fingerprint(),
-          corpora[i].tokenizer_hash(), rows_.weights()[i]});
-    state_.packing = config.data.packing;
-    state_.schedule = schedule_settings(config.training);
     state_.sequence_length = config.data.sequence_length;
     state_.data_seed = config.data.seed;
     state_.document_mask = config.data.document_mask;
+    state_.packing = config.data.packing;
+    state_.schedule = schedule_settings(config.training);
+    for (size_t i = 0; i < rows_.sources().size(); ++i)
+      state_.sources.push_back({corpora[i].prefix(), corpora[i].fingerprint(),
+          corpora[i].tokenizer_hash(), rows_.weights()[i]});
     micro_batches_of(config, mesh.dp);
     check_same_everywhere(
         mesh.world, {{"configuration", to_toml(config)},
@@ -198,18 +181,17 @@ class Run {
                         {"corpus", state_.to_json()}, {"build", kBuildDescription}});
   }
 
-  int train(Clock::time_point launched) {
+  void train(Clock::time_point launched) {
     if (first_rank()) fs::create_directories(folder_);
     const std::string origin = load_or_initialize();
     if (first_rank()) {
       write_file(folder_, "config.toml", to_toml(config_));
       log_.emplace(folder_, state_.step, config_.log.tensorboard);
     }
-    event("start", fmt::format("{}; {}; weights ready {:.1f} s after launch", origin,
-                       describe_device(mesh_.device), seconds_since(launched)));
+    event("start", "{}; {}; weights ready {:.1f} s after launch", origin,
+        describe_device(mesh_.device), seconds_since(launched));
     if (config_.training.force_balance)
-      event(
-          "warning", "training.force_balance replaces the router's choice: for measurements only");
+      event("warning", "training.force_balance replaces the router: for measurements only");
     log_data();
     std::vector<MicroBatch> batch;
     while (!done() && !stopping_) {
@@ -221,34 +203,32 @@ class Run {
       StepMetrics metrics = step(batch);
       if (state_.step + 1 == config_.profile.first + config_.profile.count) profile_.reset();
       metrics.seconds = seconds_since(start);
-      if (const double peak = peak_flops(mesh_.device); peak > 0)
-        metrics.mfu = model_.config().size(config_.data.sequence_length).flops_per_token *
-                      static_cast<double>(metrics.tokens) / metrics.seconds / peak /
-                      static_cast<double>(mesh_.world.size());
+      const double flops = model_.config().size(config_.data.sequence_length).flops_per_token;
+      if (const double peak = peak_flops(mesh_.device) * real(mesh_.world.size()); peak > 0)
+        metrics.mfu = flops * real(metrics.tokens) / metrics.seconds / peak;
       std::string validated;
       if (!validation_.empty() && (state_.step % config_.validation.interval == 0 || done()))
         validated = validate(metrics);
       if (log_) log_->write(metrics);
-      if (!validated.empty()) event("validation", validated);
+      if (!validated.empty()) event("validation", "{}", validated);
       const int64_t interval = config_.checkpoint.interval;
       if (config_.checkpoint.save && interval > 0 && state_.step % interval == 0) save();
       if (mesh_.world.size() == 1) stopping_ = stop_requested();
     }
     if (config_.checkpoint.save && state_.step > saved_step_) save();  // the end, or a signal
     writer_.finish();
-    if (stopping_) event("stop", fmt::format("stopped by a signal after step {}", state_.step));
-    return 0;
+    if (stopping_) event("stop", "stopped by a signal after step {}", state_.step);
   }
  private:
   bool done() const { return state_.step >= last_step_; }
   bool first_rank() const { return mesh_.world.rank() == 0; }
-  void event(const std::string& name, const std::string& text) {
-    if (log_) log_->event(name, text);
+  template <class... Values>
+  void event(const char* name, fmt::format_string<Values...> text, Values&&... values) {
+    if (log_) log_->event(name, fmt::format(text, std::forward<Values>(values)...));
   }
   // Sums over all ranks; what a rank does not know is 0 there.
   std::vector<double> sum_over_ranks(std::vector<double> values) const {
-    Tensor sums = at::from_blob(values.data(), {static_cast<int64_t>(values.size())}, at::kDouble)
-                      .to(mesh_.device);
+    Tensor sums = at::from_blob(values.data(), {std::ssize(values)}, at::kDouble).to(mesh_.device);
     mesh_.world.all_reduce(sums);
     sums = sums.cpu();
     return {sums.const_data_ptr<double>(), sums.const_data_ptr<double>() + sums.numel()};
@@ -256,38 +236,35 @@ class Run {
 
   // What is read, and the step after which the run ends.
   void log_data() {
-    const auto total =
-        static_cast<double>(std::reduce(rows_.weights().begin(), rows_.weights().end()));
+    const double total = real(std::reduce(rows_.weights().begin(), rows_.weights().end()));
     for (size_t i = 0; i < rows_.sources().size(); ++i) {
       const RowStream& stream = rows_.sources()[i];
-      std::string text = fmt::format("{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows",
-          stream.corpus().prefix(), 100 * static_cast<double>(rows_.weights()[i]) / total,
-          stream.corpus().num_tokens(), stream.rows_per_epoch());
-      if (config_.data.packing == "best_fit")
-        text += fmt::format(", {:.3g} % padding", 100 * stream.padding_share());
-      event("data", text);
+      const bool padded = config_.data.packing == "best_fit";
+      event("data", "{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows{}",
+          stream.corpus().prefix(), 100 * real(rows_.weights()[i]) / total,
+          stream.corpus().num_tokens(), stream.rows_per_epoch(),
+          padded ? fmt::format(", {:.3g} % padding", 100 * stream.padding_share()) : "");
     }
     if (const int64_t cp = mesh_.shape.cp; cp > 1) {
-      std::vector<int64_t> work(static_cast<size_t>(cp));
+      std::vector<int64_t> work(index(cp));
       for (const MicroBatch& whole : whole_batch(0))
         std::ranges::transform(work, context_work(whole, cp), work.begin(), std::plus());
-      const auto sum = static_cast<double>(std::reduce(work.begin(), work.end()));
-      event("data", fmt::format("attention of the first step: the busiest context-parallel rank "
-                                "has {:.3f} times the mean",
-                        static_cast<double>(std::ranges::max(work) * cp) / sum));
+      event("data",
+          "attention of the first step: the busiest context-parallel rank has {:.3f} times the "
+          "mean",
+          real(std::ranges::max(work) * cp) / real(std::reduce(work.begin(), work.end())));
     }
     last_step_ = config_.training.steps;
     if (config_.data.exhausted == "repeat") return;
     const int64_t rows = rows_.rows_before_repeat();
     PITH_CHECK(rows >= config_.training.global_batch,
         "data.exhausted = \"stop\", but the data ends after {} rows, before the first step", rows);
-    const int64_t steps =
-        std::max<int64_t>(0, rows - state_.rows_read) / config_.training.global_batch;
-    if (state_.step + steps >= last_step_) return;
-    last_step_ = state_.step + steps;
-    event("data", fmt::format("a corpus ends after step {} of {}, and the run with it "
-                              "(data.exhausted = \"stop\")",
-                      last_step_, config_.training.steps));
+    const int64_t left = std::max<int64_t>(0, rows - state_.rows_read);
+    const int64_t end = state_.step + left / config_.training.global_batch;
+    if (end >= last_step_) return;
+    last_step_ = end;
+    event("data", "a corpus ends after step {} of {}, and the run with it (data.exhausted = stop)",
+        last_step_, config_.training.steps);
   }
 
   // Rows of the step after the next `ahead` ones.
@@ -301,7 +278,6 @@ class Run {
     for (MicroBatch& micro : batch) micro = share_of(std::move(micro));
     return batch;
   }
-
   // Where whole micro-batches are made: those that are split yet, on the CPU.
   at::Device whole_device() const { return mesh_.shape.cp > 1 ? at::kCPU : mesh_.device; }
   MicroBatch share_of(MicroBatch whole) const {
@@ -319,45 +295,43 @@ class Run {
       if (newest) check_checkpoint(*newest);
     }
     const std::string found = mesh_.world.all_gather_strings(newest ? newest->string() : "")[0];
-    if (!found.empty()) newest = found;
-    if (newest && !config_.checkpoint.resume) {
-      PITH_FAIL_HINT("choose another run.folder, or set checkpoint.resume = true",
-          "{} already holds checkpoints and checkpoint.resume is off", folder_.string());
-    }
-    if (newest) {
-      const fs::path file = *newest / "training_state.json";
-      const TrainingState saved = TrainingState::from_json(read_file(file), file.string());
-      saved.check_same_data(state_, newest->string());
-      const std::string schedule = saved.schedule_differences(state_);
-      if (!schedule.empty() && !config_.checkpoint.allow_schedule_change) {
-        PITH_FAIL_HINT(
-            "restore these settings; or set checkpoint.allow_schedule_change = true to go on with "
-            "the present ones",
-            "{} was saved under another learning-rate schedule:{}", newest->string(), schedule);
-      }
-      const auto dtype = compute_dtype(config_);
-      if (Model::Config::parse_file(*newest).to_json(dtype) != model_.config().to_json(dtype))
-        PITH_FAIL_HINT("restore model.config, or choose another run.folder",
-            "{} was saved with another model configuration than model.config = {}",
-            newest->string(), config_.model.config);
-      restore_state(groups_, *newest);
-      saved_step_ = state_.step = saved.step;
-      state_.rows_read = saved.rows_read;
-      state_.tokens_seen = saved.tokens_seen;
-      return fmt::format("resumed from {} at step {}{}{}", newest->string(), state_.step,
-          schedule.empty() ? "" : ", with another learning-rate schedule:", schedule);
-    }
+    if (!found.empty()) return resume(found);
     if (!config_.model.init.empty()) {
       const auto& config = model_.config();
       Model whole(config, whole_model(config.num_layers, config.num_experts));
       restore_weights(groups_, config_.model.init, config.tie_embeddings, whole.parameter_units());
       return "weights of " + config_.model.init;
     }
-    for (ShardGroup& group : groups_) {
-      group.initialize(
-          config_.training.seed, config_.training.init_std, model_.config().num_layers);
-    }
-    return fmt::format("random weights, seed {}", config_.training.seed);
+    const auto& [seed, init_std] = std::tie(config_.training.seed, config_.training.init_std);
+    for (ShardGroup& group : groups_) group.initialize(seed, init_std, model_.config().num_layers);
+    return fmt::format("random weights, seed {}", seed);
+  }
+
+  std::string resume(const fs::path& checkpoint) {
+    if (!config_.checkpoint.resume)
+      PITH_FAIL_HINT("choose another run.folder, or set checkpoint.resume = true",
+          "{} already holds checkpoints and checkpoint.resume is off", folder_.string());
+    const std::string name = checkpoint.string();
+    const fs::path file = checkpoint / "training_state.json";
+    const TrainingState saved = TrainingState::from_json(read_file(file), file.string());
+    saved.check_same_data(state_, name);
+    const std::string schedule = saved.schedule_differences(state_);
+    if (!schedule.empty() && !config_.checkpoint.allow_schedule_change)
+      PITH_FAIL_HINT(
+          "restore these settings; or set checkpoint.allow_schedule_change = true to go on with "
+          "the present ones",
+          "{} was saved under another learning-rate schedule:{}", name, schedule);
+    const auto dtype = compute_dtype(config_);
+    if (Model::Config::parse_file(checkpoint).to_json(dtype) != model_.config().to_json(dtype))
+      PITH_FAIL_HINT("restore model.config, or choose another run.folder",
+          "{} was saved with another model configuration than model.config = {}", name,
+          config_.model.config);
+    restore_state(groups_, checkpoint);
+    saved_step_ = state_.step = saved.step;
+    state_.rows_read = saved.rows_read;
+    state_.tokens_seen = saved.tokens_seen;
+    return fmt::format("resumed from {} at step {}{}{}", name, state_.step,
+        schedule.empty() ? "" : ", with another learning-rate schedule:", schedule);
   }
 
   // One update. The next batch is made while the device works; `batch` holds it afterwards.
@@ -383,13 +357,11 @@ class Run {
 
     metrics.grad_norm = norm.item<double>();
     const auto value = [](const Tensor& sum) { return sum.defined() ? sum.item<double>() : 0.0; };
-    const auto plane = static_cast<double>(mesh_.plane.size());
     const std::vector<double> sums =
         sum_over_ranks({value(result.loss_sum), value(result.balance_sum),
-            static_cast<double>(result.num_moe_layers) / plane, stop_requested() ? 1.0 : 0.0});
-    metrics.loss = sums[0] / static_cast<double>(std::max<int64_t>(metrics.trained_tokens, 1));
-    if (sums[2] > 0)
-      metrics.balance_loss = sums[1] / static_cast<double>(config_.training.global_batch) / sums[2];
+            real(result.num_moe_layers) / real(mesh_.plane.size()), stop_requested() ? 1.0 : 0.0});
+    metrics.loss = sums[0] / real(std::max<int64_t>(metrics.trained_tokens, 1));
+    if (sums[2] > 0) metrics.balance_loss = sums[1] / real(config_.training.global_batch) / sums[2];
     stopping_ = sums[3] > 0;
     check_finite(current, metrics.loss, metrics.grad_norm);
     metrics.lr = learning_rate(config_.training, metrics.step);
@@ -468,7 +440,7 @@ class Run {
         const Tensor loss = pipeline_.forward_only(batch, NextTokenLoss()).loss_sum;
         if (!loss.defined()) continue;
         sum += loss.item<double>();
-        trained += static_cast<double>(batch.front().trained_tokens);
+        trained += real(batch.front().trained_tokens);
       }
       const std::vector<double> sums = sum_over_ranks({sum, trained});
       const double loss = sums[0] / std::max(sums[1], 1.0);
@@ -496,11 +468,11 @@ class Run {
       const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_file(file));
     }
-    writer_.start(
-        folder_ / "checkpoints", std::move(content), config_.checkpoint.keep_last, mesh_.world);
+    const fs::path root = folder_ / "checkpoints";
+    writer_.start(root, std::move(content), config_.checkpoint.keep_last, mesh_.world);
     saved_step_ = state_.step;
-    event("save", fmt::format("checkpoint of step {} on its way to {} (copied in {:.2f} s)",
-                      state_.step, (folder_ / "checkpoints").string(), seconds_since(start)));
+    event("save", "checkpoint of step {} on its way to {} (copied in {:.2f} s)", state_.step,
+        root.string(), seconds_since(start));
   }
 
   const RunConfig& config_;
@@ -523,7 +495,7 @@ class Run {
 };
 
 template <class Model>
-int pretrain(
+void pretrain(
     const RunConfig& config, const World* world, int64_t processes, Clock::time_point launched) {
   if (config.run.threads > 0) at::set_num_threads(static_cast<int>(config.run.threads));
   const at::Device device = select_device(config.run.device);
@@ -547,12 +519,11 @@ int pretrain(
     mesh.dp = data_parallel(shape, processes);
     mesh.device = device;
     fmt::print("{}", to_toml(config));
-    print_plan<Model>(config, model_config, mesh);
-    return 0;
+    return print_plan<Model>(config, model_config, mesh);
   }
   const Mesh mesh = make_mesh(shape, *world, device);
   install_signal_handlers();
-  return Run<Model>(config, std::move(model_config), mesh).train(launched);
+  Run<Model>(config, std::move(model_config), mesh).train(launched);
 }
 
 }  // namespace
@@ -564,29 +535,26 @@ void add_pretrain_command(CLI::App& app) {
     bool dry_run = false;
     int64_t processes = 1;
   };
-  auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand("pretrain",
-      "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder");
-  command->add_option("config", options->file, "Run configuration (TOML); see examples/")
-      ->required();
-  command->add_option("--set", options->overrides, "Override one key, e.g. --set training.lr=1e-4")
+  const auto [sub, o] = add_command<Options>(app, "pretrain",
+      "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder",
+      [](const Options& options) {
+        const auto launched = Clock::now();
+        // First of all, so that what goes wrong in a job of many ranks is told once.
+        const auto world = options.dry_run ? nullptr : std::make_unique<World>();
+        const RunConfig config = load_run_config(options.file, options.overrides);
+        with_family(config.model.config, [&]<class Model>() {
+          return pretrain<Model>(config, world.get(), options.processes, launched);
+        });
+      });
+  sub->add_option("config", o->file, "Run configuration (TOML); see examples/")->required();
+  sub->add_option("--set", o->overrides, "Override one key, e.g. --set training.lr=1e-4")
       ->allow_extra_args(false);
-  command->add_flag("--dry-run", options->dry_run,
+  sub->add_flag("--dry-run", o->dry_run,
       "Print the resolved configuration, parameter counts, memory and schedule, then exit");
-  command->add_option("--processes", options->processes, "--dry-run: of a job of this many")
+  sub->add_option("--processes", o->processes, "--dry-run: of a job of this many")
       ->check(CLI::PositiveNumber);
-  command->footer(
-      "Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
-      describe_config_keys());
-  command->callback([options] {
-    const auto launched = Clock::now();
-    // First of all, so that what goes wrong in a job of many ranks is told once.
-    const auto world = options->dry_run ? nullptr : std::make_unique<World>();
-    const RunConfig config = load_run_config(options->file, options->overrides);
-    with_family(config.model.config, [&]<class Model>() {
-      return pretrain<Model>(config, world.get(), options->processes, launched);
-    });
-  });
+  sub->footer("Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
+              describe_config_keys());
 }
 
 }  // namespace pith

@@ -1,7 +1,6 @@
 // pithtrain tokenizer: trains tokenizers, and looks at what they make of text.
 #include "text/tokenizer.h"
 
-#include <CLI/CLI.hpp>
 #include <iostream>
 #include <iterator>
 
@@ -65,17 +64,15 @@ void for_each_batch(const Options& options, Sink sink) {
   InputReader reader(list_inputs(options.inputs, {}), read);
   for (Chunk chunk; reader.next(chunk);) {
     if (chunk.layout != Chunk::Layout::kWhole) {
-      for (Document& document : read_documents(chunk, read)) {
-        PITH_CHECK(
-            document.problem.empty(), "{}:{}: {}", chunk.path, document.line, document.problem);
-        add(std::move(document.text));
+      for (Document& d : read_documents(chunk, read)) {
+        PITH_CHECK(d.problem.empty(), "{}:{}: {}", chunk.path, d.line, d.problem);
+        add(std::move(d.text));
       }
       continue;
     }
     const std::string& text = chunk.bytes;
     for (size_t begin = 0, end; begin < text.size(); begin = end) {
-      end =
-          options.whole_files ? text.size() : std::min(text.find('\n', begin), text.size() - 1) + 1;
+      end = std::min(options.whole_files ? text.npos : text.find('\n', begin), text.size() - 1) + 1;
       add(text.substr(begin, end - begin));
     }
   }
@@ -87,15 +84,15 @@ void run_train(Options& options) {
       options.out);
   options.train.threads = options.threads;
   BpeTrainer trainer(options.train);
-  int64_t bytes = 0;
+  size_t bytes = 0;
   for_each_batch(options, [&](const std::vector<std::string>& texts) {
-    for (const std::string& text : texts) bytes += static_cast<int64_t>(text.size());
+    for (const std::string& text : texts) bytes += text.size();
     trainer.add(texts);
   });
   const Tokenizer tokenizer = trainer.train();
   tokenizer.save(options.out);
   fmt::print("{}: {} tokens from {:.1f} MB of text\n", options.out, tokenizer.vocab_size(),
-      static_cast<double>(bytes) / 1e6);
+      real(bytes) / 1e6);
   if (const int64_t wanted = options.train.vocab_size; tokenizer.vocab_size() < wanted)
     fmt::print("the text has no more pairs to merge; {} were asked for\n", wanted);
 }
@@ -136,12 +133,12 @@ void run_inspect(const Options& options) {
     if (id) fmt::print("{:14} {} {}\n", name, *id, tokenizer.token(*id));
   };
   fmt::print(
-      "{:14} {}\n{:14} {:016x}\n", "vocabulary", tokenizer.vocab_size(), "hash", tokenizer.hash());
+      "vocabulary     {}\nhash           {:016x}\n", tokenizer.vocab_size(), tokenizer.hash());
   show("bos", tokenizer.bos_id());
   show("eos", tokenizer.eos_id());
   show("pad", tokenizer.pad_id());
   if (!tokenizer.chat_template().empty())
-    fmt::print("{:14} {} bytes\n", "chat template", tokenizer.chat_template().size());
+    fmt::print("chat template  {} bytes\n", tokenizer.chat_template().size());
   for (int32_t id = 0; id < tokenizer.vocab_size(); ++id)
     if (tokenizer.is_special(id)) show("special", id);
 }
@@ -149,15 +146,15 @@ void run_inspect(const Options& options) {
 void run_compare(const Options& options) {
   const std::string names[2] = {options.tokenizer, options.other};
   const Tokenizer tokenizers[2] = {open(names[0], options), open(names[1], options)};
-  int64_t texts_seen = 0, differ = 0, bytes = 0, tokens[2] = {0, 0};
+  size_t texts_seen = 0, differ = 0, bytes = 0, tokens[2] = {0, 0};
   for_each_batch(options, [&](const std::vector<std::string>& texts) {
     std::vector<Encoding> encodings[2];
     for (int k = 0; k < 2; ++k) {
       encodings[k] = tokenizers[k].encode_batch(texts, options.threads, options.encode);
-      for (const Encoding& e : encodings[k]) tokens[k] += static_cast<int64_t>(e.ids.size());
+      for (const Encoding& e : encodings[k]) tokens[k] += e.ids.size();
     }
     for (size_t i = 0; i < texts.size(); ++i, ++texts_seen) {
-      bytes += static_cast<int64_t>(texts[i].size());
+      bytes += texts[i].size();
       const std::vector<int32_t>&a = encodings[0][i].ids, &b = encodings[1][i].ids;
       if (a == b || ++differ > 1) continue;
       fmt::print("first difference: text {}, token {}\n", texts_seen,
@@ -167,72 +164,69 @@ void run_compare(const Options& options) {
   fmt::print("{} texts, {} bytes, {} with different ids\n", texts_seen, bytes, differ);
   for (int k = 0; k < 2; ++k)
     fmt::print("{}: {} tokens, {:.3f} bytes a token\n", names[k], tokens[k],
-        static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, tokens[k])));
+        real(bytes) / real(std::max<size_t>(1, tokens[k])));
   if (differ > 0) throw CLI::RuntimeError(1);
 }
 
 }  // namespace
 
 void add_tokenizer_command(CLI::App& app) {
-  auto options = std::make_shared<Options>();  // lives as long as the callbacks
-  CLI::App* tokenizer = app.add_subcommand("tokenizer", "Train, use, inspect, compare tokenizers.");
-  tokenizer->require_subcommand(1);
-  auto command = [&](const char* name, const char* help, auto run) {
-    CLI::App* sub = tokenizer->add_subcommand(name, help);
-    sub->callback([options, run] { run(*options); });
-    return sub;
-  };
-  auto add_tokenizer = [&](CLI::App* sub) {
-    sub->add_option("tokenizer", options->tokenizer,
-           "tokenizer.json, the folder of one, or a .tiktoken file")
+  CLI::App& all = *app.add_subcommand("tokenizer", "Train, use, inspect, compare tokenizers.");
+  all.require_subcommand(1);
+  const auto add_tokenizer = [](CLI::App* sub, Options* o) {
+    sub->add_option(
+           "tokenizer", o->tokenizer, "tokenizer.json, the folder of one, or a .tiktoken file")
         ->required();
-    sub->add_option("--pattern", options->pattern, ".tiktoken: regex that cuts text into pieces");
-    sub->add_option("--special", options->special, ".tiktoken: a special token as TOKEN=ID")
+    sub->add_option("--pattern", o->pattern, ".tiktoken: regex that cuts text into pieces");
+    sub->add_option("--special", o->special, ".tiktoken: a special token as TOKEN=ID")
         ->allow_extra_args(false);
   };
-  auto add_inputs = [&](CLI::App* sub) {
-    sub->add_option("inputs", options->inputs,
-           "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")
+  const auto add_inputs = [](CLI::App* sub, Options* o) {
+    sub->add_option(
+           "inputs", o->inputs, "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")
         ->required();
-    sub->add_option("--field", options->field, "Field of a JSON line or table [text]");
-    sub->add_flag("--whole-files", options->whole_files, "A file is one text, not one a line");
-    sub->add_option("--threads", options->threads, "[all cores]")->check(CLI::Range(1, 1024));
+    sub->add_option("--field", o->field, "Field of a JSON line or table [text]");
+    sub->add_flag("--whole-files", o->whole_files, "A file is one text, not one a line");
+    sub->add_option("--threads", o->threads, "[all cores]")->check(CLI::Range(1, 1024));
   };
-  auto add_encoding = [&](CLI::App* sub) {
-    EncodeOptions& encode = options->encode;
+  const auto add_encoding = [](CLI::App* sub, EncodeOptions& encode) {
     sub->add_flag("!--no-special", encode.add_special_tokens, "Add no start or end tokens");
     sub->add_flag("!--plain", encode.parse_special, "Special tokens in the text are plain text");
     sub->add_flag("--strict", encode.strict, "Refuse text that is not UTF-8");
   };
 
-  CLI::App* train = command("train", "Learn a byte-level BPE from text.", run_train);
-  add_inputs(train);
-  train->add_option("--out", options->out, "Folder for tokenizer.json")->required();
-  train->add_option("--vocab-size", options->train.vocab_size, "Tokens, bytes included [8192]");
-  train->add_option("--min-frequency", options->train.min_frequency, "Rarer pairs stay apart [0]");
-  train->add_option("--pattern", options->train.pattern, "Regex that cuts text into pieces");
-  train->add_option("--special", options->train.special_tokens,
+  auto [sub, o] =
+      add_command<Options>(all, "train", "Learn a byte-level BPE from text.", run_train);
+  add_inputs(sub, o);
+  sub->add_option("--out", o->out, "Folder for tokenizer.json")->required();
+  sub->add_option("--vocab-size", o->train.vocab_size, "Tokens, bytes included [8192]");
+  sub->add_option("--min-frequency", o->train.min_frequency, "Rarer pairs stay apart [0]");
+  sub->add_option("--pattern", o->train.pattern, "Regex that cuts text into pieces");
+  sub->add_option("--special", o->train.special_tokens,
       "Special tokens, ids from 0; the first ends a text [<|endoftext|>]");
 
-  CLI::App* encode = command("encode", "Print the ids of a text.", run_encode);
-  add_tokenizer(encode);
-  encode->add_option("inputs", options->inputs, "Text files, - for standard input")
+  std::tie(sub, o) = add_command<Options>(all, "encode", "Print the ids of a text.", run_encode);
+  add_tokenizer(sub, o);
+  sub->add_option("inputs", o->inputs, "Text files, - for standard input")
       ->default_val(std::vector<std::string>{"-"});
-  encode->add_flag("--offsets", options->encode.offsets, "One token a line: id, bytes, token");
-  add_encoding(encode);
+  sub->add_flag("--offsets", o->encode.offsets, "One token a line: id, bytes, token");
+  add_encoding(sub, o->encode);
 
-  CLI::App* decode = command("decode", "Print the text of ids.", run_decode);
-  add_tokenizer(decode);
-  decode->add_option("ids", options->ids, "Token ids [standard input]");
-  decode->add_flag("--keep-special", options->keep_special, "Spell special tokens, too");
+  std::tie(sub, o) = add_command<Options>(all, "decode", "Print the text of ids.", run_decode);
+  add_tokenizer(sub, o);
+  sub->add_option("ids", o->ids, "Token ids [standard input]");
+  sub->add_flag("--keep-special", o->keep_special, "Spell special tokens, too");
 
-  add_tokenizer(command("inspect", "Print sizes and special tokens.", run_inspect));
+  std::tie(sub, o) =
+      add_command<Options>(all, "inspect", "Print sizes and special tokens.", run_inspect);
+  add_tokenizer(sub, o);
 
-  CLI::App* compare = command("compare", "Are the ids of two tokenizers equal?", run_compare);
-  add_tokenizer(compare);
-  compare->add_option("other", options->other, "The other tokenizer")->required();
-  add_inputs(compare);
-  add_encoding(compare);
+  std::tie(sub, o) =
+      add_command<Options>(all, "compare", "Are the ids of two tokenizers equal?", run_compare);
+  add_tokenizer(sub, o);
+  sub->add_option("other", o->other, "The other tokenizer")->required();
+  add_inputs(sub, o);
+  add_encoding(sub, o->encode);
 }
 
 }  // namespace pith

@@ -1,16 +1,12 @@
 // pithtrain trace: one batch through a model folder, everything written down, to check one program
 // against another.
-
-#include <CLI/CLI.hpp>
-
 #include "apps/commands.h"
 #include "apps/families.h"
 #include "core/device.h"
 #include "engine/batches.h"
+#include "engine/checkpoint.h"
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
-#include "engine/token_rows.h"
-#include "engine/training_state.h"
 
 namespace pith {
 namespace {
@@ -34,7 +30,7 @@ RoutingTape read_routes(const std::string& path, int64_t num_layers, at::Device 
 }
 
 template <class Model>
-int trace(const TraceOptions& options) {
+void trace(const TraceOptions& options) {
   PITH_CHECK(options.dtype == "fp32" || options.dtype == "bf16",
       "--dtype must be fp32 or bf16, not {}", options.dtype);
   Mesh mesh;
@@ -65,7 +61,7 @@ int trace(const TraceOptions& options) {
                                  ? pipeline.forward_backward(batch, NextTokenLoss(), tapes)
                                  : pipeline.forward_only(batch, NextTokenLoss(), {}, tapes);
   pipeline.observe({});
-  const auto divisor = static_cast<double>(std::max<int64_t>(trained, 1));
+  const double divisor = real(std::max<int64_t>(trained, 1));
   write("loss", result.loss_sum / divisor);
   write("logprobs", result.per_token[0]);
   const bool recorded = options.routing && !tapes[0].replay;
@@ -75,7 +71,7 @@ int trace(const TraceOptions& options) {
     write(fmt::format("routing.topk_weight.{}", layer), tapes[0].topk_weight[layer]);
   }
   if (result.balance_sum.defined()) {
-    const auto count = static_cast<double>(batch[0].global_rows * result.num_moe_layers);
+    const double count = real(batch[0].global_rows * result.num_moe_layers);
     write("balance_loss", result.balance_sum / count);
   }
   // The same routes again, so that logits and loss speak of one pass.
@@ -89,37 +85,34 @@ int trace(const TraceOptions& options) {
   write_safetensors(options.out, written);
   fmt::print("{}: {} tensors; loss {:.6f} over {} trained tokens\n", options.out, written.size(),
       (result.loss_sum / divisor).template item<double>(), trained);
-  return 0;
 }
 
 }  // namespace
 
 void add_trace_command(CLI::App& app) {
-  auto options = std::make_shared<TraceOptions>();
-  CLI::App* command = app.add_subcommand("trace",
-      "Run one batch through a model folder and write logits, loss, log-probabilities, gradients");
-  command->add_option("folder", options->folder, "Hugging Face folder or checkpoint")->required();
-  command
-      ->add_option("--tokens", options->tokens,
-          "JSON: a list of rows, each a list of documents, each a list of ids; or an object with "
-          "\"rows\" and \"labels\" of the same shape (-100: not trained)")
+  const auto [sub, o] = add_command<TraceOptions>(app, "trace",
+      "Run one batch through a model folder and write logits, loss, log-probabilities, gradients",
+      [](const TraceOptions& options) {
+        with_family(options.folder, [&]<class Model>() { return trace<Model>(options); });
+      });
+  sub->add_option("folder", o->folder, "Hugging Face folder or checkpoint")->required();
+  sub->add_option("--out", o->out, "safetensors file to write")->required();
+  sub->add_option("--tokens", o->tokens,
+         "JSON: a list of rows, each a list of documents, each a list of ids; or an object with "
+         "\"rows\" and \"labels\" of the same shape (-100: not trained)")
       ->required();
-  command->add_option("--out", options->out, "safetensors file to write")->required();
-  command->add_flag("--grads", options->grads, "Write the loss's gradients as grad.NAME");
-  command->add_flag("--stages", options->stages, "Write the outputs of every layer's stages");
-  command->add_flag("--routing", options->routing, "Write expert ids and weights of every token");
-  command->add_option("--routes", options->routes,
+  sub->add_flag("--grads", o->grads, "Write the loss's gradients as grad.NAME");
+  sub->add_flag("--stages", o->stages, "Write the outputs of every layer's stages");
+  sub->add_flag("--routing", o->routing, "Write expert ids and weights of every token");
+  sub->add_option("--routes", o->routes,
       "Take the expert ids from such a file instead of choosing (to compare dtypes)");
-  command->add_option("--balance-loss", options->balance_loss,
+  sub->add_option("--balance-loss", o->balance_loss,
       "Coefficient of the load-balance loss in the gradients (default 0)");
-  command->add_option("--dtype", options->dtype, "Compute dtype: fp32 (default) or bf16");
-  command->add_option("--device", options->device, "auto (default), cpu, cuda");
-  command->footer(
+  sub->add_option("--dtype", o->dtype, "Compute dtype: fp32 (default) or bf16");
+  sub->add_option("--device", o->device, "auto (default), cpu, cuda");
+  sub->footer(
       "Example: pithtrain trace runs/demo/checkpoints/step-00000300 --tokens ids.json "
       "--out trace.safetensors --grads --routing");
-  command->callback([options] {
-    with_family(options->folder, [&]<class Model>() { return trace<Model>(*options); });
-  });
 }
 
 }  // namespace pith

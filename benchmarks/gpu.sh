@@ -5,7 +5,8 @@
 #   benchmarks/gpu.sh operators       operators: bytes and FLOPs over time
 #   benchmarks/gpu.sh curve           20 steps of a tiny model on CPU and GPU: the same losses
 #   benchmarks/gpu.sh step [KEY=VALUE...]
-#                                     the training step of the 8-layer cut of Qwen3-30B-A3B
+#                                     the training step of the 8-layer cut of Qwen3-30B-A3B, or of
+#                                     examples/$MODEL.toml (deepseek_v2_lite_8layers)
 #   benchmarks/gpu.sh collectives     all visible GPUs: every NCCL collective, the layout suite over NCCL
 #   benchmarks/gpu.sh profiles        two GPUs: where a step's time goes on one, EP2, PP2, CP2 at 32k
 #   benchmarks/gpu.sh layouts         (ONLY="one32k cp2": these) two GPUs: that step on one of them, then EP2, PP2, FSDP2, and CP2 at 32k
@@ -65,12 +66,12 @@ curve() {
 
 step() {
   corpus
-  local keys=()
+  local keys=() model=${MODEL:-qwen3_30b_a3b_8layers}
   for key in "$@"; do keys+=(--set "$key"); done
-  rm -rf runs/qwen3_30b_a3b_8layers
-  "$bin/pithtrain" pretrain examples/qwen3_30b_a3b_8layers.toml "${keys[@]}" 2>&1 | tee "$out/step.log"
+  rm -rf "runs/$model"
+  "$bin/pithtrain" pretrain "examples/$model.toml" "${keys[@]}" 2>&1 | tee "$out/step.log"
   local status=${PIPESTATUS[0]}
-  cp runs/qwen3_30b_a3b_8layers/metrics.jsonl "$out/step.jsonl" 2>/dev/null
+  cp "runs/$model/metrics.jsonl" "$out/step.jsonl" 2>/dev/null
   # Median over the steps from the sixth on.
   grep -o '"seconds":[0-9.e-]*' "$out/step.jsonl" | cut -d: -f2 | tail -n +6 | sort -g |
     awk '{ v[NR] = $1 } END { if (NR) printf "median step %.3f s\n", v[int((NR + 1) / 2)] }'

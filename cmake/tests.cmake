@@ -35,6 +35,10 @@ foreach(script ${scripts})
     "${PITH_TEST_ENVIRONMENT}")
 endforeach()
 
+# What ./pith test --oracle compares with Hugging Face's tokenizers.
+pith_executable(oracle_driver SOURCES tests/oracle/tokenizers/driver.cpp LINK pith_text)
+set_target_properties(oracle_driver PROPERTIES EXCLUDE_FROM_ALL ON)
+
 # tests/gpu/*.cpp -> test_gpu: needs a GPU, so it is built with CUDA and run by hand.
 file(GLOB gpu_sources CONFIGURE_DEPENDS tests/gpu/*.cpp)
 if(PITH_CUDA AND gpu_sources)

@@ -160,12 +160,11 @@ Work Comm::all_to_all_async(Tensor& out, const Tensor& in, std::span<const int64
 
 Work Comm::exchange_async(const std::vector<P2P>& messages) const {
   if (messages.empty()) return {};
-  for (const P2P& message : messages) {
+  for (const P2P& message : messages)
     PITH_CHECK(message.peer >= 0 && message.peer < size() && message.peer != rank() &&
                    message.tensor.is_contiguous(),
         "exchange in group {} of {}: {} cannot go to or come from member {}", name(), size(),
         describe(message.tensor, "tensor"), message.peer);
-  }
   const Tensor& first = messages.front().tensor;
   return start({.name = "exchange", .out = first, .in = first, .messages = messages});
 }

@@ -62,12 +62,11 @@ at::Device select_device(const std::string& wanted) {
     return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index));
 #endif
   }
-  if (wanted == "cuda") {
+  if (wanted == "cuda")
     PITH_FAIL_HINT(
         "use --set run.device=cpu, or check the driver and that LibTorch's CUDA libraries are "
         "on LD_LIBRARY_PATH (./pith setup --cuda)",
         "device 'cuda' was asked for but cannot be used: {}", problem);
-  }
   return at::kCPU;
 }
 

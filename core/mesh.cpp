@@ -35,9 +35,9 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
     return std::abs(std::log2(real(a) / real(b)));
   };
   std::vector<std::pair<double, std::string>> found;
-  for (const int64_t pp : sizes) {
-    for (const int64_t cp : sizes) {
-      for (const int64_t ep : sizes) {
+  for (const int64_t pp : sizes)
+    for (const int64_t cp : sizes)
+      for (const int64_t ep : sizes)
         for (const int64_t block : wanted.hsdp ? sizes : std::vector<int64_t>{0}) {
           const MeshShape shape{pp, cp, ep, wanted.hsdp, block};
           if (!problem(shape, world).empty()) continue;
@@ -45,9 +45,6 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
                                  factor(block, wanted.hsdp_size),
               to_text(shape, world));
         }
-      }
-    }
-  }
   std::ranges::sort(found);
   found.resize(std::min<size_t>(found.size(), 3));
   return fmt::format("nearest possible layouts: {}", fmt::join(found | std::views::values, "; "));
@@ -56,11 +53,10 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
 }  // namespace
 
 int64_t data_parallel(const MeshShape& shape, int64_t world) {
-  if (const std::string text = problem(shape, world); !text.empty()) {
+  if (const std::string text = problem(shape, world); !text.empty())
     PITH_FAIL_HINT(nearest(shape, world),
         "{} processes cannot be laid out as pp {} cp {} ep {}: {}", world, shape.pp, shape.cp,
         shape.ep, text);
-  }
   return world / (shape.pp * shape.cp);
 }
 

@@ -79,11 +79,10 @@ void mpi_start() {
   check(mpi().comm_rank(mpi().world, &rank));
   check(mpi().comm_size(mpi().world, &size));
   const Launch& launch = launch_info();
-  if (rank != launch.rank || size != launch.size) {
+  if (rank != launch.rank || size != launch.size)
     PITH_FAIL_HINT("start with the mpirun of .deps/bin (pithtrain launch) or srun --mpi=pmix",
         "MPI says rank {} of {}, the launcher's environment rank {} of {}", rank, size, launch.rank,
         launch.size);
-  }
 }
 
 void mpi_finish() { mpi().finalize(); }

@@ -1,9 +1,15 @@
 #include "engine/batches.h"
 
+#include <ATen/ops/tensor.h>
+
+#include <nlohmann/json.hpp>
+
 #include "core/random.h"
 
 namespace pith {
 namespace {
+
+using nlohmann::json;
 
 // One epoch's documents in their order.
 struct Epoch {
@@ -30,19 +36,15 @@ uint64_t below(uint64_t bound, const Philox4& random) {
   return static_cast<uint64_t>(static_cast<uint128>(wide) * bound >> 64);
 }
 
-// Makes a tensor from a vector; on a GPU through pinned memory, so that the copy waits for nothing.
-template <class T>
-Tensor to_tensor(const std::vector<T>& values, at::ScalarType dtype, at::Device device) {
-  Tensor tensor =
-      at::empty({static_cast<int64_t>(values.size())}, at::TensorOptions().dtype(dtype));
-  std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<T>());
-  return device.is_cpu() ? tensor : tensor.pin_memory().to(device, /*non_blocking=*/true);
+// Which of the stretches that begin at these places, ascending, holds `at`.
+size_t holder(const std::vector<int64_t>& begins, int64_t at) {
+  return static_cast<size_t>(std::ranges::upper_bound(begins, at) - begins.begin() - 1);
 }
 
 // Integers in the ratio of `weights`, without a common divisor, at least 1, sum at most kPeriod.
 std::vector<int64_t> integer_weights(const std::vector<double>& weights) {
   constexpr int64_t kPeriod = 1 << 20;
-  const double largest = *std::max_element(weights.begin(), weights.end());
+  const double largest = std::ranges::max(weights);
   std::vector<int64_t> integers(weights.size());
   for (int digits = 0; digits <= 9 && largest * std::pow(10.0, digits) < 1e15; ++digits) {
     const double scale = std::pow(10.0, digits);
@@ -51,8 +53,8 @@ std::vector<int64_t> integer_weights(const std::vector<double>& weights) {
     for (size_t s = 0; s < weights.size(); ++s) {
       const double scaled = weights[s] * scale;
       integers[s] = std::llround(scaled);
-      exact = exact && integers[s] > 0 &&
-              std::abs(scaled - static_cast<double>(integers[s])) < 1e-12 * scaled;
+      exact &=
+          integers[s] > 0 && std::abs(scaled - static_cast<double>(integers[s])) < 1e-12 * scaled;
       divisor = std::gcd(divisor, integers[s]);
     }
     if (!exact) continue;
@@ -72,6 +74,21 @@ std::vector<int64_t> integer_weights(const std::vector<double>& weights) {
   return integers;
 }
 
+int64_t read_id(const json& value, int64_t vocab_size, const std::string& place) {
+  const bool valid = value.is_number_integer() && value >= 0 && value < vocab_size;
+  PITH_CHECK(
+      valid, "{}: {} is not an id below the vocabulary of {}", place, value.dump(), vocab_size);
+  return value.get<int64_t>();
+}
+
+void check_list(const json& list, const std::string& place) {
+  PITH_CHECK(list.is_array() && !list.empty(), "{}: must be a list that is not empty", place);
+}
+
+bool same_shape(const json& a, const json& b) {
+  return a.is_array() == b.is_array() && (!a.is_array() || std::ranges::equal(a, b, same_shape));
+}
+
 }  // namespace
 
 struct RowStream::State {
@@ -84,137 +101,156 @@ struct RowStream::State {
   std::mutex mutex = {};    // guards the two epochs kept; a row needs more only in a tiny corpus
   std::pair<int64_t, std::shared_ptr<const Epoch>> epochs[2] = {};
 
-  std::shared_ptr<const Epoch> epoch(int64_t number);
-  void pack(Epoch& epoch) const;
-  int64_t shuffled(int64_t index, int64_t epoch, int64_t first, int64_t end) const;
-  std::vector<Span> spans(int64_t index);
-  std::vector<Span> spans_concat(int64_t index);
-  std::vector<Span> spans_best_fit(int64_t index);
-};
-
-// Rows [first, end) of an epoch change places with each other.
-int64_t RowStream::State::shuffled(int64_t index, int64_t epoch, int64_t first, int64_t end) const {
-  if (!shuffle || index < first || index >= end) return index;
-  const uint64_t key = stream_key(seed, fmt::format("order of rows, epoch {}", epoch));
-  return first + permuted(key, index - first, end - first);
-}
-
-std::shared_ptr<const Epoch> RowStream::State::epoch(int64_t number) {
-  std::lock_guard lock(mutex);
-  auto& kept = epochs[number % 2];
-  if (kept.second && kept.first == number) return kept.second;
-  auto made = std::make_shared<Epoch>();
-  auto& order = made->documents;
-  for (int64_t d = 0; d < corpus.num_documents(); ++d)
-    if (corpus.length(d) > 0) order.push_back(d);
-  // Fisher-Yates of our own: std::shuffle differs between standard libraries.
-  const uint64_t key = stream_key(seed, fmt::format("order of documents, epoch {}", number));
-  for (size_t i = order.size(); shuffle && i-- > 1;)
-    std::swap(order[i], order[below(i + 1, philox(key, i))]);
-  if (packing == Packing::best_fit) {
-    pack(*made);
-  } else {
-    made->begins.reserve(order.size() + 1);
-    made->begins.push_back(0);
-    for (const int64_t d : order) made->begins.push_back(made->begins.back() + corpus.length(d));
+  // Rows [first, end) of an epoch change places with each other.
+  int64_t shuffled(int64_t index, int64_t epoch, int64_t first, int64_t end) const {
+    if (!shuffle || index < first || index >= end) return index;
+    const uint64_t key = stream_key(seed, fmt::format("order of rows, epoch {}", epoch));
+    return first + permuted(key, index - first, end - first);
   }
-  kept = {number, std::move(made)};
-  return kept.second;
-}
 
-// From the shuffled order of documents to rows. Documents of one length keep their shuffled order.
-void RowStream::State::pack(Epoch& epoch) const {
-  std::vector<std::pair<int64_t, int64_t>> ends;  // tokens beyond the whole rows; document
-  epoch.long_begins.push_back(0);
-  for (const int64_t d : epoch.documents) {
-    const int64_t whole = corpus.length(d) / sequence_length;
-    if (const int64_t end = corpus.length(d) % sequence_length; end > 0) ends.emplace_back(end, d);
-    if (whole == 0) continue;
-    epoch.long_documents.push_back(d);
-    epoch.long_begins.push_back(epoch.long_begins.back() + whole);
-  }
-  std::stable_sort(
-      ends.begin(), ends.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-  std::map<int64_t, std::vector<int64_t>> open;  // rows by the room that they have left
-  std::vector<int64_t> row_of(ends.size());
-  epoch.begins.assign(1, 0);
-  for (size_t i = 0; i < ends.size(); ++i) {
-    int64_t room = sequence_length;
-    if (const auto best = open.lower_bound(ends[i].first); best != open.end()) {
-      room = best->first;
-      row_of[i] = best->second.back();
-      best->second.pop_back();
-      if (best->second.empty()) open.erase(best);
+  std::shared_ptr<const Epoch> epoch(int64_t number) {
+    std::lock_guard lock(mutex);
+    auto& kept = epochs[number % 2];
+    if (kept.second && kept.first == number) return kept.second;
+    auto made = std::make_shared<Epoch>();
+    auto& order = made->documents;
+    for (int64_t d = 0; d < corpus.num_documents(); ++d)
+      if (corpus.length(d) > 0) order.push_back(d);
+    // Fisher-Yates of our own: std::shuffle differs between standard libraries.
+    const uint64_t key = stream_key(seed, fmt::format("order of documents, epoch {}", number));
+    for (size_t i = order.size(); shuffle && i-- > 1;)
+      std::swap(order[i], order[below(i + 1, philox(key, i))]);
+    if (packing == Packing::best_fit) {
+      pack(*made);
     } else {
-      row_of[i] = static_cast<int64_t>(epoch.begins.size()) - 1;
-      epoch.begins.push_back(0);
+      made->begins.reserve(order.size() + 1);
+      made->begins.push_back(0);
+      for (const int64_t d : order) made->begins.push_back(made->begins.back() + corpus.length(d));
     }
-    ++epoch.begins[static_cast<size_t>(row_of[i]) + 1];
-    if (room > ends[i].first) open[room - ends[i].first].push_back(row_of[i]);
+    kept = {number, std::move(made)};
+    return kept.second;
   }
-  std::partial_sum(epoch.begins.begin(), epoch.begins.end(), epoch.begins.begin());
-  auto next = epoch.begins;
-  epoch.documents.resize(ends.size());
-  for (size_t i = 0; i < ends.size(); ++i)
-    epoch.documents[static_cast<size_t>(next[static_cast<size_t>(row_of[i])]++)] = ends[i].second;
-}
 
-std::vector<Span> RowStream::State::spans(int64_t index) {
-  int64_t end = 0;
-  PITH_CHECK(index >= 0 && !__builtin_mul_overflow(index, sequence_length, &end) &&
-                 end < std::numeric_limits<int64_t>::max() - sequence_length,
-      "row {} of {} tokens is outside the stream", index, sequence_length);
-  return packing == Packing::best_fit ? spans_best_fit(index) : spans_concat(index);
-}
-
-// Pieces of documents in the endless stream of tokens; without document_mask one token more, the
-// last label.
-std::vector<Span> RowStream::State::spans_concat(int64_t index) {
-  const int64_t tokens = corpus.num_tokens();
-  int64_t number = index * sequence_length / tokens;  // a row that spans two epochs stays in place
-  const int64_t start =
-      sequence_length * shuffled(index, number,
-                            (number * tokens + sequence_length - 1) / sequence_length,
-                            (number + 1) * tokens / sequence_length);
-  auto current = epoch(number);
-  const auto& begins = current->begins;
-  const auto after = std::upper_bound(begins.begin(), begins.end(), start % tokens);
-  auto place = static_cast<size_t>(after - begins.begin() - 1);
-  int64_t skipped = start % tokens - begins[place];  // of the first document, in rows before
-  std::vector<Span> spans;
-  for (int64_t wanted = sequence_length + (document_mask ? 0 : 1); wanted > 0; ++place) {
-    if (place == current->documents.size()) {
-      current = epoch(++number);
-      place = 0;
+  // From the shuffled order of documents to rows. Documents of one length keep that order.
+  void pack(Epoch& epoch) const {
+    std::vector<std::pair<int64_t, int64_t>> ends;  // tokens beyond the whole rows; document
+    epoch.long_begins.push_back(0);
+    for (const int64_t d : epoch.documents) {
+      const int64_t whole = corpus.length(d) / sequence_length;
+      if (const int64_t end = corpus.length(d) % sequence_length; end > 0)
+        ends.emplace_back(end, d);
+      if (whole == 0) continue;
+      epoch.long_documents.push_back(d);
+      epoch.long_begins.push_back(epoch.long_begins.back() + whole);
     }
-    const int64_t document = current->documents[place];
-    spans.push_back({document, skipped, std::min(corpus.length(document) - skipped, wanted)});
-    wanted -= spans.back().count;
-    skipped = 0;
+    std::ranges::stable_sort(ends, std::greater(), [](const auto& end) { return end.first; });
+    std::map<int64_t, std::vector<int64_t>> open;  // rows by the room that they have left
+    std::vector<int64_t> row_of(ends.size());
+    epoch.begins.assign(1, 0);
+    for (size_t i = 0; i < ends.size(); ++i) {
+      int64_t room = sequence_length;
+      if (const auto best = open.lower_bound(ends[i].first); best != open.end()) {
+        room = best->first;
+        row_of[i] = best->second.back();
+        best->second.pop_back();
+        if (best->second.empty()) open.erase(best);
+      } else {
+        row_of[i] = static_cast<int64_t>(epoch.begins.size()) - 1;
+        epoch.begins.push_back(0);
+      }
+      ++epoch.begins[static_cast<size_t>(row_of[i]) + 1];
+      if (room > ends[i].first) open[room - ends[i].first].push_back(row_of[i]);
+    }
+    std::partial_sum(epoch.begins.begin(), epoch.begins.end(), epoch.begins.begin());
+    auto next = epoch.begins;
+    epoch.documents.resize(ends.size());
+    for (size_t i = 0; i < ends.size(); ++i)
+      epoch.documents[static_cast<size_t>(next[static_cast<size_t>(row_of[i])]++)] = ends[i].second;
   }
-  return spans;
-}
 
-std::vector<Span> RowStream::State::spans_best_fit(int64_t index) {
-  const int64_t number = index / packed_rows, first = number * packed_rows;
-  const int64_t row = shuffled(index, number, first, first + packed_rows) - first;
-  const auto current = epoch(number);
-  if (row < current->whole_rows()) {
-    const auto& begins = current->long_begins;
-    const auto place = std::upper_bound(begins.begin(), begins.end(), row) - begins.begin() - 1;
-    const int64_t before = row - begins[static_cast<size_t>(place)];  // rows of this document
-    return {{current->long_documents[static_cast<size_t>(place)], before * sequence_length,
-        sequence_length}};
+  std::vector<Span> spans(int64_t index) {
+    int64_t end = 0;
+    PITH_CHECK(index >= 0 && !__builtin_mul_overflow(index, sequence_length, &end) &&
+                   end < std::numeric_limits<int64_t>::max() - sequence_length,
+        "row {} of {} tokens is outside the stream", index, sequence_length);
+    return packing == Packing::best_fit ? spans_best_fit(index) : spans_concat(index);
   }
-  std::vector<Span> spans;
-  const auto place = static_cast<size_t>(row - current->whole_rows());
-  for (int64_t i = current->begins[place]; i < current->begins[place + 1]; ++i) {
-    const int64_t document = current->documents[static_cast<size_t>(i)];
-    const int64_t count = corpus.length(document) % sequence_length;
-    spans.push_back({document, corpus.length(document) - count, count});
+
+  // Pieces of documents in the endless stream of tokens; without document_mask one token more, the
+  // last label.
+  std::vector<Span> spans_concat(int64_t index) {
+    const int64_t tokens = corpus.num_tokens();
+    int64_t number = index * sequence_length / tokens;  // a row of two epochs stays in place
+    const int64_t first = (number * tokens + sequence_length - 1) / sequence_length;
+    const int64_t start =
+        sequence_length * shuffled(index, number, first, (number + 1) * tokens / sequence_length);
+    auto current = epoch(number);
+    size_t place = holder(current->begins, start % tokens);
+    int64_t skipped = start % tokens - current->begins[place];  // in rows before
+    std::vector<Span> spans;
+    for (int64_t wanted = sequence_length + (document_mask ? 0 : 1); wanted > 0; ++place) {
+      if (place == current->documents.size()) {
+        current = epoch(++number);
+        place = 0;
+      }
+      const int64_t document = current->documents[place];
+      spans.push_back({document, skipped, std::min(corpus.length(document) - skipped, wanted)});
+      wanted -= spans.back().count;
+      skipped = 0;
+    }
+    return spans;
   }
-  return spans;
-}
+
+  std::vector<Span> spans_best_fit(int64_t index) {
+    const int64_t number = index / packed_rows, first = number * packed_rows;
+    const int64_t row = shuffled(index, number, first, first + packed_rows) - first;
+    const auto current = epoch(number);
+    if (row < current->whole_rows()) {
+      const size_t place = holder(current->long_begins, row);
+      const int64_t before = row - current->long_begins[place];  // rows of this document
+      return {{current->long_documents[place], before * sequence_length, sequence_length}};
+    }
+    std::vector<Span> spans;
+    const auto place = static_cast<size_t>(row - current->whole_rows());
+    for (int64_t i = current->begins[place]; i < current->begins[place + 1]; ++i) {
+      const int64_t document = current->documents[static_cast<size_t>(i)];
+      const int64_t count = corpus.length(document) % sequence_length;
+      spans.push_back({document, corpus.length(document) - count, count});
+    }
+    return spans;
+  }
+
+  int64_t trained_tokens(int64_t index) {
+    int64_t trained = 0;
+    for (const Span& span : spans(index))
+      trained += std::min(span.count, corpus.length(span.document) - span.begin - 1);
+    return document_mask ? trained : sequence_length;
+  }
+
+  Row row(int64_t index) {
+    Row row;
+    // A document of `count` tokens from begin on: what is read there, its last label perhaps.
+    const auto end_document = [&row](size_t begin, size_t count) {
+      for (size_t i = begin + 1; i < row.tokens.size(); ++i) row.labels.push_back(row.tokens[i]);
+      row.tokens.resize(begin + count, 0);
+      row.labels.resize(begin + count, -100);
+      row.document_begins.push_back(static_cast<int64_t>(begin));
+      for (size_t i = 0; i < count; ++i) row.positions.push_back(static_cast<int64_t>(i));
+    };
+    for (const auto& [document, begin, count] : spans(index)) {
+      const size_t filled = row.tokens.size();
+      const bool more = document_mask && begin + count < corpus.length(document);
+      row.tokens.resize(filled + static_cast<size_t>(count) + (more ? 1 : 0));
+      corpus.read(document, begin, std::span(row.tokens).subspan(filled));
+      if (document_mask) end_document(filled, static_cast<size_t>(count));
+    }
+    const auto length = static_cast<size_t>(sequence_length);
+    if (!document_mask) end_document(0, length);
+    row.padding = sequence_length - std::ssize(row.tokens);
+    if (row.padding > 0) end_document(row.tokens.size(), static_cast<size_t>(row.padding));
+    return row;
+  }
+};
 
 RowStream::RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask,
     bool shuffle, Packing packing) {
@@ -225,7 +261,7 @@ RowStream::RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool
       new State{std::move(corpus), sequence_length, seed, document_mask, shuffle, packing});
   if (packing == Packing::concat) return;
   const auto first = state_->epoch(0);
-  state_->packed_rows = first->whole_rows() + static_cast<int64_t>(first->begins.size()) - 1;
+  state_->packed_rows = first->whole_rows() + std::ssize(first->begins) - 1;
 }
 
 int64_t RowStream::rows_per_epoch() const {
@@ -242,51 +278,8 @@ double RowStream::padding_share() const {
 }
 
 const Corpus& RowStream::corpus() const { return state_->corpus; }
-
-int64_t RowStream::trained_tokens(int64_t index) const {
-  const auto spans = state_->spans(index);
-  if (!state_->document_mask) return state_->sequence_length;
-  int64_t trained = 0;
-  for (const Span& span : spans)
-    trained += std::min(span.count, state_->corpus.length(span.document) - span.begin - 1);
-  return trained;
-}
-
-Row RowStream::row(int64_t index) const {
-  const auto length = static_cast<size_t>(state_->sequence_length);
-  Row row;
-  row.tokens.reserve(length + 1);
-  row.labels.reserve(length + 1);
-  const auto add_positions = [&](size_t count) {
-    row.document_begins.push_back(static_cast<int64_t>(row.positions.size()));
-    for (size_t i = 0; i < count; ++i) row.positions.push_back(static_cast<int64_t>(i));
-  };
-  for (const Span& span : state_->spans(index)) {
-    const size_t filled = row.tokens.size(), count = static_cast<size_t>(span.count);
-    // With document_mask one token more where the document has it: the last label.
-    const bool more =
-        state_->document_mask && span.begin + span.count < state_->corpus.length(span.document);
-    row.tokens.resize(filled + count + (more ? 1 : 0));
-    state_->corpus.read(span.document, span.begin, std::span(row.tokens).subspan(filled));
-    if (!state_->document_mask) continue;
-    row.labels.insert(row.labels.end(), row.tokens.begin() + static_cast<ptrdiff_t>(filled) + 1,
-        row.tokens.end());
-    row.labels.resize(filled + count, -100);
-    row.tokens.resize(filled + count);
-    add_positions(count);
-  }
-  if (!state_->document_mask) {
-    row.labels.assign(row.tokens.begin() + 1, row.tokens.end());
-    row.tokens.pop_back();
-    add_positions(length);
-  } else if (row.tokens.size() < length) {
-    row.padding = static_cast<int64_t>(length - row.tokens.size());
-    add_positions(length - row.tokens.size());
-    row.tokens.resize(length, 0);
-    row.labels.resize(length, -100);
-  }
-  return row;
-}
+int64_t RowStream::trained_tokens(int64_t index) const { return state_->trained_tokens(index); }
+Row RowStream::row(int64_t index) const { return state_->row(index); }
 
 void check_same_tokenizer(const std::vector<Corpus>& corpora) {
   const Corpus* known = nullptr;
@@ -332,16 +325,6 @@ Blend::Place Blend::place(int64_t index) const {
   return {source, index / period * weights_[source] + row};
 }
 
-Row Blend::row(int64_t index) const {
-  const Place at = place(index);
-  return sources_[at.source].row(at.row);
-}
-
-int64_t Blend::trained_tokens(int64_t index) const {
-  const Place at = place(index);
-  return sources_[at.source].trained_tokens(at.row);
-}
-
 int64_t Blend::rows_before_repeat() const {
   const auto period = static_cast<int64_t>(slots_.size());
   int64_t rows = std::numeric_limits<int64_t>::max();
@@ -354,11 +337,48 @@ int64_t Blend::rows_before_repeat() const {
   return rows;
 }
 
+Tensor tensor_of(const std::vector<int64_t>& values, at::ScalarType dtype) {
+  return at::tensor(at::ArrayRef<int64_t>(values)).to(dtype);
+}
+Tensor upload(const Tensor& host, at::Device device) {
+  return device.is_cpu() ? host : host.pin_memory().to(device, /*non_blocking=*/true);
+}
+
+std::vector<Row> read_token_rows(const std::filesystem::path& path, int64_t vocab_size) {
+  const json file = read_json(path);
+  const std::string source = path.string();
+  PITH_CHECK(file.is_array() || file.contains("rows"),
+      "{}: expected a list of rows, or an object with \"rows\"", source);
+  const json& rows = file.is_array() ? file : file["rows"];
+  const json* labels = file.contains("labels") ? &file["labels"] : nullptr;
+  PITH_CHECK(
+      !labels || same_shape(rows, *labels), "{}: labels must have the shape of rows", source);
+  check_list(rows, source);
+  std::vector<Row> out(rows.size());
+  for (size_t r = 0; r < rows.size(); ++r) {
+    Row& row = out[r];
+    check_list(rows[r], fmt::format("{}: row {}", source, r));
+    for (size_t d = 0; d < rows[r].size(); ++d) {
+      const json& document = rows[r][d];
+      const std::string place = fmt::format("{}: row {}, document {}", source, r, d);
+      check_list(document, place);
+      row.document_begins.push_back(std::ssize(row.tokens));
+      for (size_t i = 0; i < document.size(); ++i) {
+        row.tokens.push_back(read_id(document[i], vocab_size, place));
+        row.positions.push_back(static_cast<int64_t>(i));
+        const json next = i + 1 < document.size() ? document[i + 1] : json(-100);
+        const json& label = labels ? (*labels)[r][d][i] : next;
+        row.labels.push_back(label == -100 ? -100 : read_id(label, vocab_size, place));
+      }
+    }
+  }
+  return out;
+}
+
 MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
     int64_t global_trained_tokens, int64_t global_rows, at::Device device) {
   MicroBatch batch;
-  std::vector<int64_t> tokens, labels;
-  std::vector<int32_t> positions, row_id, cu_seqlens;
+  std::vector<int64_t> tokens, labels, positions, row_id, cu_seqlens;
   for (const Row& row : rows) {
     const size_t size = row.tokens.size();
     PITH_CHECK(size > 0 && row.labels.size() == size && row.positions.size() == size &&
@@ -366,28 +386,27 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
         "row {}: {} tokens, {} labels, {} positions, {} documents", batch.num_rows, size,
         row.labels.size(), row.positions.size(), row.document_begins.size());
     for (const int64_t begin : row.document_begins)
-      if (document_mask || begin == 0)
-        cu_seqlens.push_back(narrow<int32_t>(static_cast<int64_t>(tokens.size()) + begin));
+      if (document_mask || begin == 0) cu_seqlens.push_back(std::ssize(tokens) + begin);
     tokens.insert(tokens.end(), row.tokens.begin(), row.tokens.end());
     labels.insert(labels.end(), row.labels.begin(), row.labels.end());
-    for (const int64_t position : row.positions) positions.push_back(narrow<int32_t>(position));
-    const auto id = narrow<int32_t>(batch.num_rows++);
-    row_id.insert(row_id.end(), size - static_cast<size_t>(row.padding), id);
-    row_id.insert(row_id.end(), static_cast<size_t>(row.padding), ~id);
+    positions.insert(positions.end(), row.positions.begin(), row.positions.end());
+    row_id.insert(row_id.end(), size - static_cast<size_t>(row.padding), batch.num_rows);
+    row_id.insert(row_id.end(), static_cast<size_t>(row.padding), ~batch.num_rows);
+    ++batch.num_rows;
     batch.trained_tokens += row.trained_tokens();
   }
-  cu_seqlens.push_back(narrow<int32_t>(static_cast<int64_t>(tokens.size())));
+  cu_seqlens.push_back(narrow<int32_t>(std::ssize(tokens)));  // the largest of all int32 numbers
   for (size_t i = 1; i < cu_seqlens.size(); ++i) {
     PITH_CHECK(cu_seqlens[i] > cu_seqlens[i - 1], "document borders {} and {} are not in order",
         cu_seqlens[i - 1], cu_seqlens[i]);
-    batch.max_seqlen = std::max<int64_t>(batch.max_seqlen, cu_seqlens[i] - cu_seqlens[i - 1]);
+    batch.max_seqlen = std::max(batch.max_seqlen, cu_seqlens[i] - cu_seqlens[i - 1]);
   }
-  batch.tokens = to_tensor(tokens, at::kLong, device);
-  batch.labels = to_tensor(labels, at::kLong, device);
-  batch.positions = to_tensor(positions, at::kInt, device);
-  batch.row_id = to_tensor(row_id, at::kInt, device);
-  batch.cu_seqlens_host = to_tensor(cu_seqlens, at::kInt, at::kCPU);
-  batch.cu_seqlens = to_tensor(cu_seqlens, at::kInt, device);
+  batch.tokens = upload(tensor_of(tokens), device);
+  batch.labels = upload(tensor_of(labels), device);
+  batch.positions = upload(tensor_of(positions, at::kInt), device);
+  batch.row_id = upload(tensor_of(row_id, at::kInt), device);
+  batch.cu_seqlens_host = tensor_of(cu_seqlens, at::kInt);
+  batch.cu_seqlens = upload(batch.cu_seqlens_host, device);
   batch.global_trained_tokens = global_trained_tokens;
   batch.global_rows = global_rows;
   return batch;

@@ -1,9 +1,5 @@
 // From corpora to micro-batches: a deterministic stream of rows and a cursor that is one integer.
 #pragma once
-#include <algorithm>
-#include <utility>
-#include <vector>
-
 #include "core/microbatch.h"
 #include "engine/corpus.h"
 
@@ -16,9 +12,7 @@ struct Row {
   std::vector<int64_t> document_begins;  // indices into tokens; the first is 0
   int64_t padding = 0;                   // of the tokens, at the end; a document of its own
 
-  int64_t trained_tokens() const {
-    return std::count_if(labels.begin(), labels.end(), [](int64_t label) { return label != -100; });
-  }
+  int64_t trained_tokens() const { return std::ssize(labels) - std::ranges::count(labels, -100); }
 };
 
 // concat: documents joined and cut every sequence_length tokens; the token after a row's last is
@@ -29,12 +23,11 @@ struct Row {
 // many rows an epoch has depends on the lengths alone. Needs document_mask.
 enum class Packing { concat, best_fit };
 
-// The endless stream of one corpus: epoch after epoch, each with its documents in an order shuffled
-// by (seed, epoch), and its rows too with `shuffle`, so that a long document does not fill a batch.
-// Every token is an input exactly once an epoch. Row i is a function of the arguments and i alone:
-// the cursor is the number of rows consumed. With document_mask labels never cross a document
-// border (-100 there), and a document that goes on in another row is a new span of attention there,
-// from position 0; without it a row is one document.
+// The endless stream of one corpus: epoch after epoch, with `shuffle` each with its documents and
+// its rows in an order of its own, by (seed, epoch). Every token is an input exactly once an epoch.
+// Row i is a function of the arguments and i alone: the cursor is the number of rows consumed. With
+// document_mask labels never cross a document border (-100 there), and a document that goes on in
+// another row is a new span of attention there, from position 0; without it a row is one document.
 // Kept in memory for two epochs: 8 bytes a document (best_fit) or 16 (concat).
 class RowStream {
  public:
@@ -69,8 +62,14 @@ class Blend {
   Blend(std::vector<RowStream> sources, const std::vector<double>& weights);
   Blend(const RowStream& only) : Blend({only}, {1}) {}  // implicit: a stream is a blend of one
   Place place(int64_t index) const;
-  Row row(int64_t index) const;
-  int64_t trained_tokens(int64_t index) const;
+  Row row(int64_t index) const {
+    const auto [source, row] = place(index);
+    return sources_[source].row(row);
+  }
+  int64_t trained_tokens(int64_t index) const {
+    const auto [source, row] = place(index);
+    return sources_[source].trained_tokens(row);
+  }
   int64_t rows_before_repeat() const;  // until a source would begin its second epoch
   const std::vector<RowStream>& sources() const { return sources_; }
   const std::vector<int64_t>& weights() const { return weights_; }  // reduced integers
@@ -79,6 +78,17 @@ class Blend {
   std::vector<int64_t> weights_;
   std::vector<std::pair<uint32_t, uint32_t>> slots_;  // of a period: source, its row in the period
 };
+
+// Rows from a JSON file (`pithtrain trace`): a list of rows, each a list of documents, each a list
+// of ids in [0, vocab_size); or an object with "rows" and "labels" of the same shape (-100 = not
+// trained). Without labels each token's is the next of its document, the last one's -100. Throws an
+// Error that names the file and the place.
+std::vector<Row> read_token_rows(const std::filesystem::path& path, int64_t vocab_size);
+
+// Vectors as tensors on the CPU, and these on a device: through pinned memory, so that the copy
+// waits for nothing.
+Tensor tensor_of(const std::vector<int64_t>& values, at::ScalarType dtype = at::kLong);
+Tensor upload(const Tensor& host, at::Device device);
 
 // Packs rows into one micro-batch on `device`. global_* counts are those of the whole batch.
 MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,

@@ -1,14 +1,21 @@
 #include "engine/checkpoint.h"
 
+#include <ATen/ops/isfinite.h>
+#include <c10/core/GradMode.h>
 #include <fcntl.h>
 #include <stdio.h>  // renameat2
 
 #include <charconv>
 #include <nlohmann/json.hpp>
-#include <sstream>
-#include <system_error>
 
 namespace pith {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(WrittenFile, bytes, xxh3, tensors)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Manifest, step, files)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingState::Source, path, fingerprint, tokenizer_hash, weight)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingState, step, rows_read, tokens_seen, sources,
+    sequence_length, data_seed, document_mask, packing, schedule)
+
 namespace {
 
 using nlohmann::json;
@@ -21,33 +28,16 @@ constexpr std::string_view kSaving = ".saving-", kDeleting = ".deleting-";
 
 std::string step_name(int64_t step) { return fmt::format("step-{:08}", step); }
 
-// Step of a folder name "step-00000020", or -1.
-int64_t step_of(const std::string& name) {
-  int64_t step = -1;
-  if (name.starts_with("step-")) std::from_chars(&name[5], name.data() + name.size(), step);
-  return step_name(step) == name ? step : -1;
-}
-
-std::vector<std::string> entries(const fs::path& folder) {
-  std::vector<std::string> names;
-  if (fs::is_directory(folder))
-    for (const auto& entry : fs::directory_iterator(folder))
-      names.push_back(entry.path().filename().string());
-  return names;
-}
-
-// Steps with a folder under root, newest first.
+// Steps with a folder "step-00000020" under root, newest first.
 std::vector<int64_t> steps_under(const fs::path& root) {
   std::vector<int64_t> steps;
-  for (const std::string& name : entries(root))
-    if (const int64_t step = step_of(name); step >= 0) steps.push_back(step);
+  for (const std::string& name : names_in(root)) {
+    int64_t step = -1;
+    if (name.starts_with("step-")) std::from_chars(&name[5], name.data() + name.size(), step);
+    if (step >= 0 && step_name(step) == name) steps.push_back(step);
+  }
   std::sort(steps.rbegin(), steps.rend());
   return steps;
-}
-
-std::string state_key(
-    const std::string& kind, const std::string& tensor, int64_t offset, int64_t total) {
-  return fmt::format("{}/{}@{}/{}", kind, tensor, offset, total);
 }
 
 std::string shard_name(size_t shard, size_t shards) {
@@ -55,14 +45,13 @@ std::string shard_name(size_t shard, size_t shards) {
 }
 
 std::string manifest_text(int64_t step, const std::vector<WrittenFile>& files) {
-  json list = json::object();
-  for (const WrittenFile& file : files) {
-    json entry = {{"bytes", file.bytes}, {"xxh3", hex(file.xxh3)}};
-    for (const auto& [tensor, sum] : file.tensors) entry["tensors"][tensor] = hex(sum);
-    PITH_CHECK(list.emplace(file.name, entry).second, "a checkpoint has two files {}", file.name);
-  }
-  const json manifest = {{"format", kFormat}, {"version", 1}, {"step", step}, {"files", list}};
-  return seal_json(manifest.dump(1));
+  Manifest manifest{step, {}};
+  for (const WrittenFile& file : files)
+    PITH_CHECK(
+        manifest.files.emplace(file.name, file).second, "a checkpoint has two files {}", file.name);
+  json document = manifest;
+  document.update({{"format", kFormat}, {"version", 1}});
+  return seal_json(document.dump(1));
 }
 
 // The complete folder `from` takes the name `to`; a folder already there changes places with it, so
@@ -77,22 +66,19 @@ void take_name(const fs::path& from, const fs::path& to) {
 }
 
 void remove_leftovers(const fs::path& root) {
-  for (const std::string& name : entries(root))
-    if (name.rfind(kSaving, 0) == 0 || name.rfind(kDeleting, 0) == 0) fs::remove_all(root / name);
+  for (const std::string& name : names_in(root))
+    if (name.starts_with(kSaving) || name.starts_with(kDeleting)) fs::remove_all(root / name);
 }
 
 // Empty when the checkpoint is complete, else the reason. Reads the manifest, not the data.
 std::string incomplete(const fs::path& checkpoint) {
-  try {
+  return problem_of([&] {
     for (const auto& [name, file] : read_manifest(checkpoint).files) {
       const uint64_t bytes = fs::file_size(checkpoint / name);
       PITH_CHECK(bytes == file.bytes, "{} has {} bytes instead of {}", (checkpoint / name).string(),
           bytes, file.bytes);
     }
-    return "";
-  } catch (const Error& error) {
-    return error.message();
-  } catch (const fs::filesystem_error& error) { return error.what(); }
+  });
 }
 
 void delete_older(const fs::path& root, int64_t step, int64_t keep_last) {
@@ -116,169 +102,140 @@ struct Save {
   fs::path temporary = root / (std::string(kSaving) + name);
   size_t first_weights = 0, weights = 0, shard = 0, shards = 0;  // files: of earlier ranks, of all
 
-  void prepare(const Comm& world);
-  void run() const;
- private:
+  // What `part` throws becomes an Error that names the checkpoint; rank 0 removes the temporary
+  // folder.
   template <class Part>
-  void guard(const Part& part) const;
-  std::vector<WrittenFile> write_own_files() const;
-  void collect_done(std::vector<WrittenFile>& written) const;
-  void write_files() const;
-  fs::path done_file(int64_t of_rank) const {
-    return temporary / fmt::format(".done-{:05}", of_rank);
+  void guard(const Part& part) const {
+    const std::string problem = problem_of(part);
+    if (problem.empty()) return;
+    std::error_code ignored;  // the first error is the one to tell
+    if (rank == 0) fs::remove_all(temporary, ignored);
+    PITH_FAIL("cannot save checkpoint {}: {}", (root / name).string(), problem);
+  }
+
+  // Rank 0 makes the temporary folder, then all agree on who writes what. Collective.
+  void prepare(const Comm& world) {
+    guard([&] {
+      if (rank == 0) {
+        if (fs::create_directories(root)) sync_folder(fs::absolute(root).parent_path());
+        remove_leftovers(root);
+        fs::create_directory(temporary);
+      }
+      const auto files = world.all_gather_strings(fmt::format(
+          "{} {:d}", split_weights(content.weights).size(), !content.optimizer.empty()));
+      for (int64_t r = 0; r < ranks; ++r) {
+        if (r == rank) first_weights = weights, shard = shards;
+        std::istringstream text(files[static_cast<size_t>(r)]);
+        size_t its_weights = 0, its_shards = 0;
+        text >> its_weights >> its_shards;
+        weights += its_weights, shards += its_shards;
+      }
+    });
+  }
+
+  std::vector<WrittenFile> write_own_files() const {
+    std::vector<WrittenFile> written =
+        write_weight_files(temporary, split_weights(content.weights), first_weights, weights);
+    if (content.optimizer.empty()) return written;
+    const std::string file = shard_name(shard, shards);
+    fs::create_directory(temporary / "optimizer");
+    written.push_back(write_safetensors(temporary / "optimizer" / file, content.optimizer));
+    written.back().name = "optimizer/" + file;
+    sync_folder(temporary / "optimizer");
+    return written;
+  }
+
+  void write_files() const {
+    std::vector<WrittenFile> written;
+    std::vector<std::string> problems;
+    if (const auto own = problem_of([&] { written = write_own_files(); }); !own.empty())
+      problems.push_back(own);
+    const auto done = [](int64_t of_rank) { return fmt::format(".done-{:05}", of_rank); };
+    if (rank > 0) {  // tells rank 0 what was written, as a manifest, or why it could not be
+      const std::string part = done(rank) + ".part";
+      write_file(temporary, part,
+          problems.empty() ? manifest_text(content.step, written) : problems.front());
+      fs::rename(temporary / part, temporary / done(rank));
+    }
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::minutes(10);
+    for (int64_t r = 1; rank == 0 && r < ranks; ++r) {  // in any case: nobody must write any more
+      const fs::path file = temporary / done(r);
+      while (!fs::exists(file) && std::chrono::steady_clock::now() < give_up)
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      const std::string text = fs::exists(file) ? read_file(file) : "nothing heard for 10 minutes";
+      if (!text.starts_with('{')) {
+        problems.push_back(fmt::format("rank {}: {}", r, text));
+        continue;
+      }
+      for (const auto& [its_name, its] : parse_manifest(text, file.string()).files)
+        written.push_back(its);
+      fs::remove(file);
+    }
+    PITH_CHECK(problems.empty(), "{}", fmt::join(problems, "; "));
+    if (rank > 0) return;
+    written.push_back(write_weight_index(temporary, written));
+    for (const auto& [file, bytes] : content.files)
+      written.push_back(write_file(temporary, file, bytes));
+    written.push_back(write_file(temporary, "training_state.json", content.training_state));
+    write_file(temporary, kManifest, manifest_text(content.step, written));
+    sync_folder(temporary);
+    take_name(temporary, root / name);
+    sync_folder(root);
+  }
+
+  void run() const {
+    guard([&] { write_files(); });
+    if (rank > 0) return;
+    try {
+      remove_leftovers(root);  // what take_name replaced
+      if (keep_last > 0) delete_older(root, content.step, keep_last);
+    } catch (const fs::filesystem_error& error) {
+      PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}",
+          (root / name).string(), error.what());
+    }
   }
 };
 
-// What `part` throws becomes an Error that names the checkpoint; rank 0 removes the temporary
-// folder.
-template <class Part>
-void Save::guard(const Part& part) const {
-  try {
-    part();
-  } catch (const std::exception& error) {
-    std::error_code ignored;  // the first error is the one to tell
-    if (rank == 0) fs::remove_all(temporary, ignored);
-    const auto* known = dynamic_cast<const Error*>(&error);
-    PITH_FAIL("cannot save checkpoint {}: {}", (root / name).string(),
-        known ? known->message() : error.what());
-  }
-}
-
-// Rank 0 makes the temporary folder, then all agree on who writes what. Collective.
-void Save::prepare(const Comm& world) {
-  guard([&] {
-    if (rank == 0) {
-      if (fs::create_directories(root)) sync_folder(fs::absolute(root).parent_path());
-      remove_leftovers(root);
-      fs::create_directory(temporary);
-    }
-    const auto files = world.all_gather_strings(
-        fmt::format("{} {:d}", split_weights(content.weights).size(), !content.optimizer.empty()));
-    for (int64_t r = 0; r < ranks; ++r) {
-      if (r == rank) first_weights = weights, shard = shards;
-      std::istringstream text(files[static_cast<size_t>(r)]);
-      size_t its_weights = 0, its_shards = 0;
-      text >> its_weights >> its_shards;
-      weights += its_weights, shards += its_shards;
-    }
-  });
-}
-
-std::vector<WrittenFile> Save::write_own_files() const {
-  std::vector<WrittenFile> written =
-      write_weight_files(temporary, split_weights(content.weights), first_weights, weights);
-  if (content.optimizer.empty()) return written;
-  std::vector<NamedTensor> slices;
-  for (const auto& [kind, tensor, offset, total, data] : content.optimizer) {
-    PITH_CHECK(data.dim() == 1 && offset >= 0 && data.numel() <= total - offset,
-        "{} of {}: {} elements from {} do not lie within {}", kind, tensor, data.numel(), offset,
-        total);
-    check_dtype(data, tensor, at::kFloat);
-    slices.emplace_back(state_key(kind, tensor, offset, total), data);
-  }
-  const std::string file = shard_name(shard, shards);
-  fs::create_directory(temporary / "optimizer");
-  written.push_back(write_safetensors(temporary / "optimizer" / file, slices));
-  written.back().name = "optimizer/" + file;
-  sync_folder(temporary / "optimizer");
-  return written;
-}
-
-// Rank 0: waits for all other ranks' reports and appends their files.
-void Save::collect_done(std::vector<WrittenFile>& written) const {
-  const auto give_up = std::chrono::steady_clock::now() + std::chrono::minutes(10);
-  std::vector<std::string> problems;
-  for (int64_t r = 1; r < ranks; ++r) {
-    const fs::path file = done_file(r);
-    while (!fs::exists(file) && std::chrono::steady_clock::now() < give_up)
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    const std::string text = fs::exists(file) ? read_file(file) : "nothing heard for 10 minutes";
-    if (!text.starts_with('{')) {
-      problems.push_back(fmt::format("rank {}: {}", r, text));
-      continue;
-    }
-    for (const auto& [its_name, its] : parse_manifest(text, file.string()).files)
-      written.push_back(its);
-    fs::remove(file);
-  }
-  PITH_CHECK(problems.empty(), "{}", fmt::join(problems, "; "));
-}
-
-void Save::write_files() const {
-  std::vector<WrittenFile> written;
-  std::exception_ptr failure;
-  std::string done;
-  try {
-    written = write_own_files();
-    done = manifest_text(content.step, written);
-  } catch (const std::exception& error) {
-    failure = std::current_exception();
-    done = fmt::format("error: {}", error.what());
-  }
-  if (rank > 0) {  // tells rank 0 what was written, as a manifest, or why it could not be
-    const std::string file = done_file(rank).filename().string();
-    write_file(temporary, file + ".part", done);
-    fs::rename(temporary / (file + ".part"), temporary / file);
-  } else {
-    collect_done(written);  // so that nobody writes any more
-  }
-  if (failure) std::rethrow_exception(failure);
-  if (rank > 0) return;
-  written.push_back(write_weight_index(temporary, written));
-  for (const auto& [file, bytes] : content.files)
-    written.push_back(write_file(temporary, file, bytes));
-  written.push_back(write_file(temporary, "training_state.json", content.training_state));
-  write_file(temporary, kManifest, manifest_text(content.step, written));
-  sync_folder(temporary);
-}
-
-void Save::run() const {
-  guard([&] {
-    write_files();
-    if (rank > 0) return;
-    take_name(temporary, root / name);
-    sync_folder(root);
-  });
-  if (rank > 0) return;
-  try {
-    remove_leftovers(root);  // what take_name replaced
-    if (keep_last > 0) delete_older(root, content.step, keep_last);
-  } catch (const fs::filesystem_error& error) {
-    PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}",
-        (root / name).string(), error.what());
-  }
-}
-
-// The problems of one file of a manifest.
-std::vector<std::string> verify_file(const fs::path& path, const WrittenFile& expected) {
+// Throws unless the file is as the manifest says; names the tensors that are not.
+void verify_file(const fs::path& path, const WrittenFile& expected) {
   const std::string name = path.string();
-  try {
-    const MappedFile file = map_file(path);
-    if (file.size != expected.bytes)
-      return {fmt::format("{} has {} bytes instead of {}", name, file.size, expected.bytes)};
-    if (xxh3(file.bytes()) == expected.xxh3) return {};
-    if (expected.tensors.empty())
-      return {fmt::format("{} is damaged: its bytes do not match the manifest's sum", name)};
-    std::vector<std::string> problems;
-    const SafetensorsFile tensors(path);
-    for (const auto& [tensor, sum] : expected.tensors)
-      if (!tensors.header().tensors.count(tensor))
-        problems.push_back(fmt::format("{} is damaged: tensor {} is gone", name, tensor));
-      else if (xxh3(tensors.bytes(tensor)) != sum)
-        problems.push_back(fmt::format("{} is damaged in tensor {}", name, tensor));
-    if (problems.empty()) problems.push_back(name + " is damaged in its header");
-    return problems;
-  } catch (const Error& error) { return {error.message()}; }
+  const MappedFile file = map_file(path);
+  PITH_CHECK(file.size == expected.bytes, "{} has {} bytes instead of {}", name, file.size,
+      expected.bytes);
+  if (xxh3(file.bytes()) == expected.xxh3) return;
+  PITH_CHECK(
+      !expected.tensors.empty(), "{} is damaged: its bytes do not match the manifest's sum", name);
+  std::vector<std::string> damaged;
+  const SafetensorsFile tensors(path);
+  for (const auto& [tensor, sum] : expected.tensors)
+    if (!tensors.header().tensors.contains(tensor) || xxh3(tensors.bytes(tensor)) != sum)
+      damaged.push_back(tensor);
+  PITH_FAIL("{} is damaged in {}{}", name, damaged.empty() ? "its header" : "tensor ",
+      fmt::join(damaged, ", "));
 }
 
-uint64_t parse_hex(const std::string& text, const std::string& source) {
-  uint64_t value = 0;
-  std::from_chars(text.data(), text.data() + text.size(), value, 16);
-  PITH_CHECK(hex(value) == text, "{}: {} is no sum of 16 hexadecimal digits", source, text);
-  return value;
+// A flat buffer on the host, never sharing memory with the training process's own.
+Tensor host_copy(const Tensor& buffer) {
+  return buffer.is_cpu() ? buffer.clone() : buffer.to(at::kCPU);
+}
+
+bool all_finite(const Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
+
+std::string difference(const std::string& name, const auto& saved, const auto& now) {
+  if (saved == now) return "";
+  return fmt::format("\n  {}: {} in the checkpoint, {} now", name, saved, now);
+}
+
+std::array<std::pair<const char*, Tensor>, 3> states_of(const ShardGroup& group) {
+  return {{{"master", group.master}, {"exp_avg", group.exp_avg}, {"exp_avg_sq", group.exp_avg_sq}}};
 }
 
 }  // namespace
+
+std::string state_key(
+    const std::string& kind, const std::string& tensor, int64_t offset, int64_t total) {
+  return fmt::format("{}/{}@{}/{}", kind, tensor, offset, total);
+}
 
 CheckpointWriter::~CheckpointWriter() {
   try {
@@ -291,35 +248,23 @@ void CheckpointWriter::start(
   finish();
   Save save{std::move(root), std::move(content), keep_last, world.rank(), world.size()};
   save.prepare(world);
-  thread_ = std::thread([this, save = std::move(save)] {
-    try {
-      save.run();
-    } catch (...) { error_ = std::current_exception(); }
+  saving_ = std::async(std::launch::async, [save = std::move(save)]() mutable {
+    Save(std::move(save)).run();  // its memory must not wait for finish()
   });
-}
-
-void CheckpointWriter::finish() {
-  if (thread_.joinable()) thread_.join();
-  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
 Manifest parse_manifest(std::string_view text, const std::string& source) {
   check_seal(text, source);
   const json document = parse_json(text, source);
   try {
-    Manifest manifest;
     PITH_CHECK(document.at("format") == kFormat && document.at("version") == 1,
         "{}: not the manifest of a checkpoint this program reads", source);
-    manifest.step = document.at("step").get<int64_t>();
-    for (const auto& [name, entry] : document.at("files").items()) {
+    auto manifest = document.get<Manifest>();
+    for (auto& [name, file] : manifest.files) {
       const fs::path path(name);
       PITH_CHECK(path.is_relative() && path.lexically_normal() == path && *path.begin() != "..",
           "{}: {} is not a path inside the checkpoint", source, name);
-      WrittenFile file{name, entry.at("bytes"), parse_hex(entry.at("xxh3"), source), {}};
-      if (entry.contains("tensors"))
-        for (const auto& [tensor, sum] : entry["tensors"].items())
-          file.tensors.emplace_back(tensor, parse_hex(sum, source));
-      manifest.files.emplace(name, std::move(file));
+      file.name = name;
     }
     return manifest;
   } catch (const json::exception& error) { PITH_FAIL("{}: {}", source, error.what()); }
@@ -341,18 +286,15 @@ std::optional<fs::path> newest_checkpoint(const fs::path& root, std::vector<std:
 
 std::vector<std::string> verify_checkpoint(const fs::path& folder) {
   Manifest manifest;
-  try {
-    manifest = read_manifest(folder);
-  } catch (const Error& error) { return {error.message()}; }
+  std::vector<std::string> problems{problem_of([&] { manifest = read_manifest(folder); })};
   std::vector<const WrittenFile*> files;
   for (const auto& [name, file] : manifest.files) files.push_back(&file);
-  std::vector<std::vector<std::string>> found(files.size());
+  problems.resize(1 + files.size());
   at::parallel_for(0, std::ssize(files), 1, [&](int64_t begin, int64_t end) {
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
-      found[i] = verify_file(folder / files[i]->name, *files[i]);
+      problems[i + 1] = problem_of([&] { verify_file(folder / files[i]->name, *files[i]); });
   });
-  std::vector<std::string> problems;
-  for (const auto& list : found) problems.insert(problems.end(), list.begin(), list.end());
+  std::erase(problems, "");
   return problems;
 }
 
@@ -364,8 +306,7 @@ void check_checkpoint(const fs::path& folder) {
 }
 
 OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "optimizer") {
-  std::vector<std::string> names = entries(folder_);
-  std::sort(names.begin(), names.end());
+  const std::vector<std::string> names = names_in(folder_);
   if (names.empty())
     PITH_FAIL_HINT("use the folder as [model] init to start with a new optimizer",
         "{} holds no optimizer state", folder.string());
@@ -425,6 +366,123 @@ void OptimizerReader::read(
     out.narrow(0, begin - first, end - begin)
         .copy_(stored.narrow(0, begin - piece.offset, end - begin));
   }
+}
+
+std::string TrainingState::to_json() const { return nlohmann::json(*this).dump(2) + "\n"; }
+
+TrainingState TrainingState::from_json(const std::string& text, const std::string& source) {
+  const nlohmann::json document = parse_json(text, source);
+  try {
+    return document.get<TrainingState>();
+  } catch (const nlohmann::json::exception& error) {
+    PITH_FAIL("{} is not a training state: {}", source, error.what());
+  }
+}
+
+void TrainingState::check_same_data(const TrainingState& other, const std::string& source) const {
+  std::string differences;
+  const auto compare = [&](const std::string& name, const auto& saved, const auto& now) {
+    differences += difference(name, saved, now);
+  };
+  compare("number of corpora in data.train", sources.size(), other.sources.size());
+  for (size_t i = 0; i < sources.size() && sources.size() == other.sources.size(); ++i) {
+    const Source &saved = sources[i], &now = other.sources[i];
+    const std::string name =
+        saved.path == now.path ? now.path : fmt::format("{} (was {})", now.path, saved.path);
+    compare(fmt::format("corpus {}: fingerprint", name), saved.fingerprint, now.fingerprint);
+    compare(fmt::format("corpus {}: tokenizer", name), saved.tokenizer_hash, now.tokenizer_hash);
+    compare(fmt::format("corpus {}: weight, as an integer ratio", name), saved.weight, now.weight);
+  }
+  compare("data.sequence_length", sequence_length, other.sequence_length);
+  compare("data.seed", data_seed, other.data_seed);
+  compare("data.document_mask", document_mask, other.document_mask);
+  compare("data.packing", packing, other.packing);
+  if (!differences.empty())
+    PITH_FAIL_HINT(
+        "restore these settings; or start a new run folder with model.init = this checkpoint",
+        "{} cannot be resumed: its position in the data would mean other rows:{}", source,
+        differences);
+}
+
+std::string TrainingState::schedule_differences(const TrainingState& other) const {
+  std::map<std::string, std::pair<std::string, std::string>> values;  // of each key: saved, now
+  for (const auto& [key, value] : schedule) values[key] = {value, "not in use"};
+  for (const auto& [key, value] : other.schedule)
+    values.try_emplace(key, "not in use", "").first->second.second = value;
+  std::string differences;
+  for (const auto& [key, both] : values) differences += difference(key, both.first, both.second);
+  return differences;
+}
+
+void collect_state(std::span<ShardGroup> groups, CheckpointContent& content, const Comm& expert) {
+  for (ShardGroup& group : groups) {
+    if (group.replicate().rank() > 0) continue;
+    group.before_forward();
+    if (group.unit() % group.shard().size() == group.shard().rank()) {
+      const Tensor values = host_copy(group.values);
+      for (size_t i = 0; i < group.parameters().size(); ++i)
+        for (const HfTensor& tensor : group.parameters()[i]->tensors) {
+          Tensor whole = Parameter::view_of(group.slice(values, i), tensor);
+          if (tensor.held() < tensor.numel()) {  // the others' experts belong to it
+            const Tensor mine = Parameter::view_of(group.slice(group.values, i), tensor);
+            Tensor all = at::empty(tensor.shape, mine.options());
+            expert.all_gather_async(all, mine).wait();
+            if (group.unit() % expert.size() != expert.rank()) continue;
+            whole = host_copy(all);
+          }
+          content.weights.emplace_back(tensor.name, whole);
+        }
+    }
+    group.after_forward();
+    auto states = states_of(group);
+    for (auto& [kind, buffer] : states) buffer = host_copy(buffer);
+    for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
+      for (const auto& [kind, buffer] : states)
+        content.optimizer.emplace_back(
+            state_key(kind, tensor->name, first, tensor->numel()), buffer.narrow(0, begin, count));
+  }
+}
+
+void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& checkpoint) {
+  const OptimizerReader reader(checkpoint);
+  for (ShardGroup& group : groups) {
+    for (const auto& [kind, buffer] : states_of(group))
+      for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
+        reader.read(kind, *tensor, buffer.narrow(0, begin, count), first);
+    group.publish();
+  }
+}
+
+void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder,
+    bool tied_head, const std::vector<std::vector<Parameter*>>& whole_model) {
+  std::vector<ImportTarget> targets;
+  std::vector<std::string> may_be_left;
+  if (tied_head) may_be_left.emplace_back("lm_head.weight");
+  const auto allow = [&](const Parameter& parameter) {
+    for (const HfTensor& tensor : parameter.tensors) may_be_left.push_back(tensor.name);
+  };
+  for (const auto& unit : whole_model)
+    for (const Parameter* parameter : unit) allow(*parameter);
+  for (const ShardGroup& group : groups) {
+    for (const Parameter* parameter : group.parameters()) allow(*parameter);
+    for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
+      targets.push_back({tensor, first, group.import_target().narrow(0, begin, count)});
+  }
+  import_weights(HfFolder(folder), targets, may_be_left);
+  for (ShardGroup& group : groups) group.publish();
+}
+
+std::string first_non_finite(std::span<ShardGroup> groups) {
+  const c10::AutoGradMode no_grad(false);
+  for (const auto& [what, buffer] : {std::pair{"weight ", &ShardGroup::value_part},
+           std::pair{"gradient of ", &ShardGroup::grad_part}})
+    for (const ShardGroup& group : groups) {
+      const Tensor& part = group.*buffer;
+      if (!part.defined() || all_finite(part)) continue;
+      for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
+        if (!all_finite(part.narrow(0, begin, count))) return what + parameter->name;
+    }
+  return "";
 }
 
 }  // namespace pith

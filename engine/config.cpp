@@ -1,14 +1,13 @@
 // The table of configuration keys and all that is made from it: reading, checks, TOML, help.
 #include "engine/config.h"
 
-#include <cerrno>
 #include <charconv>
 
 #define TOML_ENABLE_FORMATTERS 0
 #define TOML_ASSERT(condition) static_cast<void>(0)  // it asserts what it has not checked ("[#")
 #include <toml++/toml.h>
 
-#include "core/error.h"
+#include "engine/file_io.h"
 
 namespace pith {
 namespace {
@@ -32,10 +31,8 @@ struct Key {
   std::string_view name() const { return full.substr(full.find('.') + 1); }
 };
 
-// clang-format off
 #define KEY(section, name) \
   #section "." #name, field_of<&RunConfig::section, &decltype(RunConfig::section)::name>
-// clang-format on
 
 const Key kKeys[] = {
     {KEY(run, folder), "path", "where metrics, checkpoints, this configuration go", "output_dir"},
@@ -99,13 +96,6 @@ const Key* find_key(std::string_view full) {
   return key == std::end(kKeys) ? nullptr : key;
 }
 
-template <class... Cases>
-struct Overloaded : Cases... {
-  using Cases::operator()...;
-};
-template <class... Cases>
-Overloaded(Cases...) -> Overloaded<Cases...>;
-
 // The interval of a number: "[0, 1)", "(0, inf)".
 bool within(double value, std::string_view interval) {  // false for NaN
   double low = 0, high = 0;
@@ -116,25 +106,21 @@ bool within(double value, std::string_view interval) {  // false for NaN
          (interval.back() == ')' ? value < high : value <= high);
 }
 
-std::vector<std::string> split(std::string_view text, char separator) {
+std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> words;
-  while (!text.empty()) {
-    const size_t end = std::min(text.find(separator), text.size());
-    words.emplace_back(text.substr(0, end));
-    text.remove_prefix(std::min(end + 1, text.size()));
-  }
+  std::istringstream stream(text);
+  for (std::string word; std::getline(stream, word, separator);) words.push_back(word);
   return words;
 }
 
 std::string quote(std::string_view text) {
-  std::string quoted = "\"";
+  std::string quoted;
   for (const char c : text) {
-    const bool plain = static_cast<unsigned char>(c) >= 0x20 && c != 0x7f;
-    quoted += c == '"' || c == '\\' ? fmt::format("\\{}", c)
-              : plain               ? std::string(1, c)
-                                    : fmt::format("\\u{:04X}", static_cast<int>(c));
+    const bool control = (c >= 0 && c < 0x20) || c == 0x7f;
+    if (c == '"' || c == '\\') quoted += '\\';
+    quoted += control ? fmt::format("\\u{:04X}", static_cast<int>(c)) : std::string(1, c);
   }
-  return quoted + '"';
+  return '"' + quoted + '"';
 }
 
 // A value as TOML that reads back to the same bits.
@@ -151,12 +137,10 @@ std::string toml_of(const std::vector<DataSource>& sources) {
         name.empty() ? "" : ", name = " + quote(name)));
   return fmt::format("[{}]", fmt::join(tables, ", "));
 }
+std::string toml_of(const std::string& text) { return quote(text); }
+std::string toml_of(const auto& value) { return fmt::format("{}", value); }
 std::string toml_of(const Field& field) {
-  return std::visit(Overloaded{[](const std::string* text) { return quote(*text); },
-                        [](const double* number) { return toml_of(*number); },
-                        [](const std::vector<DataSource>* sources) { return toml_of(*sources); },
-                        [](const auto* value) { return fmt::format("{}", *value); }},
-      field);
+  return std::visit([](const auto* value) { return toml_of(*value); }, field);
 }
 
 std::string describe_value(const toml::node& node) {
@@ -180,14 +164,13 @@ DataSource source_of(const toml::node& node, size_t number) {
   DataSource source;
   for (const auto& [key, value] : *node.as_table()) {
     const std::string_view name = key.str();
-    if (name == "weight" && value.is_number()) {
+    if (name == "weight" && value.is_number())
       source.weight = *value.value<double>();
-    } else if ((name == "path" || name == "name") && value.is_string()) {
+    else if ((name == "path" || name == "name") && value.is_string())
       (name == "path" ? source.path : source.name) = text_of(value);
-    } else {
+    else
       PITH_FAIL("source {}: {} = {} is not one of path (text), weight (a number), name (text)",
           number, name, describe_value(value));
-    }
   }
   PITH_CHECK(!source.path.empty(), "source {} has no path", number);
   PITH_CHECK(within(source.weight, "(0, inf)"), "source {}: weight {} is outside (0, inf)", number,
@@ -222,48 +205,45 @@ void assign(const Key& key, const toml::node& node, const Field& field) {
         within(static_cast<double>(value), key.limits), "{} is outside {}", value, key.limits);
     *target = static_cast<std::remove_pointer_t<decltype(target)>>(value);
   };
-  std::visit(Overloaded{[&](std::string* target) {
-                          expect(node.is_string(), "text");
-                          const std::string& value = **node.as_string();
-                          const auto allowed = split(key.limits, '|');
-                          PITH_CHECK(allowed.size() < 2 || std::ranges::count(allowed, value) > 0,
-                              "{} is not one of {}; nearest is {}", quote(value), key.limits,
-                              nearest_word(value, allowed));
-                          *target = text_of(node);
-                        },
-                 [&](bool* target) {
-                   expect(node.is_boolean(), "true or false");
-                   *target = **node.as_boolean();
-                 },
-                 [&](double* target) {
-                   expect(node.is_number(), "a number");
-                   store(*node.value<double>(), target);
-                 },
-                 [&](std::vector<DataSource>* target) { *target = sources_of(node); },
-                 [&](auto* target) {
-                   const double written = node.value_exact<double>().value_or(0.5);
-                   const bool whole = std::trunc(written) == written && std::abs(written) < 1e18;
-                   expect(node.is_integer(), "an integer",
-                       whole ? fmt::format("; write {:.0f}", written) : "");
-                   store(**node.as_integer(), target);
-                 }},
-      field);
+  const auto assign_to = [&]<class T>(T* target) {
+    if constexpr (std::is_same_v<T, std::string>) {
+      expect(node.is_string(), "text");
+      *target = text_of(node);
+      const auto allowed = split(key.limits, '|');
+      PITH_CHECK(allowed.size() < 2 || std::ranges::count(allowed, *target) > 0,
+          "{} is not one of {}; nearest is {}", quote(*target), key.limits,
+          nearest_word(*target, allowed));
+    } else if constexpr (std::is_same_v<T, bool>) {
+      expect(node.is_boolean(), "true or false");
+      *target = **node.as_boolean();
+    } else if constexpr (std::is_same_v<T, double>) {
+      expect(node.is_number(), "a number");
+      store(*node.value<double>(), target);
+    } else if constexpr (std::is_same_v<T, std::vector<DataSource>>) {
+      *target = sources_of(node);
+    } else {
+      const double written = node.value_exact<double>().value_or(0.5);
+      const bool whole = std::trunc(written) == written && std::abs(written) < 1e18;
+      expect(node.is_integer(), "an integer", whole ? fmt::format("; write {:.0f}", written) : "");
+      store(**node.as_integer(), target);
+    }
+  };
+  std::visit(assign_to, field);
 }
 
 // Edits that make one word of the other: insert, delete, replace, swap of neighbours (optimal
 // string alignment), one row of the table at a time.
 size_t edit_distance(std::string_view word, std::string_view other) {
   std::vector<size_t> before, last, row(other.size() + 1);
-  for (size_t j = 0; j < row.size(); ++j) row[j] = j;
+  std::iota(row.begin(), row.end(), 0);
   for (size_t i = 1; i <= word.size(); ++i) {
     before = std::exchange(last, row);
     row[0] = i;
     for (size_t j = 1; j <= other.size(); ++j) {
       const bool same = word[i - 1] == other[j - 1];
       row[j] = std::min({last[j] + 1, row[j - 1] + 1, last[j - 1] + (same ? 0 : 1)});
-      if (i > 1 && j > 1 && word[i - 1] == other[j - 2] && word[i - 2] == other[j - 1]) {
+      if (i > 1 && j > 1 && word[i - 1] == other[j - 2] && word[i - 2] == other[j - 1])
         row[j] = std::min(row[j], before[j - 2] + 1);
-      }
     }
   }
   return row.back();
@@ -318,19 +298,18 @@ class Reader {
     for (const auto& [key, node] : table) {
       const std::string name(key.str());
       const auto* section = node.as_table();
-      if (std::ranges::count(sections, name) == 0) {
-        if (section)
-          mistake(place_of(key), "[" + name + "]",
-              fmt::format("unknown section; nearest is [{}]", nearest_word(name, sections)));
-        else
-          mistake(place_of(key), name,
-              "unknown key outside any section; nearest is " + nearest_key(name));
-      } else if (!section) {
-        mistake(place_of(key), name, fmt::format("is a section: write [{}]", name));
-      } else {
+      const bool known = std::ranges::count(sections, name) > 0;
+      if (known && section)
         for (const auto& [inner, value] : *section)
           set(fmt::format("{}.{}", name, inner.str()), value, place_of(inner));
-      }
+      else if (known)
+        mistake(place_of(key), name, fmt::format("is a section: write [{}]", name));
+      else if (section)
+        mistake(place_of(key), "[" + name + "]",
+            fmt::format("unknown section; nearest is [{}]", nearest_word(name, sections)));
+      else
+        mistake(place_of(key), name,
+            "unknown key outside any section; nearest is " + nearest_key(name));
     }
   }
 
@@ -360,7 +339,46 @@ class Reader {
     mistake(place, name, "not valid UTF-8");
   }
 
-  void check_together();
+  // Rules between keys. A rule is skipped where one of its keys was refused already.
+  void check_together() {
+    const auto rule = [&]<class... Values>(bool holds, std::initializer_list<const char*> keys,
+                          fmt::format_string<Values&...> problem, Values... values) {
+      Place place{0, source_};  // no key of the rule was given: the file as a whole lacks something
+      for (const char* key : keys) {
+        holds |= refused_.contains(key);
+        if (place.order == 0 && given_.contains(key)) place = given_[key];
+      }
+      if (!holds) mistake(place, *keys.begin(), fmt::format(problem, values...));
+    };
+    const auto& [run, model, parallel, data, t, validation, checkpoint, log, profile] = config_;
+    rule(!run.folder.empty(), {"run.folder"}, "must not be empty");
+    rule(!model.config.empty() || !model.init.empty(), {"model.config", "model.init"},
+        "one of model.config and model.init must be given");
+    rule(!data.train.empty(), {"data.train"}, "must be given");
+    std::set<std::string> labels;
+    for (const DataSource& source : data.validation)
+      rule(labels.insert(source.label()).second, {"data.validation"},
+          "two corpora are called {}; give them a name = ...", quote(source.label()));
+    rule(data.packing == "concat" || data.document_mask, {"data.packing", "data.document_mask"},
+        "best_fit needs data.document_mask");
+    rule(t.global_batch % t.micro_batch == 0, {"training.micro_batch", "training.global_batch"},
+        "{} does not divide training.global_batch = {}", t.micro_batch, t.global_batch);
+    rule(t.warmup_steps <= t.steps, {"training.warmup_steps", "training.steps"},
+        "{} is more than training.steps = {}", t.warmup_steps, t.steps);
+    const bool wsd = t.schedule == "wsd";
+    rule(!wsd || t.decay_steps > 0, {"training.decay_steps", "training.schedule"},
+        "the schedule wsd needs a decay of at least 1 step");
+    rule(!wsd || t.warmup_steps > t.steps || t.decay_steps <= t.steps - t.warmup_steps,
+        {"training.decay_steps", "training.steps", "training.warmup_steps"},
+        "{} is more than the {} steps after warm-up", t.decay_steps, t.steps - t.warmup_steps);
+    rule(wsd || t.decay_steps == 0, {"training.decay_steps", "training.schedule"},
+        "only the schedule wsd has a decay of its own; this one is {}", t.schedule);
+    rule(validation.interval == 0 || !data.validation.empty(),
+        {"validation.interval", "data.validation"}, "needs a corpus in data.validation");
+    rule(validation.interval == 0 || validation.tokens >= data.sequence_length,
+        {"validation.tokens", "data.sequence_length"}, "{} is less than one sequence of {} tokens",
+        validation.tokens, data.sequence_length);
+  }
 
   RunConfig result() {
     std::string text;
@@ -373,10 +391,6 @@ class Reader {
   struct Place {
     int64_t order = 0;  // line; overrides come after all lines
     std::string text;   // "run.toml:12" or "--set"
-  };
-  struct Given {
-    Place place;
-    bool refused = false;
   };
 
   Place place_of(const toml::key& key) const {
@@ -391,69 +405,21 @@ class Reader {
   void set(const std::string& full, const toml::node& node, const Place& place) {
     const Key* key = find_key(full);
     if (!key) return mistake(place, full, "unknown key; nearest is " + nearest_key(full));
-    Given& given = given_[full] = {place};
-    try {
-      assign(*key, node, key->field(config_));
-    } catch (const Error& error) {
-      given.refused = true;
-      mistake(place, full, error.message());
-    }
+    given_[full] = place;
+    refused_.erase(full);
+    const auto problem = problem_of([&] { assign(*key, node, key->field(config_)); });
+    if (problem.empty()) return;
+    refused_.insert(full);
+    mistake(place, full, problem);
   }
 
   RunConfig config_;
   std::string source_;
-  std::map<std::string, Given> given_;
+  std::map<std::string, Place> given_;
+  std::set<std::string> refused_;
   std::multimap<int64_t, std::string> mistakes_;
   int64_t overrides_ = 0;
 };
-
-// Rules between keys. A rule is skipped where one of its keys was refused already.
-void Reader::check_together() {
-  const auto rule = [&](bool holds, std::initializer_list<const char*> keys, std::string problem) {
-    if (holds) return;
-    Place place{0, source_};  // no key of the rule was given: the file as a whole lacks something
-    for (const char* key : keys) {
-      const auto given = given_.find(key);
-      if (given == given_.end()) continue;
-      if (given->second.refused) return;
-      if (place.order == 0) place = given->second.place;
-    }
-    mistake(place, *keys.begin(), problem);
-  };
-  const auto& t = config_.training;
-  rule(!config_.run.folder.empty(), {"run.folder"}, "must not be empty");
-  rule(!config_.model.config.empty() || !config_.model.init.empty(), {"model.config", "model.init"},
-      "one of model.config and model.init must be given");
-  rule(!config_.data.train.empty(), {"data.train"}, "must be given");
-  std::set<std::string> labels;
-  for (const DataSource& source : config_.data.validation)
-    rule(labels.insert(source.label()).second, {"data.validation"},
-        fmt::format("two corpora are called {}; give them a name = ...", quote(source.label())));
-  rule(config_.data.packing == "concat" || config_.data.document_mask,
-      {"data.packing", "data.document_mask"}, "best_fit needs data.document_mask");
-  rule(t.global_batch % t.micro_batch == 0, {"training.micro_batch", "training.global_batch"},
-      fmt::format("{} does not divide training.global_batch = {}", t.micro_batch, t.global_batch));
-  rule(t.warmup_steps <= t.steps, {"training.warmup_steps", "training.steps"},
-      fmt::format("{} is more than training.steps = {}", t.warmup_steps, t.steps));
-  if (t.schedule == "wsd") {
-    rule(t.decay_steps > 0, {"training.decay_steps", "training.schedule"},
-        "the schedule wsd needs a decay of at least 1 step");
-    rule(t.warmup_steps > t.steps || t.decay_steps <= t.steps - t.warmup_steps,
-        {"training.decay_steps", "training.steps", "training.warmup_steps"},
-        fmt::format(
-            "{} is more than the {} steps after warm-up", t.decay_steps, t.steps - t.warmup_steps));
-  } else {
-    rule(t.decay_steps == 0, {"training.decay_steps", "training.schedule"},
-        fmt::format("only the schedule wsd has a decay of its own; this one is {}", t.schedule));
-  }
-  rule(config_.validation.interval == 0 || !config_.data.validation.empty(),
-      {"validation.interval", "data.validation"}, "needs a corpus in data.validation");
-  rule(
-      config_.validation.interval == 0 || config_.validation.tokens >= config_.data.sequence_length,
-      {"validation.tokens", "data.sequence_length"},
-      fmt::format("{} is less than one sequence of {} tokens", config_.validation.tokens,
-          config_.data.sequence_length));
-}
 
 // "[section]" and a line for each of its keys.
 template <class Line>

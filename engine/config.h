@@ -1,11 +1,5 @@
 // The run configuration: one typed struct, read from TOML; mistakes are named by file, line, key.
 #pragma once
-#include <cstdint>
-#include <filesystem>
-#include <string>
-#include <string_view>
-#include <vector>
-
 namespace pith {
 
 // One corpus of several.

@@ -1,6 +1,6 @@
 #include "engine/context_parallel.h"
 
-#include <ATen/ops/tensor.h>
+#include "engine/batches.h"
 
 namespace pith {
 namespace {
@@ -14,8 +14,7 @@ struct Range {
 std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
   check_shape(whole.row_id, "split_context: row_id", {whole.num_tokens()});
   PITH_CHECK(whole.row_id.is_cpu() && whole.ring.empty(),
-      "split_context: {} and {} ring steps; it takes an unsplit micro-batch on the CPU",
-      describe(whole.row_id, "row_id"), whole.ring.size());
+      "split_context takes an unsplit micro-batch on the CPU");
   const int32_t* row = whole.row_id.const_data_ptr<int32_t>();
   std::vector<int64_t> borders(static_cast<size_t>(whole.num_rows) + 1, 0);
   for (int64_t t = 0; t < whole.num_tokens(); ++t)
@@ -23,9 +22,8 @@ std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
   for (size_t i = 0; i + 1 < borders.size(); ++i) {
     if ((borders[i + 1] - borders[i]) % (2 * size) == 0) continue;
     PITH_FAIL_HINT(fmt::format("choose a sequence length that is a multiple of {}", 2 * size),
-        "row {} has {} tokens: context parallelism over {} ranks cuts rows into {} "
-        "equal chunks",
-        i, borders[i + 1] - borders[i], size, 2 * size);
+        "row {} has {} tokens: {} context-parallel ranks cut rows into {} equal chunks", i,
+        borders[i + 1] - borders[i], size, 2 * size);
   }
   return borders;
 }
@@ -62,42 +60,24 @@ void for_each_piece(const MicroBatch& whole, const std::vector<int64_t>& rows, i
   }
 }
 
-Tensor upload(const Tensor& host, at::Device device) {
-  return device.is_cpu() ? host : host.pin_memory().to(device, /*non_blocking=*/true);
-}
-
 // The queries or the keys of a ring step, document after document.
 struct Side {
-  std::vector<int64_t> index;
-  std::vector<int32_t> cu{0};
+  std::vector<int64_t> index, cu{0};
   int64_t longest = 0;
 
   void add(const Range& range) {
     for (int64_t t = range.begin; t < range.end; ++t) index.push_back(t);
-    cu.push_back(narrow<int32_t>(std::ssize(index)));
+    cu.push_back(std::ssize(index));
     longest = std::max(longest, range.size());
   }
   RowSet rows(at::Device device) const {
     if (index.empty()) return {};
     RowSet set{index.front(), std::ssize(index), {}};
     const bool neighbours = index.back() - index.front() + 1 == set.count;  // ascending
-    if (!neighbours) set.index = upload(at::tensor(at::ArrayRef<int64_t>(index)), device);
+    if (!neighbours) set.index = upload(tensor_of(index), device);
     return set;
   }
-  Tensor borders() const { return at::tensor(at::ArrayRef<int32_t>(cu)); }
 };
-
-RingStep ring_step(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank,
-    int64_t peer, int64_t size, at::Device device) {
-  Side queries, keys;
-  for_each_piece(whole, rows, rank, peer, size, [&](const Range& q, const Range& k) {
-    queries.add(q);
-    keys.add(k);
-  });
-  const Tensor cu_q = queries.borders(), cu_k = keys.borders();
-  return {queries.rows(device), keys.rows(device),
-      {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest}};
-}
 
 // Calls f(first key, first query, end) for each document with tokens in a chunk of `rank`, in the
 // order of its local tokens; positions in the unsplit rows.
@@ -202,17 +182,22 @@ MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at
     for (const int64_t number : {rank, 2 * size - 1 - rank})
       for (int64_t t = 0; t < chunk; ++t) kept.push_back(rows[i] + number * chunk + t);
   }
-  const Tensor index = at::tensor(at::ArrayRef<int64_t>(kept));
-  const Tensor labels = whole.labels.index_select(0, index);
   MicroBatch part = whole;
-  part.tokens = upload(whole.tokens.index_select(0, index), device);
-  part.labels = upload(labels, device);
-  part.positions = upload(whole.positions.index_select(0, index), device);
-  part.row_id = upload(whole.row_id.index_select(0, index), device);
-  part.cu_seqlens = upload(whole.cu_seqlens_host, device);
-  part.trained_tokens = labels.ne(-100).sum().item<int64_t>();
-  for (int64_t i = 0; size > 1 && i < size; ++i)
-    part.ring.push_back(ring_step(whole, rows, rank, (rank + size - i) % size, size, device));
+  for (Tensor* tensor : {&part.tokens, &part.labels, &part.positions, &part.row_id})
+    *tensor = tensor->index_select(0, tensor_of(kept));
+  part.trained_tokens = part.labels.ne(-100).sum().item<int64_t>();
+  part.cu_seqlens = whole.cu_seqlens_host;
+  for (Tensor* tensor :
+      {&part.tokens, &part.labels, &part.positions, &part.row_id, &part.cu_seqlens})
+    *tensor = upload(*tensor, device);
+  for (int64_t i = 0; size > 1 && i < size; ++i) {
+    Side queries, keys;
+    for_each_piece(whole, rows, rank, (rank + size - i) % size, size,
+        [&](const Range& q, const Range& k) { queries.add(q), keys.add(k); });
+    const Tensor cu_q = tensor_of(queries.cu, at::kInt), cu_k = tensor_of(keys.cu, at::kInt);
+    part.ring.push_back({queries.rows(device), keys.rows(device),
+        {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest}});
+  }
   if (size > 1 && window > 0) part.halo = halo_of(whole, rows, rank, size, window, device);
   return part;
 }

@@ -8,8 +8,8 @@ namespace pith {
 // `device`. Each row is cut into 2 size equal chunks, of which it keeps number rank and number
 // 2 size - 1 - rank, in this order, row after row: causal work is equal for a document that fills
 // its row. Throws where a row is not a multiple of 2 size tokens. Tokens, labels, positions, row_id
-// and trained_tokens are then local, and `ring` is filled; borders and all other counts stay those
-// of the unsplit rows. `window`: of the model's layers that have one (0: none), for `halo`.
+// and trained_tokens are then local, `ring` is filled, the rest is that of the unsplit rows.
+// `window`: of the model's layers that have one (0: none), for `halo`.
 MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at::Device device,
     int64_t window = 0);
 

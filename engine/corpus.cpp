@@ -3,9 +3,6 @@
 #include <charconv>
 #include <nlohmann/json.hpp>
 #include <regex>
-#include <system_error>
-
-#include "core/error.h"
 
 namespace pith {
 namespace {
@@ -79,11 +76,6 @@ std::string final_name(const std::string& prefix, int64_t shard, int64_t shards)
 
 }  // namespace
 
-int64_t CorpusIndex::begin(int64_t document) const {
-  const int64_t sequence = load<int64_t>(documents, document);
-  return sequence == num_sequences ? num_tokens : load<int64_t>(pointers, sequence) / width;
-}
-
 CorpusIndex parse_corpus_index(
     std::string_view bytes, uint64_t bin_bytes, const std::string& source) {
   PITH_CHECK(bytes.size() >= kHeader && bytes.substr(0, kMagic.size()) == kMagic,
@@ -136,9 +128,7 @@ std::vector<std::string> corpus_shards(const std::string& prefix) {
   const fs::path folder = fs::absolute(prefix).parent_path();
   const std::string first = fs::path(prefix).filename().string() + "-00000-of-";
   int64_t count = 0;
-  std::error_code ignored;  // no such folder: nothing in it
-  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
-    const std::string name = entry.path().filename().string();
+  for (const std::string& name : names_in(folder)) {
     int64_t shards = 0;
     if (!name.starts_with(first) || !name.ends_with(".idx") ||
         std::from_chars(name.data() + first.size(), name.data() + name.size(), shards).ec !=
@@ -162,7 +152,7 @@ Corpus::Shard::Shard(std::string path) : prefix(std::move(path)) {
   const auto side = read_side_file(prefix + ".json");
   index_file = map_file(prefix + ".idx");
   bin = map_file(prefix + ".bin");
-  const std::string index_sum = hex(xxh3(index_file.bytes()));
+  const std::string index_sum = xxh3(index_file.bytes());
   index = parse_corpus_index(index_file.bytes(), bin.size, prefix + ".idx");
   if (side) {
     PITH_CHECK(index_sum == side->index_xxh3,
@@ -174,28 +164,25 @@ Corpus::Shard::Shard(std::string path) : prefix(std::move(path)) {
     vocab_size = side->vocab_size;
     tokenizer_hash = side->tokenizer_hash;
   }
-  const uint64_t side_sum = side ? xxh3(read_file(prefix + ".json")) : 0;
-  facts = fmt::format("{} {} {}", index_sum, bin.size, hex(side_sum));
+  facts = fmt::format(
+      "{} {} {}", index_sum, bin.size, side ? xxh3(map_file(prefix + ".json").bytes()) : hex(0));
 }
 
 void Corpus::Shard::verify(std::vector<std::string>& problems) const {
   const SideFile side = read_side_file(prefix + ".json").value_or(SideFile{});
+  int64_t document = 0;
   const auto document_at = [&](uint64_t byte) {  // the last one that begins at or before it
     const auto token = static_cast<int64_t>(byte) / index.width;
-    int64_t low = 0, high = index.num_documents;
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      (index.begin(middle) <= token ? low : high) = middle;
-    }
-    return low;
+    while (document + 1 < index.num_documents && index.begin(document + 1) <= token) ++document;
+    return document;
   };
   for (size_t block = 0; block < side.block_xxh3.size() / 16; ++block) {
     const uint64_t begin = block * side.block_bytes;
     const std::string_view bytes = bin.bytes().substr(begin, side.block_bytes);
-    if (side.block_xxh3.compare(16 * block, 16, hex(xxh3(bytes))) != 0)
-      problems.push_back(fmt::format(
-          "{}.bin is damaged between bytes {} and {}: documents {} to {}", prefix, begin,
-          begin + bytes.size(), document_at(begin), document_at(begin + bytes.size() - 1)));
+    if (side.block_xxh3.compare(16 * block, 16, xxh3(bytes)) == 0) continue;
+    const int64_t first = document_at(begin);
+    problems.push_back(fmt::format("{}.bin is damaged between bytes {} and {}: documents {} to {}",
+        prefix, begin, begin + bytes.size(), first, document_at(begin + bytes.size() - 1)));
   }
 }
 
@@ -217,7 +204,7 @@ std::string Corpus::dtype() const { return id_type(shards_[0].index.dtype_code, 
 std::string Corpus::fingerprint() const {
   std::string facts = shards_[0].facts;
   for (size_t i = 1; i < shards_.size(); ++i) facts += " " + shards_[i].facts;
-  return hex(xxh3(facts));
+  return xxh3(facts);
 }
 
 const Corpus::Shard& Corpus::locate(int64_t& document) const {
@@ -226,11 +213,6 @@ const Corpus::Shard& Corpus::locate(int64_t& document) const {
   const auto after = std::ranges::upper_bound(begins_, document);
   document -= *(after - 1);
   return shards_[static_cast<size_t>(after - begins_.begin() - 1)];
-}
-
-int64_t Corpus::length(int64_t document) const {
-  const CorpusIndex& index = locate(document).index;
-  return index.begin(document + 1) - index.begin(document);
 }
 
 void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const {
@@ -259,10 +241,8 @@ std::vector<int32_t> Corpus::ids(int64_t document) const {
 
 std::vector<std::string> verify_corpus(const std::string& prefix) {
   std::vector<std::string> problems;
-  const auto attempt = [&](auto part) {
-    try {
-      part();
-    } catch (const Error& error) { problems.push_back(error.message()); }
+  const auto attempt = [&](const auto& part) {
+    if (auto problem = problem_of(part); !problem.empty()) problems.push_back(std::move(problem));
   };
   attempt([&] {
     const Corpus corpus(prefix);
@@ -362,9 +342,9 @@ void CorpusWriter::close_shard() {
       .tokenizer_hash = tokenizer_hash_,
       .documents = at_.documents,
       .tokens = at_.tokens,
-      .index_xxh3 = hex(index.close())};
+      .index_xxh3 = index.close()};
   for (std::string_view left = ids.bytes(); !left.empty();) {
-    side.block_xxh3 += hex(xxh3(left.substr(0, kBlock)));
+    side.block_xxh3 += xxh3(left.substr(0, kBlock));
     left.remove_prefix(std::min<size_t>(left.size(), kBlock));
   }
   write_file("", base() + ".json.tmp", seal_json(json(side).dump(1)));
@@ -404,12 +384,10 @@ void publish_corpus(const std::string& prefix, int64_t shards) {
           fs::rename(from, to);
       }
     sync_folder(folder);
-    for (const auto& entry : fs::directory_iterator(folder)) {
-      const std::string file = entry.path().filename().string();
+    for (const std::string& file : names_in(folder))
       if (file.starts_with(name) && !kept.contains(file) &&
           std::regex_match(file.substr(name.size()), ending))
-        fs::remove(entry.path());
-    }
+        fs::remove(folder / file);
   } catch (const fs::filesystem_error& error) {
     PITH_FAIL("cannot finish corpus {}: {}", prefix, error.what());
   }

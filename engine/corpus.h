@@ -1,8 +1,5 @@
 // Megatron-format corpora: memory-mapped reading, streaming writing that can go on later.
 #pragma once
-#include <optional>
-#include <span>
-
 #include "engine/file_io.h"
 
 namespace pith {
@@ -15,8 +12,10 @@ struct CorpusIndex {
   int dtype_code = 0;
   int64_t width = 0;  // bytes of an id
   int64_t num_sequences = 0, num_documents = 0, num_tokens = 0;
-  int64_t begin(int64_t document) const;  // first token; begin(num_documents) is num_tokens
-
+  int64_t begin(int64_t document) const {  // first token; begin(num_documents) is num_tokens
+    const int64_t sequence = load<int64_t>(documents, document);
+    return sequence == num_sequences ? num_tokens : load<int64_t>(pointers, sequence) / width;
+  }
   const char *lengths = nullptr, *pointers = nullptr, *documents = nullptr;  // unaligned arrays
 };
 CorpusIndex parse_corpus_index(
@@ -24,21 +23,22 @@ CorpusIndex parse_corpus_index(
 
 // PREFIX.idx and PREFIX.bin, the ids. A side file PREFIX.json names tokenizer hash, vocabulary,
 // counts and checksums; corpora without one (of other programs) are read as well. Opening checks
-// everything but the ids themselves: index (and its sum), borders, size of PREFIX.bin, side file.
-// PREFIX may also name shards, PREFIX-00000-of-0000N.* and so on: each a corpus, joined in order.
+// everything but the ids themselves. PREFIX may also name shards, PREFIX-00000-of-0000N.* and so
+// on: each a corpus, joined in order.
 class Corpus {
  public:
   explicit Corpus(const std::string& prefix);
   const std::string& prefix() const { return prefix_; }
   int64_t num_documents() const { return begins_.back(); }
   int64_t num_tokens() const { return num_tokens_; }
-  // From the side file; 0 and "" where there is none.
-  int64_t vocab_size() const { return shards_[0].vocab_size; }
-  const std::string& tokenizer_hash() const { return shards_[0].tokenizer_hash; }
-  // Hash of index, size and side file: changes when the corpus does.
-  std::string fingerprint() const;
-  std::string dtype() const;  // of an id in PREFIX.bin: "uint16", ...
-  int64_t length(int64_t document) const;
+  int64_t vocab_size() const { return shards_[0].vocab_size; }  // 0 without a side file
+  const std::string& tokenizer_hash() const { return shards_[0].tokenizer_hash; }  // or ""
+  std::string fingerprint() const;  // hash of index, size and side file
+  std::string dtype() const;        // of an id in PREFIX.bin: "uint16", ...
+  int64_t length(int64_t document) const {
+    const CorpusIndex& index = locate(document).index;
+    return index.begin(document + 1) - index.begin(document);
+  }
   // Copies tokens [begin, begin + out.size()) of a document, widened to int64. An id outside the
   // vocabulary (without a side file: a negative one) is an Error naming document and place.
   void read(int64_t document, int64_t begin, std::span<int64_t> out) const;
@@ -65,8 +65,8 @@ class Corpus {
 // The prefixes of the files that PREFIX names: itself or its shards; none where there is nothing.
 std::vector<std::string> corpus_shards(const std::string& prefix);
 
-// All checks of a corpus (checksums of the side file, borders, ids below the vocabulary); problems,
-// or empty. Damage in PREFIX.bin is told by the documents of the damaged block.
+// The problems of a corpus: checksums, borders, ids outside the vocabulary; of PREFIX.bin by the
+// documents of the damaged block.
 std::vector<std::string> verify_corpus(const std::string& prefix);
 
 // What a CorpusWriter has written: shards that are full, then documents and tokens of the last one.
@@ -75,18 +75,16 @@ struct CorpusProgress {
 };
 
 // Appends documents; writes to temporary names and renames in finish(), so a killed build leaves
-// nothing that looks whole. Width: 16-bit ids for a vocabulary up to 65,536 (uint16), else int32.
-// Ids are checked. Memory does not grow with the corpus.
+// nothing that looks whole. Ids are checked, and uint16 for a vocabulary up to 65,536, else int32.
+// Memory does not grow with the corpus.
 class CorpusWriter {
  public:
   // With shard_tokens > 0 a shard ends before the document that would make it longer. `resume` goes
-  // on behind what sync() once returned: what was written later is cut off. Without it, not
-  // finished means not wanted: the temporary files are removed.
+  // on behind what sync() once returned and cuts off what came later. Without it the temporary
+  // files are removed unless it is finished.
   CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash,
       int64_t shard_tokens = 0, const CorpusProgress* resume = nullptr);
   ~CorpusWriter();
-  CorpusWriter(const CorpusWriter&) = delete;
-  CorpusWriter& operator=(const CorpusWriter&) = delete;
   void add_document(std::span<const int32_t> ids);
   CorpusProgress sync();               // makes everything durable, to go on from there
   int64_t close();                     // no more documents; returns what publish_corpus wants

@@ -7,13 +7,6 @@
 #include "operators/matmul.h"
 
 namespace pith {
-namespace {
-
-int64_t sum_of(const std::vector<int64_t>& values) {
-  return std::accumulate(values.begin(), values.end(), int64_t{0});
-}
-
-}  // namespace
 
 ExpertExchange::ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_t num_experts)
     : group_(group), topk_idx_(topk_idx), local_experts_(div_exact(num_experts, group.size())) {
@@ -49,25 +42,33 @@ ExpertExchange::ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_
 }
 
 Tensor ExpertExchange::take() {
-  Transfer transfer = std::move(transfers_.front());
+  auto [tensor, work] = std::move(transfers_.front());
   transfers_.pop_front();
-  transfer.work.wait();
-  return transfer.tensor;
+  work.wait();
+  return tensor;
 }
 
 void ExpertExchange::transfer(
     const Tensor& tensor, const std::vector<int64_t>& recv, const std::vector<int64_t>& send) {
-  std::vector<int64_t> shape = tensor.sizes().vec();
-  shape[0] = sum_of(recv);
-  Tensor out = at::empty(shape, tensor.options());
-  Work work = group_.all_to_all_async(out, tensor.contiguous(), recv, send);
-  transfers_.push_back({out, std::move(work)});
+  Tensor out = tensor;
+  Work work;
+  if (group_.size() > 1) {
+    std::vector<int64_t> shape = tensor.sizes().vec();
+    shape[0] = std::reduce(recv.begin(), recv.end());
+    out = at::empty(shape, tensor.options());
+    work = group_.all_to_all_async(out, tensor.contiguous(), recv, send);
+  }
+  transfers_.emplace_back(out, std::move(work));
 }
 
-void ExpertExchange::send(const Tensor& slots) { transfer(slots, received_, sent_); }
-void ExpertExchange::fetch(const Tensor& rows) { transfer(rows, sent_, received_); }
+Tensor ExpertExchange::copies(const Tensor& rows) const {
+  const at::NoGradGuard no_grad;
+  return group_.size() == 1 ? rows : permute(rows, by_rank_);
+}
 
 Tensor ExpertExchange::sum_copies(const Tensor& slots) const {
+  if (group_.size() == 1) return slots;
+  const at::NoGradGuard no_grad;
   const auto wide = slots.options().dtype(wide_dtype(slots.scalar_type()));
   return unpermute(slots, at::ones(destination_.sizes(), wide), by_rank_);
 }
@@ -76,22 +77,22 @@ void ExpertExchange::dispatch(const Tensor& rows, const Tensor& weight) {
   const at::NoGradGuard no_grad;
   const int64_t ranks = group_.size();
   if (ranks == 1) {
-    transfers_.push_back({rows, {}});
-    transfers_.push_back({weight, {}});
-    return;
+    send(rows);
+    return send(weight);
   }
   if (counted_) counted_->synchronize();
   const int32_t* count = counts_.const_data_ptr<int32_t>();
   const int64_t width = 1 + local_experts_;
   Tensor ends = at::empty({ranks}, at::kInt);
+  int32_t end = 0;
   for (int64_t r = 0; r < ranks; ++r) {
     sent_.push_back(count[r * width]);
     received_.push_back(count[(ranks + r) * width]);
-    ends.mutable_data_ptr<int32_t>()[r] = static_cast<int32_t>(sum_of(sent_));
+    ends.mutable_data_ptr<int32_t>()[r] = end += count[r * width];
   }
   by_rank_ = make_expert_plan(destination_, ranks, ends);
 
-  send(permute(rows, by_rank_));
+  send(copies(rows));
   const Tensor row = by_rank_.row_of_slot;
   send(weight.index_select(0, row));
   // Each copy carries the ids of its rank's experts, counted from that rank's first.
@@ -102,14 +103,9 @@ void ExpertExchange::dispatch(const Tensor& rows, const Tensor& weight) {
 }
 
 ExpertExchange::Arrived ExpertExchange::arrive() {
-  Arrived arrived;
-  arrived.rows = take();
-  arrived.weight = take();
-  if (group_.size() == 1) {
-    arrived.plan = make_expert_plan(topk_idx_, local_experts_);
-    return arrived;
-  }
+  const Tensor rows = take(), weight = take();
   const int64_t ranks = group_.size(), width = 1 + local_experts_;
+  if (ranks == 1) return {rows, weight, make_expert_plan(topk_idx_, local_experts_)};
   const int32_t* count = counts_.const_data_ptr<int32_t>() + ranks * width;
   Tensor ends = at::zeros({local_experts_}, at::kInt);
   int32_t end = 0;
@@ -117,47 +113,7 @@ ExpertExchange::Arrived ExpertExchange::arrive() {
     for (int64_t r = 0; r < ranks; ++r) end += count[r * width + 1 + e];
     ends.mutable_data_ptr<int32_t>()[e] = end;
   }
-  arrived.plan = make_expert_plan(take(), local_experts_, ends);
-  return arrived;
-}
-
-void ExpertExchange::combine(const Tensor& expert_out) {
-  if (group_.size() == 1)
-    transfers_.push_back({expert_out.detach(), {}});
-  else
-    fetch(expert_out.detach());
-}
-
-Tensor ExpertExchange::combined() {
-  const at::NoGradGuard no_grad;
-  return group_.size() == 1 ? take() : sum_copies(take());
-}
-
-void ExpertExchange::combine_backward(const Tensor& grad) {
-  const at::NoGradGuard no_grad;
-  if (group_.size() == 1)
-    transfers_.push_back({grad, {}});
-  else
-    send(permute(grad, by_rank_));
-}
-
-Tensor ExpertExchange::combined_grad() { return take(); }
-
-void ExpertExchange::dispatch_backward(const Tensor& grad_rows, const Tensor& grad_weight) {
-  if (group_.size() == 1) {
-    transfers_.push_back({grad_rows, {}});
-    transfers_.push_back({grad_weight, {}});
-  } else {
-    fetch(grad_rows);
-    fetch(grad_weight);
-  }
-}
-
-std::pair<Tensor, Tensor> ExpertExchange::dispatched_grad() {
-  const at::NoGradGuard no_grad;
-  const Tensor rows = take(), weight = take();
-  if (group_.size() == 1) return {rows, weight};
-  return {sum_copies(rows), sum_copies(weight)};
+  return {rows, weight, make_expert_plan(take(), local_experts_, ends)};
 }
 
 }  // namespace pith

@@ -1,10 +1,8 @@
-// Expert parallelism: rows travel to the ranks that hold their experts, each row once to each rank,
-// and one row, the weighted sum of that rank's experts, comes back.
+// Expert parallelism: a row travels once to each rank with experts of it, their sum comes back.
 #pragma once
 #include <c10/core/Event.h>
 
 #include <deque>
-#include <optional>
 
 #include "core/comm.h"
 #include "operators/permute.h"
@@ -32,23 +30,30 @@ class ExpertExchange {
   };
   Arrived arrive();
   // (R, H), one sum for each row that came, goes back.
-  void combine(const Tensor& expert_out);
+  void combine(const Tensor& expert_out) { fetch(expert_out.detach()); }
   // (T, H): the plain sum, in FP32, of what came back for each row.
-  Tensor combined();
+  Tensor combined() { return sum_copies(take()); }
 
   // The transposed steps: gradient (T, H) of combined() goes to the experts, arrives as (R, H);
-  // gradients (R, H) and (R, K) of the arrived rows and weights go back, arrive as (T, H) and (T,
-  // K).
-  void combine_backward(const Tensor& grad);
-  Tensor combined_grad();
-  void dispatch_backward(const Tensor& grad_rows, const Tensor& grad_weight);
-  std::pair<Tensor, Tensor> dispatched_grad();
+  // gradients (R, H) and (R, K) of the arrived rows and weights go back, to (T, H) and (T, K).
+  void combine_backward(const Tensor& grad) { send(copies(grad)); }
+  Tensor combined_grad() { return take(); }
+  void dispatch_backward(const Tensor& grad_rows, const Tensor& grad_weight) {
+    fetch(grad_rows);
+    fetch(grad_weight);
+  }
+  std::pair<Tensor, Tensor> dispatched_grad() {
+    const Tensor rows = combined();
+    return {rows, combined()};
+  }
  private:
+  // To the experts, (S, ...) -> (R, ...), and back, (R, ...) -> (S, ...): starts a transfer.
+  void send(const Tensor& slots) { transfer(slots, received_, sent_); }
+  void fetch(const Tensor& rows) { transfer(rows, sent_, received_); }
   void transfer(const Tensor& tensor, const std::vector<int64_t>& recv,
-      const std::vector<int64_t>& send);         // starts; rows from and to each member
-  void send(const Tensor& slots);                // to the experts: (S, ...) -> (R, ...)
-  void fetch(const Tensor& rows);                // back: (R, ...) -> (S, ...)
+      const std::vector<int64_t>& send);         // rows from and to each member
   Tensor take();                                 // the oldest transfer under way, complete
+  Tensor copies(const Tensor& rows) const;       // (T, N) -> (S, N)
   Tensor sum_copies(const Tensor& slots) const;  // (S, N) -> (T, N)
 
   Comm group_;
@@ -60,11 +65,7 @@ class ExpertExchange {
   std::optional<c10::Event> counted_;
   std::vector<int64_t> sent_, received_;  // rows by rank
   ExpertPlan by_rank_;                    // T rows to S copies, sorted by rank
-  struct Transfer {
-    Tensor tensor;
-    Work work;
-  };
-  std::deque<Transfer> transfers_;
+  std::deque<std::pair<Tensor, Work>> transfers_;
 };
 
 }  // namespace pith

@@ -1,75 +1,57 @@
 #include "engine/file_io.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <nlohmann/json.hpp>
-#include <system_error>
-
-#include "core/error.h"
 
 namespace pith {
 namespace {
 
-std::string reason() { return std::generic_category().message(errno); }
+using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
 
-[[noreturn]] void fail_write(const std::filesystem::path& path, const char* action) {
+[[noreturn]] void fail(const std::filesystem::path& path, const char* action) {
   const bool full = errno == ENOSPC || errno == EDQUOT;
   PITH_FAIL_HINT(full ? "free space on that disk or choose another folder" : "", "cannot {} {}: {}",
-      action, path.string(), reason());
+      action, path.string(), std::generic_category().message(errno));
 }
 
-struct Descriptor {
-  int value;
-  explicit Descriptor(const std::filesystem::path& path, int flags)
-      : value(::open(path.c_str(), flags | O_CLOEXEC)) {
-    PITH_CHECK(value >= 0, "cannot open {}: {}", path.string(), reason());
-  }
-  ~Descriptor() { ::close(value); }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-};
+File open(const std::filesystem::path& path, const char* mode) {
+  File file(std::fopen(path.c_str(), mode), &std::fclose);
+  if (!file) fail(path, *mode == 'w' ? "create" : "open");
+  return file;
+}
 
 // The member that seal_json appends: fixed length, so that its place is known without parsing.
 std::string seal_of(std::string_view body) {
-  return fmt::format(" \"checksum\": \"{}\"\n}}\n", hex(xxh3(body)));
+  return fmt::format(" \"checksum\": \"{}\"\n}}\n", xxh3(body));
 }
 
 }  // namespace
 
 MappedFile map_file(const std::filesystem::path& path) {
-  Descriptor file(path, O_RDONLY);
-  struct stat info{};
-  PITH_CHECK(::fstat(file.value, &info) == 0, "cannot stat {}: {}", path.string(), reason());
-  PITH_CHECK(S_ISREG(info.st_mode), "{} is not a file", path.string());
-  const auto size = static_cast<uint64_t>(info.st_size);
-  if (size == 0) return {std::shared_ptr<const char>(std::make_shared<char>()), 0};
-  void* pages = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file.value, 0);
-  PITH_CHECK(pages != MAP_FAILED, "cannot map {} ({} bytes): {}", path.string(), size, reason());
+  const File file = open(path, "re");
+  PITH_CHECK(std::filesystem::is_regular_file(path), "{} is not a file", path.string());
+  const uint64_t size = std::filesystem::file_size(path);
+  if (size == 0) return {std::make_shared<char>(), 0};
+  void* pages = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, ::fileno(file.get()), 0);
+  if (pages == MAP_FAILED) fail(path, "map");
   return {std::shared_ptr<const char>(static_cast<const char*>(pages),
               [pages, size](const char*) { ::munmap(pages, size); }),
       size};
 }
 
-std::string read_file(const std::filesystem::path& path) {
-  return std::string(map_file(path).bytes());
-}
-
 OutputFile::OutputFile(std::filesystem::path path, uint64_t keep)
     : path_(std::move(path)),
-      file_(std::fopen(path_.c_str(), keep > 0 ? "r+be" : "wbe"), &std::fclose),
+      file_(open(path_, keep > 0 ? "r+be" : "wbe")),
       sum_(XXH3_createState(), &XXH3_freeState) {
-  if (!file_) fail_write(path_, "create");
   if (keep > 0) {
     const uint64_t size = std::filesystem::file_size(path_);
     PITH_CHECK(size >= keep, "{} has {} bytes, fewer than the {} that were written", path_.string(),
         size, keep);
     if (::ftruncate(::fileno(file_.get()), static_cast<off_t>(keep)) != 0 ||
         std::fseek(file_.get(), 0, SEEK_END) != 0)
-      fail_write(path_, "cut");
+      fail(path_, "cut");
   }
   XXH3_64bits_reset(sum_.get());
 }
@@ -78,20 +60,19 @@ void OutputFile::append(std::string_view bytes) {
   if (bytes.empty()) return;  // its data may be null
   XXH3_64bits_update(sum_.get(), bytes.data(), bytes.size());
   bytes_ += bytes.size();
-  if (std::fwrite(bytes.data(), 1, bytes.size(), file_.get()) != bytes.size())
-    fail_write(path_, "write");
+  if (std::fwrite(bytes.data(), 1, bytes.size(), file_.get()) != bytes.size()) fail(path_, "write");
 }
 
 void OutputFile::sync() {
-  if (std::fflush(file_.get()) != 0) fail_write(path_, "write");
+  if (std::fflush(file_.get()) != 0) fail(path_, "write");
   // Some devices can't be synced (EINVAL: a pipe, /dev/stdout); they hold nothing to lose.
-  if (::fsync(::fileno(file_.get())) != 0 && errno != EINVAL) fail_write(path_, "sync");
+  if (::fsync(::fileno(file_.get())) != 0 && errno != EINVAL) fail(path_, "sync");
 }
 
-uint64_t OutputFile::close() {
+std::string OutputFile::close() {
   sync();
-  if (std::fclose(file_.release()) != 0) fail_write(path_, "close");
-  return XXH3_64bits_digest(sum_.get());
+  if (std::fclose(file_.release()) != 0) fail(path_, "close");
+  return hex(XXH3_64bits_digest(sum_.get()));
 }
 
 nlohmann::json parse_json(std::string_view text, const std::string& source) {
@@ -135,14 +116,19 @@ WrittenFile write_file(
   return {name, bytes.size(), out.close(), {}};
 }
 
-void sync_folder(const std::filesystem::path& folder) {
-  Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);
-  if (::fsync(descriptor.value) != 0 && errno != EINVAL) fail_write(folder, "sync");
+std::vector<std::string> names_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  if (std::filesystem::is_directory(folder))
+    for (const auto& entry : std::filesystem::directory_iterator(folder))
+      names.push_back(entry.path().filename().string());
+  std::ranges::sort(names);
+  return names;
 }
 
-uint64_t xxh3(std::string_view bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
-
-std::string hex(uint64_t value) { return fmt::format("{:016x}", value); }
+void sync_folder(const std::filesystem::path& folder) {
+  const File file = open(folder, "re");
+  if (::fsync(::fileno(file.get())) != 0 && errno != EINVAL) fail(folder, "sync");
+}
 
 std::string seal_json(const std::string& object) {
   std::string body = object.substr(0, object.find_last_of('}'));

@@ -3,17 +3,23 @@
 #include <xxhash.h>
 
 #include <bit>
-#include <cstdint>
 #include <cstdio>
-#include <cstring>
-#include <filesystem>
-#include <memory>
 #include <nlohmann/json_fwd.hpp>
-#include <string>
-#include <string_view>
-#include <vector>
+
+#include "core/error.h"
 
 namespace pith {
+
+// The message of what `part` throws; empty where it throws nothing.
+template <class Part>
+std::string problem_of(const Part& part) {
+  try {
+    part();
+    return "";
+  } catch (const Error& error) { return error.message(); } catch (const std::exception& error) {
+    return error.what();
+  }
+}
 
 // A whole file, read-only; the pages stay mapped while any copy lives.
 struct MappedFile {
@@ -23,7 +29,9 @@ struct MappedFile {
 };
 MappedFile map_file(const std::filesystem::path& path);
 
-std::string read_file(const std::filesystem::path& path);
+inline std::string read_file(const std::filesystem::path& path) {
+  return std::string(map_file(path).bytes());
+}
 
 // A file being written, from its beginning or behind the first `keep` bytes of what is there. Every
 // failure names the path and the system's reason.
@@ -33,7 +41,7 @@ class OutputFile {
   void append(std::string_view bytes);
   uint64_t bytes() const { return bytes_; }  // appended
   void sync();                               // makes them durable
-  uint64_t close();  // makes it durable; returns the xxh3-64 of all bytes appended
+  std::string close();  // makes it durable; returns the xxh3 of all bytes appended
  private:
   std::filesystem::path path_;
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
@@ -44,8 +52,9 @@ class OutputFile {
 // Name, size and sum of a file just written; for safetensors also the sum of each tensor's bytes.
 struct WrittenFile {
   std::string name;  // relative to its folder
-  uint64_t bytes = 0, xxh3 = 0;
-  std::vector<std::pair<std::string, uint64_t>> tensors;
+  uint64_t bytes = 0;
+  std::string xxh3;
+  std::map<std::string, std::string> tensors;
 };
 WrittenFile write_file(
     const std::filesystem::path& folder, const std::string& name, std::string_view bytes);
@@ -55,6 +64,8 @@ WrittenFile write_file(
 nlohmann::json read_json(const std::filesystem::path& path);
 nlohmann::json parse_json(std::string_view text, const std::string& source);
 
+// Names of what is in a folder, sorted; nothing where there is no such folder.
+std::vector<std::string> names_in(const std::filesystem::path& folder);
 // Makes creations, renames and deletions inside a folder durable.
 void sync_folder(const std::filesystem::path& folder);
 
@@ -71,8 +82,10 @@ T load(const char* array, int64_t i = 0) {
   return number;
 }
 
-uint64_t xxh3(std::string_view bytes);
-std::string hex(uint64_t value);  // 16 digits
+inline std::string hex(uint64_t value) { return fmt::format("{:016x}", value); }
+inline std::string xxh3(std::string_view bytes) {  // the 64-bit sum, as 16 digits
+  return hex(XXH3_64bits(bytes.data(), bytes.size()));
+}
 
 // A JSON object (text from dump) with the xxh3 of its own bytes as its last member, "checksum";
 // check_seal throws, naming `source`, when any byte is not what was written.

@@ -76,61 +76,55 @@ void import_packed(
   }
 }
 
-// Order of numbers written without leading zeros.
-struct ByValue {
-  bool operator()(const std::string& a, const std::string& b) const {
-    return std::pair(a.size(), a) < std::pair(b.size(), b);
-  }
-};
-
 }  // namespace
 
 std::vector<std::string> summarize_names(const std::vector<std::string>& names) {
-  // The texts around the numbers ("layers.", ".weight") -> the tuples of numbers that stand there.
-  std::map<std::vector<std::string>, std::vector<std::vector<std::string>>> patterns;
-  for (const std::string& name : names) {
-    std::vector<std::string> texts(1), numbers;
-    for (size_t i = 0; i < name.size(); ++i) {
-      const auto digit = [&](size_t at) { return name[at] >= '0' && name[at] <= '9'; };
-      if (digit(i) && (i == 0 || !digit(i - 1))) {
-        numbers.emplace_back();
-        texts.emplace_back();
-      }
-      (digit(i) ? numbers : texts).back() += name[i];
-    }
-    patterns[texts].push_back(std::move(numbers));
-  }
-  const auto join = [](const std::vector<std::string>& texts, const auto& number) {
-    std::string line = texts[0];
-    for (size_t i = 1; i < texts.size(); ++i) line += number(i - 1) + texts[i];
-    return line;
+  // Numbers without leading zeros, in the order of their values.
+  const auto less = [](const std::string& a, const std::string& b) {
+    return std::pair(a.size(), a) < std::pair(b.size(), b);
   };
+  using Texts = std::vector<std::string>;
+  std::map<Texts, std::set<Texts>> patterns;  // texts around the numbers; tuples of numbers there
+  for (const std::string& name : names) {
+    Texts texts(1), numbers;
+    bool in_number = false;
+    for (const char c : name) {
+      const bool digit = c >= '0' && c <= '9';
+      if (digit && !std::exchange(in_number, digit)) numbers.emplace_back(), texts.emplace_back();
+      in_number = digit;
+      (digit ? numbers : texts).back() += c;
+    }
+    patterns[texts].insert(std::move(numbers));
+  }
   std::vector<std::string> lines;
   for (const auto& [texts, tuples] : patterns) {
-    std::vector<std::set<std::string, ByValue>> places(texts.size() - 1);
-    for (const auto& tuple : tuples)
-      for (size_t i = 0; i < tuple.size(); ++i) places[i].insert(tuple[i]);
+    const auto line_of = [&texts = texts](const auto& number) {
+      std::string line = texts[0];
+      for (size_t i = 1; i < texts.size(); ++i) line += number(i - 1) + texts[i];
+      return line;
+    };
     size_t combinations = 1;
-    for (const auto& place : places) combinations *= place.size();
-    const std::set<std::vector<std::string>> distinct(tuples.begin(), tuples.end());
-    if (combinations == distinct.size() && tuples.size() > 1) {
-      const std::string line = join(texts, [&](size_t i) {
-        const std::string &first = *places[i].begin(), &last = *places[i].rbegin();
-        if (places[i].size() == 1) return first;
-        const bool range =
-            last.size() < 10 && std::stoul(last) - std::stoul(first) + 1 == places[i].size();
-        return range ? fmt::format("{{{}-{}}}", first, last)
-                     : fmt::format("{{{}}}", fmt::join(places[i], ","));
-      });
+    const std::string line = line_of([&, &tuples = tuples](size_t i) {
+      std::set<std::string, decltype(less)> place(less);
+      for (const Texts& tuple : tuples) place.insert(tuple[i]);
+      combinations *= place.size();
+      const std::string &first = *place.begin(), &last = *place.rbegin();
+      if (place.size() == 1) return first;
+      const bool range =
+          last.size() < 10 && std::stoul(last) - std::stoul(first) + 1 == place.size();
+      return range ? fmt::format("{{{}-{}}}", first, last)
+                   : fmt::format("{{{}}}", fmt::join(place, ","));
+    });
+    if (combinations == tuples.size() && tuples.size() > 1) {
       lines.push_back(fmt::format("{} ({})", line, tuples.size()));
       continue;
     }
     size_t listed = 0;
-    for (auto tuple = distinct.begin(); tuple != distinct.end() && listed < kListed; ++tuple)
-      lines.push_back(join(texts, [&](size_t i) { return (*tuple)[i]; })), ++listed;
-    if (kListed < distinct.size())
+    for (auto tuple = tuples.begin(); tuple != tuples.end() && listed < kListed; ++tuple, ++listed)
+      lines.push_back(line_of([&](size_t i) { return (*tuple)[i]; }));
+    if (kListed < tuples.size())
       lines.push_back(
-          fmt::format("{} and {} more", fmt::join(texts, "#"), distinct.size() - kListed));
+          fmt::format("{} and {} more", fmt::join(texts, "#"), tuples.size() - kListed));
   }
   return lines;
 }
@@ -151,10 +145,9 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
 
   std::vector<std::string> problems;
   for (const std::string& shard : shards) {
-    try {
-      files_.emplace_back(folder / shard);
-    } catch (const Error& error) {
-      problems.push_back(error.message());
+    if (const auto problem = problem_of([&] { files_.emplace_back(folder / shard); });
+        !problem.empty()) {
+      problems.push_back(problem);
       continue;
     }
     std::vector<std::string> unlisted, absent;
@@ -175,11 +168,6 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
   if (!problems.empty()) fail_with(folder.string(), problems);
 }
 
-const SafetensorsFile* HfFolder::file_of(const std::string& name) const {
-  const auto found = file_of_.find(name);
-  return found == file_of_.end() ? nullptr : &files_[found->second];
-}
-
 std::vector<std::string> HfFolder::names() const {
   std::vector<std::string> result;
   for (const auto& [name, file] : file_of_) result.push_back(name);
@@ -198,9 +186,6 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
   std::set<std::string> used(optional_extra.begin(), optional_extra.end());
   for (const auto& [tensor, first, target] : targets) {
     const std::string& name = tensor->name;
-    PITH_CHECK(target.dim() == 1 && first >= 0 && first + target.numel() <= tensor->numel(),
-        "{} elements from {} are not in {}, which has {}", target.numel(), first, name,
-        tensor->numel());
     used.insert(name);
     const SafetensorsFile* file = folder.file_of(name);
     if (!file && tensor->shape.size() == 3 && folder.file_of(name + kPacked[0])) {

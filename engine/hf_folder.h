@@ -1,23 +1,21 @@
-// Hugging Face model folders: finding tensors over shards, importing them into parameters, writing
-// them.
+// Hugging Face model folders: tensors found over shards, imported into parameters, written.
 #pragma once
-#include <map>
-#include <span>
-
 #include "core/parameter.h"
 #include "engine/safetensors.h"
 
 namespace pith {
 
 // model.safetensors, or model.safetensors.index.json with its shards. Opening checks index and
-// shards against each other (each entry in the file named and in no other, nothing missing) and
-// lists every problem at once.
+// shards against each other, both ways, and lists every problem at once.
 class HfFolder {
  public:
   explicit HfFolder(const std::filesystem::path& folder);
   std::vector<std::string> names() const;
-  const SafetensorsFile* file_of(const std::string& name) const;  // null: there is no such tensor
-  Tensor tensor(const std::string& name) const;                   // memory-mapped view
+  const SafetensorsFile* file_of(const std::string& name) const {  // null: there is no such tensor
+    const auto found = file_of_.find(name);
+    return found == file_of_.end() ? nullptr : &files_[found->second];
+  }
+  Tensor tensor(const std::string& name) const;  // memory-mapped view
   const std::filesystem::path& path() const { return path_; }
   const std::vector<SafetensorsFile>& files() const { return files_; }
  private:
@@ -30,8 +28,7 @@ class HfFolder {
 // (6144)", if every combination is there; else one by one.
 std::vector<std::string> summarize_names(const std::vector<std::string>& names);
 
-// Where elements [first, first + target.numel()) of a Hugging Face tensor go: flat, any float
-// dtype.
+// Where elements [first, first + target.numel()) of a tensor go: flat, any float dtype.
 struct ImportTarget {
   const HfTensor* tensor;
   int64_t first;

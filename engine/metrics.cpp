@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <cerrno>
 #include <nlohmann/json.hpp>
 
 #include "engine/file_io.h"
@@ -14,9 +13,9 @@ using Json = nlohmann::ordered_json;
 namespace fs = std::filesystem;
 
 double unix_seconds() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::round(1e3 * std::chrono::duration<double>(now).count()) / 1e3;
 }
-double log_time() { return std::round(1000 * unix_seconds()) / 1000; }
 
 double tokens_per_second(const StepMetrics& m) {
   return m.seconds > 0 ? static_cast<double>(m.tokens) / m.seconds : 0;
@@ -36,8 +35,8 @@ std::string dump(const Json& line) {
 
 std::string step_line(const StepMetrics& m) {
   Json line = {{"step", m.step}, {"total_steps", m.total_steps}, {"tokens", m.tokens},
-      {"trained_tokens", m.trained_tokens}, {"tokens_seen", m.tokens_seen}, {"time", log_time()},
-      {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
+      {"trained_tokens", m.trained_tokens}, {"tokens_seen", m.tokens_seen},
+      {"time", unix_seconds()}, {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
   for (const Scalars& values : {scalars_of(m), m.extra})
     for (const auto& [name, value] : values) {
       line[name] = value;  // nlohmann writes null for what is not finite
@@ -99,12 +98,6 @@ std::string record(int64_t step, const std::string& content) {
   return length + raw(masked_crc32c(length)) + bytes + raw(masked_crc32c(bytes));
 }
 
-std::string event_file_name() {
-  char host[256] = "host";
-  gethostname(host, sizeof(host) - 1);
-  return fmt::format("events.out.tfevents.{:010.0f}.{}.{}", unix_seconds(), host, getpid());
-}
-
 }  // namespace
 
 void MetricsLog::File::open(const fs::path& at, int64_t resumed_step) {
@@ -138,7 +131,11 @@ MetricsLog::MetricsLog(const fs::path& run_folder, int64_t resumed_step, bool te
     : last_step_(resumed_step) {
   lines_.open(run_folder / "metrics.jsonl", resumed_step);
   if (!tensorboard) return;
-  events_.open(run_folder / "tensorboard" / event_file_name(), resumed_step);
+  char host[256] = "host";
+  gethostname(host, sizeof(host) - 1);
+  const auto file =
+      fmt::format("events.out.tfevents.{:010.0f}.{}.{}", unix_seconds(), host, getpid());
+  events_.open(run_folder / "tensorboard" / file, resumed_step);
   events_.append(tensorboard_start(resumed_step));
 }
 
@@ -159,8 +156,8 @@ void MetricsLog::write(const StepMetrics& m) {
 }
 
 void MetricsLog::event(const std::string& name, const std::string& text) {
-  lines_.append(
-      dump({{"event", name}, {"after_step", last_step_}, {"time", log_time()}, {"text", text}}));
+  lines_.append(dump(
+      {{"event", name}, {"after_step", last_step_}, {"time", unix_seconds()}, {"text", text}}));
   print_line(fmt::format("{}: {}", name, text));
 }
 

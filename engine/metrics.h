@@ -1,13 +1,6 @@
 // What a run tells: a progress line, metrics.jsonl, TensorBoard event files.
 #pragma once
-#include <cstdint>
 #include <deque>
-#include <filesystem>
-#include <fstream>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 namespace pith {
 
@@ -19,11 +12,10 @@ struct StepMetrics {
   double balance_loss = 0;  // mean over MoE layers, without its coefficient; 1 = balanced
   double grad_norm = 0;     // before clipping
   double lr = 0;
-  int64_t tokens = 0;  // input tokens of this step
-  int64_t trained_tokens = 0;
-  int64_t tokens_seen = 0;  // since the start of the run
-  double seconds = 0;       // of this step
-  double mfu = 0;           // 0 .. 1; 0 = peak not known
+  int64_t tokens = 0, trained_tokens = 0;  // of this step; tokens: all inputs
+  int64_t tokens_seen = 0;                 // since the start of the run
+  double seconds = 0;                      // of this step
+  double mfu = 0;                          // 0 .. 1; 0 = peak not known
   double memory_gib = 0, memory_peak_gib = 0;
   Scalars extra;  // "validation/loss", ...
 };
@@ -36,14 +28,12 @@ struct StepMetrics {
 // stand in "nonfinite": {"loss": "nan"}. An event has "event", "time", "after_step" and "text".
 class MetricsLog {
  public:
-  // Opens run_folder/metrics.jsonl for appending and, for TensorBoard,
-  // run_folder/tensorboard/events.out.tfevents.SECONDS.HOST.PID. Of an older metrics.jsonl all is
-  // cut away from the first line of a step after `resumed_step` (work of a run that was killed),
-  // and a half-written last line, so that each step stands once.
+  // Appends to run_folder/metrics.jsonl and, for TensorBoard, makes
+  // run_folder/tensorboard/events.out.tfevents.SECONDS.HOST.PID. An older metrics.jsonl is cut off
+  // before the first step after `resumed_step` (of a run that was killed) or a half-written line.
   MetricsLog(const std::filesystem::path& run_folder, int64_t resumed_step, bool tensorboard);
-  // Writes all sinks and prints the progress line to stdout.
-  void write(const StepMetrics& metrics);
-  // An event line in metrics.jsonl and a line on stdout (resume, save, validation, stop).
+  void write(const StepMetrics& metrics);  // to all sinks, and the progress line to stdout
+  // A line in metrics.jsonl and on stdout (resume, save, validation, stop).
   void event(const std::string& name, const std::string& text);
  private:
   struct File {  // appended to, flushed at once
@@ -62,8 +52,7 @@ class MetricsLog {
 };
 
 // "step   20/1000  loss 4.1234  grad  1.234  lr 3.00e-04   12.3k tok/s  mfu 31.0 %  mem  94.1 GiB
-// left 1h02m", in one line; mem is the peak. What is not known (mfu, negative seconds_left) is left
-// out.
+// left 1h02m"; mem is the peak. What is not known (mfu, negative seconds_left) is left out.
 std::string progress_line(const StepMetrics& metrics, double seconds_left);
 
 // Three or four significant digits and a unit: "987", "12.3k", "4.56M".

@@ -1,5 +1,4 @@
-// Objectives: what the last stage computes from the hidden states. Each is a template parameter of
-// the pipeline.
+// Objectives, template parameters of the pipeline: what the last stage computes of hidden states.
 #pragma once
 #include "core/microbatch.h"
 #include "core/parameter.h"
@@ -8,8 +7,7 @@
 namespace pith {
 
 struct ObjectiveResult {
-  Tensor loss;  // root of the backward pass (gradient 1), scaled by 1 / global trained tokens; or
-                // undefined
+  Tensor loss;       // root of the backward pass, scaled by 1 / global trained tokens; or undefined
   Tensor loss_sum;   // scalar float32: sum of the token losses of this micro-batch, no gradient
   Tensor per_token;  // what the objective reports for each token (or row), no gradient
 };

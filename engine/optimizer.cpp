@@ -8,10 +8,6 @@
 
 namespace pith {
 
-void zero_grads(std::span<ShardGroup> groups) {
-  for (ShardGroup& group : groups) group.zero_grad();
-}
-
 Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh) {
   std::vector<Tensor> squares;
   for (const ShardGroup& group : groups) {

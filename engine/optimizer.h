@@ -1,15 +1,14 @@
 // The optimizer over shard groups: gradient norm, clipping, AdamW, learning rate.
 #pragma once
-#include <map>
-#include <span>
-
 #include "core/mesh.h"
 #include "engine/config.h"
 #include "engine/sharding.h"
 
 namespace pith {
 
-void zero_grads(std::span<ShardGroup> groups);
+inline void zero_grads(std::span<ShardGroup> groups) {
+  for (ShardGroup& group : groups) group.zero_grad();
+}
 
 // Euclidean norm of all gradients of the job, each parameter counted once, after finish_step() ->
 // scalar float64 on the device, the same on every rank. Collective.

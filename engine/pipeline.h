@@ -1,18 +1,10 @@
 // Runs micro-batches through a model in five-stage layers: forward, backward, forward only; over
 // pipeline stages, with the forward of one micro-batch against the backward of another.
 #pragma once
-#include <functional>
-#include <span>
-#include <string>
-#include <vector>
-
-#include "engine/expert_parallel.h"
 #include "engine/objectives.h"
 #include "engine/schedule.h"
 #include "engine/sharding.h"
-#include "engine/stage_links.h"
 #include "models/model.h"
-#include "operators/matmul.h"
 
 namespace pith {
 
@@ -25,40 +17,8 @@ struct BatchResult {
   std::vector<Tensor> per_token;  // the objective's report, one tensor a micro-batch
 };
 
-// Sees stage outputs by name ("model.layers.3.attend.rows") where a caller asks: traces, the search
-// for a NaN.
+// Sees stage outputs by name, "model.layers.3.attend.rows": for traces, the search for a NaN.
 using StageObserver = std::function<void(const std::string& name, const Tensor& tensor)>;
-
-// Everything one layer of one micro-batch keeps from its forward to its backward pass.
-struct LayerRun {
-  int64_t layer;
-  Tensor hidden;       // (T, H) leaf; where layers are recomputed only this and topk_idx are kept
-  Attended attended;   // outputs of stage 1, inside its graph
-  Attended joined;     // the same values as leaves of the later stages
-  Tensor shared_rows;  // (T, H) leaf of shared()
-  ExpertExchange exchange;
-  ExpertExchange::Arrived arrived;  // leaves of stage 3
-  Tensor expert_out;                // output of stage 3
-  Tensor returned, shared_leaf;     // leaves of stage 5
-  Tensor shared;                    // output of shared()
-  Tensor output;                    // (T, H)
-  bool again = false;               // recomputed in the backward pass
-};
-
-// One chunk of one micro-batch in flight.
-struct ChunkRun {
-  const MicroBatch* batch = nullptr;
-  std::span<LayerCache> caches;
-  RoutingTape* tape = nullptr;
-  int chunk = 0;
-  int64_t microbatch = 0;
-  Tensor embedded;               // (T, H) output of the embedding, inside its graph
-  std::vector<LayerRun> layers;  // emptied from the back by the backward pass
-  Tensor hidden;                 // (T, H) leaf of the head
-  Tensor loss;                   // root of the head
-  Tensor handed_over;            // where both chunks meet on the last stage: hidden, then gradient
-  std::vector<WeightGradient> deferred;
-};
 
 // Layers of each of the model's 2 * PP chunks, balanced by their cost; on one stage without expert
 // parallelism all are in the first, since there is nothing to overlap with.
@@ -74,9 +34,7 @@ std::vector<int64_t> default_chunks(
   return balance_chunks(
       shape.pp, std::vector<double>(static_cast<size_t>(layers), 1.0), head / layer / kHeadSpeed);
 }
-// Layers of a rank's two chunks, and what the process at `place` holds of a model cut so.
-std::array<std::vector<int64_t>, 2> layers_of_rank(
-    const std::vector<int64_t>& chunks, int64_t ranks, int64_t rank);
+// What the process at `place` holds of a model cut so.
 ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
     const MeshPlace& place, int64_t num_experts);
 
@@ -103,54 +61,10 @@ class Pipeline {
   BatchResult forward_only(std::span<const MicroBatch> batches, const Objective& objective,
       std::span<LayerCache> caches = {}, std::span<RoutingTape> tapes = {});
 
-  void observe(StageObserver observer) { observer_ = std::move(observer); }
+  void observe(StageObserver observer);
  private:
-  using Run = ChunkRun;
-  using Kind = StageLinks::Kind;
-
-  template <class Objective>
-  BatchResult execute(const std::vector<Action>& schedule, std::span<const MicroBatch> batches,
-      const Objective& objective, std::span<LayerCache> caches, std::span<RoutingTape> tapes);
-  void expect(const Action& action);
-  Tensor forward_begin(Run& run);
-  template <class Objective>
-  void forward_end(Run& run, const Tensor& hidden, const Objective& objective);
-  Tensor backward_begin(Run& run);
-  void backward_end(Run& run, const Tensor& grad);
-  void overlap(Run& forward, Tensor& hidden, Run& backward, Tensor& grad);
-
-  LayerContext context(const Run& run, int64_t layer) const;
-  LayerRun& attend(Run& run, int64_t layer, const Tensor& hidden);
-  void attend_stage(const LayerContext& context, LayerRun& layer);
-  void recompute(Run& run, LayerRun& layer);
-  void dispatch(Run& run, LayerRun& layer);
-  void experts(Run& run, LayerRun& layer);
-  Tensor aggregate(Run& run, LayerRun& layer);
-  void aggregate_stage(const LayerContext& context, LayerRun& layer);
-  void aggregate_backward(Run& run, LayerRun& layer, const Tensor& grad);
-  static void experts_backward(LayerRun& layer);
-  Tensor attend_backward(LayerRun& layer);
-  const UnitShards& shards_of(int64_t layer) const;
-  void report(int64_t layer, const char* stage, const Tensor& tensor) const;
-  bool grad_of(const LayerRun& layer) const {  // does its forward keep what its backward needs?
-    return c10::GradMode::is_enabled() && (!recompute_ || layer.again);
-  }
-
-  Model& model_;
-  const Mesh& mesh_;
-  RotaryTable rotary_;
-  RouterTraining router_;
-  std::array<std::vector<int64_t>, 2> layers_;  // of this rank's two chunks
-  StageLinks links_;
-  const ModelShards* shards_;
-  bool recompute_;
-  bool defers_ = true;  // weight gradients over several actions: not where they are resharded
-  StageObserver observer_;
-
-  // Of the call under way.
-  bool last_ = false;                     // is the backward under way the last one of its layers?
-  std::array<std::vector<Run>, 2> runs_;  // [chunk][micro-batch]
-  BatchResult result_;
+  struct Impl;
+  std::shared_ptr<Impl> impl_;
 };
 
 }  // namespace pith

@@ -13,27 +13,21 @@ namespace settings = torch::profiler::impl;
 
 using Spans = std::vector<std::pair<uint64_t, uint64_t>>;  // begin and end in nanoseconds
 
-// The same times without overlap, in order.
-Spans united(Spans spans) {
+// Milliseconds that they cover together.
+double milliseconds(Spans spans) {
   std::ranges::sort(spans);
-  Spans result;
-  for (const auto& [begin, end] : spans)
-    if (result.empty() || begin > result.back().second)
-      result.emplace_back(begin, end);
-    else
-      result.back().second = std::max(result.back().second, end);
-  return result;
-}
-
-double milliseconds(const Spans& spans) {
-  uint64_t sum = 0;
-  for (const auto& [begin, end] : spans) sum += end - begin;
+  uint64_t sum = 0, covered = 0;
+  for (const auto& [begin, end] : spans) {
+    sum += std::max(end, covered) - std::max(begin, covered);
+    covered = std::max(end, covered);
+  }
   return static_cast<double>(sum) * 1e-6;
 }
 
 // What a trace says in words. On a CPU the operators take the kernels' place.
 std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device device) {
   Spans computing, communicating, both;
+  uint64_t first = UINT64_MAX, last = 0;
   std::map<std::string, std::pair<double, int64_t>> by_name;  // ms, calls
   for (const auto& event : events) {
     if (event.deviceType() != device.type() || event.durationNs() == 0) continue;
@@ -42,15 +36,15 @@ std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device
     const std::pair span(event.startNs(), event.endNs());
     (communicates ? communicating : computing).push_back(span);
     both.push_back(span);
+    first = std::min(first, span.first), last = std::max(last, span.second);
     auto& [ms, calls] = by_name[name];
     ms += static_cast<double>(event.durationNs()) * 1e-6;
     ++calls;
   }
   if (both.empty()) return "nothing was recorded\n";
-  const Spans all = united(both);
-  const double span = static_cast<double>(all.back().second - all.front().first) * 1e-6;
-  const double busy = milliseconds(all), work = milliseconds(united(computing));
-  const double talk = milliseconds(united(communicating)), alone = busy - work;
+  const double busy = milliseconds(both), work = milliseconds(computing);
+  const double talk = milliseconds(communicating), alone = busy - work;
+  const double span = milliseconds({{first, last}});
   std::string text = fmt::format(
       "{:.2f} ms: computing {:.2f}, communication {:.2f} ({:.1f} % behind computing, {:.2f} ms "
       "alone), idle {:.2f}\n\n      ms      %   calls  name\n",
@@ -64,20 +58,16 @@ std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device
   return text;
 }
 
-std::set<settings::ActivityType> activities(at::Device device) {
-  std::set<settings::ActivityType> kinds{settings::ActivityType::CPU};
-  if (device.is_cuda()) kinds.insert(settings::ActivityType::CUDA);
-  return kinds;
-}
-
 }  // namespace
 
 Profile::Profile(std::filesystem::path folder, int64_t rank, at::Device device)
     : folder_(std::move(folder)), rank_(rank), device_(device) {
   synchronize(device_);
   const settings::ProfilerConfig config(settings::ProfilerState::KINETO);
-  profiler::prepareProfiler(config, activities(device_));
-  profiler::enableProfiler(config, activities(device_));
+  std::set<settings::ActivityType> kinds{settings::ActivityType::CPU};
+  if (device.is_cuda()) kinds.insert(settings::ActivityType::CUDA);
+  profiler::prepareProfiler(config, kinds);
+  profiler::enableProfiler(config, kinds);
 }
 
 Profile::~Profile() {

@@ -1,8 +1,5 @@
 // Profiles of training steps: a Chrome trace, and where the time of the device went.
 #pragma once
-#include <filesystem>
-#include <optional>
-
 #include "core/tensor.h"
 
 namespace pith {

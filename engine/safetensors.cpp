@@ -17,21 +17,6 @@ constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {{"BF16", at::
     {"I32", at::kInt}, {"I16", at::kShort}, {"I8", at::kChar}, {"U8", at::kByte},
     {"F8_E4M3", at::kFloat8_e4m3fn}, {"BOOL", at::kBool}, {"F8_E5M2", at::kFloat8_e5m2}};
 
-// Bytes of a dense tensor. Zero-sized dimensions do not hide an overflow in the others: strides are
-// computed from them.
-uint64_t byte_size(const TensorEntry& entry, const std::string& place) {
-  uint64_t product = c10::elementSize(entry.dtype);
-  bool empty = false, overflow = false;
-  for (int64_t size : entry.shape) {
-    empty |= size == 0;
-    overflow |= __builtin_mul_overflow(
-        product, static_cast<uint64_t>(std::max<int64_t>(size, 1)), &product);
-  }
-  PITH_CHECK(!overflow && product <= INT64_MAX, "{}: shape {} is larger than any file", place,
-      fmt::join(entry.shape, ", "));
-  return empty ? 0 : product;
-}
-
 std::vector<int64_t> integers(const json& list, const char* field, const std::string& place) {
   PITH_CHECK(list.is_array() && list.size() <= kMostDimensions,
       "{}: {} must be an array of at most {} dimensions", place, field, kMostDimensions);
@@ -54,7 +39,14 @@ TensorEntry parse_entry(const json& object, const std::string& place) {
   PITH_CHECK(range.size() == 2, "{}: data_offsets is not a pair", place);
   TensorEntry entry{dtype->second, integers(object["shape"], "shape", place),
       static_cast<uint64_t>(range[0]), static_cast<uint64_t>(range[1])};
-  const uint64_t size = byte_size(entry, place);
+  // Zero-sized dimensions do not hide an overflow in the others: strides are computed from them.
+  auto product = static_cast<int64_t>(c10::elementSize(entry.dtype));
+  bool overflow = false;
+  for (const int64_t n : entry.shape)
+    overflow |= __builtin_mul_overflow(product, std::max<int64_t>(n, 1), &product);
+  PITH_CHECK(
+      !overflow, "{}: shape {} is larger than any file", place, fmt::join(entry.shape, ", "));
+  const auto size = std::ranges::count(entry.shape, 0) > 0 ? 0 : static_cast<uint64_t>(product);
   PITH_CHECK(entry.end >= entry.begin && entry.end - entry.begin == size,
       "{}: bytes {} to {} do not hold {} of shape ({}), {} bytes", place, entry.begin, entry.end,
       dtype_name(entry.dtype), fmt::join(entry.shape, ", "), size);
@@ -101,14 +93,13 @@ SafetensorsHeader parse_safetensors_header(
   SafetensorsHeader header;
   header.data_offset = 8 + length;
   for (const auto& [name, value] : document.items()) {
-    if (name != "__metadata__") {
+    if (name != "__metadata__")
       header.tensors.emplace(name, parse_entry(value, fmt::format("{}: tensor {}", source, name)));
-      continue;
-    }
-    for (const auto& [key, text] : value.items()) {
-      PITH_CHECK(text.is_string(), "{}: __metadata__: {} is not a string", source, key);
-      header.metadata.emplace(key, text.get<std::string>());
-    }
+  }
+  const json metadata = document.value("__metadata__", json());
+  for (const auto& [key, text] : metadata.items()) {
+    PITH_CHECK(text.is_string(), "{}: __metadata__: {} is not a string", source, key);
+    header.metadata.emplace(key, text.get<std::string>());
   }
   check_layout(header, file_size - header.data_offset, source);
   return header;
@@ -167,12 +158,12 @@ WrittenFile write_safetensors(
       path.string(), tensors.size());
   OutputFile out(path);
   out.append(raw(uint64_t{header.size()}) + header);
-  WrittenFile written{path.filename().string(), 0, 0, {}};
+  WrittenFile written{path.filename().string(), 0, "", {}};
   for (const auto& [name, tensor] : tensors) {
     const Tensor dense = tensor.contiguous();
     const std::string_view bytes(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
     out.append(bytes);
-    written.tensors.emplace_back(name, xxh3(bytes));
+    written.tensors.emplace(name, xxh3(bytes));
   }
   written.bytes = out.bytes();
   written.xxh3 = out.close();

@@ -1,12 +1,5 @@
 // The safetensors format: memory-mapped reading that trusts nothing, and writing.
 #pragma once
-#include <filesystem>
-#include <map>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
 #include "core/tensor.h"
 #include "engine/file_io.h"
 
@@ -19,9 +12,8 @@ struct TensorEntry {
 };
 
 // The header as the format defines it: 8 bytes length, JSON, data. Throws an Error that names
-// `source` and the tensor for every violation (length past the file, malformed JSON, unknown dtype,
-// size != shape x dtype, overlaps, gaps, trailing bytes). Allocates a multiple of the bytes given,
-// whatever they say.
+// `source` and the tensor for every violation. Allocates a multiple of the bytes given, whatever
+// they say.
 struct SafetensorsHeader {
   std::map<std::string, TensorEntry> tensors;
   std::map<std::string, std::string> metadata;

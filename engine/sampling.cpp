@@ -1,32 +1,15 @@
 #include "engine/sampling.h"
 
-#include "core/error.h"
 #include "core/random.h"
 
 namespace pith {
-namespace {
-
-// Uniform in [0, 1) with 53 bits.
-double uniform(uint64_t seed, uint64_t draw_index) {
-  const Philox4 bits = philox(stream_key(seed, "sampling"), draw_index);
-  const uint64_t high = bits.word[0] >> 5, low = bits.word[1] >> 6;
-  return static_cast<double>((high << 26) | low) * 0x1p-53;
-}
-
-void check_options(const SamplingOptions& options) {
-  PITH_CHECK(options.temperature >= 0 && std::isfinite(options.temperature),
-      "temperature {}: must be a finite number of at least 0", options.temperature);
-  PITH_CHECK(
-      options.top_p >= 0 && options.top_p <= 1, "top_p {}: must be in [0, 1]", options.top_p);
-  PITH_CHECK(
-      options.min_p >= 0 && options.min_p <= 1, "min_p {}: must be in [0, 1]", options.min_p);
-  PITH_CHECK(options.top_k >= 0, "top_k {}: must be at least 0", options.top_k);
-}
-
-}  // namespace
 
 int64_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw_index) {
-  check_options(options);
+  PITH_CHECK(options.temperature >= 0 && std::isfinite(options.temperature),
+      "temperature {}: must be a finite number of at least 0", options.temperature);
+  for (const auto& [name, p] : {std::pair{"top_p", options.top_p}, {"min_p", options.min_p}})
+    PITH_CHECK(p >= 0 && p <= 1, "{} {}: must be in [0, 1]", name, p);
+  PITH_CHECK(options.top_k >= 0, "top_k {}: must be at least 0", options.top_k);
   PITH_CHECK(!logits.empty() && logits.size() <= std::numeric_limits<int32_t>::max(),
       "sampling from {} logits", logits.size());
   size_t best = 0;
@@ -71,7 +54,9 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   }
   if (options.min_p > 0) std::erase_if(ids, [&](int32_t id) { return weight(id) < options.min_p; });
 
-  const double target = uniform(options.seed, draw_index) * total_weight();
+  const Philox4 bits = philox(stream_key(options.seed, "sampling"), draw_index);
+  const uint64_t high = bits.word[0] >> 5, low = bits.word[1] >> 6;  // 53 bits: uniform in [0, 1)
+  const double target = static_cast<double>((high << 26) | low) * 0x1p-53 * total_weight();
   double sum = 0;
   int32_t drawn = static_cast<int32_t>(best);
   for (const int32_t id : ids) {

@@ -1,8 +1,5 @@
 // Drawing the next token from logits, on the host, reproducibly.
 #pragma once
-#include <cstdint>
-#include <span>
-
 namespace pith {
 
 struct SamplingOptions {

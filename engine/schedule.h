@@ -2,26 +2,21 @@
 // "DualPipe", cut-in-half form): of P ranks, rank r holds chunks r and 2 P - 1 - r of the layers,
 // so that rank 0 holds both embedding and head.
 #pragma once
-#include <cstdint>
-#include <string>
-#include <vector>
-
 namespace pith {
 
-// One action of a rank. Chunk 0 is the rank's chunk r, chunk 1 its chunk 2 P - 1 - r.
-struct Action {
-  enum class Kind {
-    forward,         // of (chunk, microbatch)
-    backward,        // of (chunk, microbatch), input and weight gradients
-    backward_input,  // the same with the weight gradients put off
-    weight,          // the weight gradients put off by backward_input of (chunk, microbatch)
-    overlapped,      // forward of (chunk, microbatch) against backward of the second pair
+// One pass over (chunk, microbatch). Chunk 0 is the rank's chunk r, chunk 1 its chunk 2 P - 1 - r.
+struct Pass {
+  enum Kind : char {
+    forward = 'F',
+    backward = 'B',        // input and weight gradients
+    backward_input = 'I',  // the same with the weight gradients put off
+    weight = 'W',          // the weight gradients put off by backward_input
   } kind;
   int chunk;
   int64_t microbatch;
-  int backward_chunk = 0;  // overlapped only
-  int64_t backward_microbatch = 0;
 };
+// What a rank does at a time: one pass, or a forward against a backward, in this order.
+using Action = std::vector<Pass>;
 
 // What rank `rank` of `ranks` executes for n micro-batches; n >= 2 ranks where ranks > 1. With
 // `overlap` false on one rank (no communication to hide) each micro-batch is finished before the
@@ -37,8 +32,7 @@ struct StageCosts {
   double forward = 1, backward_input = 1, weight = 1, hidden = 0;
 };
 
-// A simulated step: transfers take no time, an action starts when its rank is free and its input is
-// there.
+// A simulated step: transfers take no time, an action starts when rank and input are ready.
 struct Simulation {
   struct Interval {
     double begin, end;

@@ -74,10 +74,6 @@ ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype,
   if (training) point_at(grads, {});
 }
 
-Tensor ShardGroup::slice(const Tensor& buffer, size_t i) const {
-  return buffer.narrow(0, offsets_[i], parameters_[i]->numel());
-}
-
 std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
   std::vector<Piece> pieces;
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -95,18 +91,13 @@ std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
 
 void ShardGroup::initialize(uint64_t seed, double init_std, int64_t num_layers) {
   const double output_std = init_std / std::sqrt(2.0 * static_cast<double>(num_layers));
-  for (const Piece& piece : pieces()) {
-    Tensor target = import_target().narrow(0, piece.begin, piece.count);
-    switch (piece.parameter->init) {
-      case Init::normal:
-        fill_normal(target, seed, piece.tensor->name, init_std, piece.first);
-        break;
-      case Init::output_normal:
-        fill_normal(target, seed, piece.tensor->name, output_std, piece.first);
-        break;
-      case Init::ones: target.fill_(1); break;
-      case Init::zeros: target.zero_(); break;
-    }
+  for (const auto& [parameter, tensor, first, begin, count] : pieces()) {
+    Tensor target = import_target().narrow(0, begin, count);
+    const bool output = parameter->init == Init::output_normal;
+    if (output || parameter->init == Init::normal)
+      fill_normal(target, seed, tensor->name, output ? output_std : init_std, first);
+    else
+      target.fill_(parameter->init == Init::ones ? 1 : 0);
   }
   publish();
 }
@@ -172,16 +163,6 @@ void ShardGroup::after_backward(bool last) {
   for (; reductions_->size() > 2; reductions_->pop_front()) reductions_->front().finish();
 }
 
-void ShardGroup::Reduction::finish() {
-  work.wait();
-  target.add_(sum);
-}
-
-void ShardGroup::zero_grad() {
-  (mode_ == ShardMode::keep ? grads : grad_part).zero_();
-  reduced_ = false;
-}
-
 void ShardGroup::start_reduction() {
   if (mode_ == ShardMode::reshard || std::exchange(reduced_, true)) return;
   reduction_ = shard_.reduce_scatter_async(grad_part, grads);
@@ -221,28 +202,6 @@ void finish_step(std::span<ShardGroup> groups) {
   std::vector<Work> replicas;
   for (ShardGroup& group : groups) replicas.push_back(group.finish_reduction());
   for (Work& work : replicas) work.wait();
-}
-
-void UnitShards::prefetch() const {
-  for (ShardGroup* group : groups) group->prefetch();
-}
-
-void UnitShards::before_forward() const {
-  prefetch();
-  for (ShardGroup* group : groups) group->before_forward();
-}
-
-void UnitShards::after_forward() const {
-  for (ShardGroup* group : groups) group->after_forward();
-}
-
-void UnitShards::before_backward() const {
-  prefetch();
-  for (ShardGroup* group : groups) group->before_backward();
-}
-
-void UnitShards::after_backward(bool last) const {
-  for (ShardGroup* group : groups) group->after_backward(last && group != tied);
 }
 
 ModelShards::ModelShards(

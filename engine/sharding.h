@@ -2,11 +2,6 @@
 // over processes (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054; HSDP: with replicas).
 #pragma once
 #include <deque>
-#include <map>
-#include <memory>
-#include <span>
-#include <string>
-#include <vector>
 
 #include "core/mesh.h"
 #include "core/parameter.h"
@@ -17,7 +12,7 @@ struct ModelPart;  // models/model.h
 
 // keep: weights and gradients stay whole on every rank; one reduce-scatter a step. reshard: weights
 // are whole between before_* and after_*, gradients from before_backward to after_backward; one
-// reduce-scatter a micro-batch. In a shard group of one process both are the same: keep.
+// reduce-scatter a micro-batch. A shard group of one process is always keep.
 enum class ShardMode { keep, reshard };
 
 // Weights in the compute dtype, FP32 gradients, master weights and moments of its parameters, each
@@ -25,9 +20,7 @@ enum class ShardMode { keep, reshard };
 // two for as long as the group lives. Parameters start at multiples of 64 elements, `size` is a
 // multiple of 64 x ranks; the padding stays zero. Rank i of the shard group owns the i-th of equal
 // parts: masters and moments exist in parts only. Ranks of the replicate group hold the same part.
-//
-// Collective calls (every rank of both groups, same order for all groups): constructor none;
-// prefetch, before_*, after_* , finish_step, publish, share_values, initialize: yes.
+// All calls but the constructor's are collective, in the same order for all groups.
 class ShardGroup {
  public:
   // A range of the flat buffers whose parameters share their weight decay.
@@ -35,8 +28,7 @@ class ShardGroup {
     bool decays;  // matrices, experts and embeddings
     int64_t begin, end;
   };
-  // Elements [first, first + count) of a Hugging Face tensor are [begin, begin + count) of the
-  // part.
+  // Elements [first, first + count) of a tensor are [begin, begin + count) of the part.
   struct Piece {
     const Parameter* parameter;
     const HfTensor* tensor;
@@ -50,11 +42,9 @@ class ShardGroup {
 
   // Random weights, tensor by tensor under their Hugging Face names: the same for any layout.
   void initialize(uint64_t seed, double init_std, int64_t num_layers);
-  // Where imported weights go: the part of the masters in training, else of the weights. Call
-  // publish() afterwards.
+  // Where imported weights go, before publish(): the masters in training, else the weights.
   Tensor import_target() const { return master.defined() ? master : value_part; }
-  // Rounds the masters into the weights (after import or initialisation; the optimizer does it
-  // itself) and shares them.
+  // Rounds the masters into the weights (the optimizer does it itself) and shares them.
   void publish();
   // After value_part was written: starts to bring the other ranks' parts (keep), or drops what was
   // gathered (reshard). Not between before_* and after_*.
@@ -62,22 +52,22 @@ class ShardGroup {
 
   // The pipeline's verbs; in keep mode before_* waits for shared values, and all but the last do
   // nothing else. Calls nest: forwards and backwards of several micro-batches may be open at once.
-  // Starts to gather the weights, ahead of before_*; idempotent.
-  void prefetch();
-  // Parameter::value may be read on the current stream until after_forward().
-  void before_forward();
+  void prefetch();        // starts to gather the weights, ahead of before_*; idempotent
+  void before_forward();  // Parameter::value may be read on the current stream until the next one
   void after_forward();
   // Parameter::value may be read and Parameter::grad added to until after_backward(), which comes
   // when the weight gradients are in, delayed ones too. A forward that adds weight gradients (the
   // head's loss) stands between these two instead of the forward's.
   void before_backward();
   // Starts to reduce the gradient: in reshard mode always, in keep mode where `last` says that no
-  // backward of this group follows in this step. At most two groups' whole gradients wait for their
-  // reduction. Without `last`, finish_step() does it.
+  // backward of this group follows in this step; else finish_step() does it. At most two groups'
+  // whole gradients wait for their reduction.
   void after_backward(bool last = false);
 
-  // Zeroes the gradients: the start of a step.
-  void zero_grad();
+  void zero_grad() {  // the start of a step
+    (mode_ == ShardMode::keep ? grads : grad_part).zero_();
+    reduced_ = false;
+  }
   // The steps of finish_step(groups), below.
   void start_reduction();
   [[nodiscard]] Work finish_reduction();
@@ -89,10 +79,10 @@ class ShardGroup {
   ShardMode mode() const { return mode_; }
   int64_t unit() const { return unit_; }
   int64_t part_begin() const { return shard_.rank() * value_part.numel(); }
-  // What this rank's part holds, in order.
-  std::vector<Piece> pieces() const;
-  // The part of a whole flat buffer that belongs to parameter i, flat.
-  Tensor slice(const Tensor& buffer, size_t i) const;
+  std::vector<Piece> pieces() const;                    // what this rank's part holds, in order
+  Tensor slice(const Tensor& buffer, size_t i) const {  // parameter i's of a whole buffer, flat
+    return buffer.narrow(0, offsets_[i], parameters_[i]->numel());
+  }
 
   // Flat. values and grads: whole; in reshard mode without memory outside of their verbs.
   // value_part and grad_part: this rank's, in keep mode views of those. All but the values are
@@ -102,7 +92,10 @@ class ShardGroup {
   struct Reduction {
     Work work;
     Tensor whole, sum, target;
-    void finish();
+    void finish() {
+      work.wait();
+      target.add_(sum);
+    }
   };
   using Reductions = std::deque<Reduction>;
   friend std::vector<ShardGroup> make_shard_groups(
@@ -132,16 +125,22 @@ std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Paramete
 void finish_step(std::span<ShardGroup> groups);
 
 // The groups of one unit, for the pipeline: the verbs of ShardGroup. Empty where this process
-// does not hold the unit.
+// does not hold the unit. `tied`: the head's embedding, whose own backward follows the head's last.
 struct UnitShards {
   std::vector<ShardGroup*> groups;
-  // The head's tied embedding: `last` does not hold for it, the embedding's backward follows.
   ShardGroup* tied = nullptr;
-  void prefetch() const;
-  void before_forward() const;
-  void after_forward() const;
-  void before_backward() const;
-  void after_backward(bool last = false) const;
+  void prefetch() const { std::ranges::for_each(groups, &ShardGroup::prefetch); }
+  void before_forward() const { start(&ShardGroup::before_forward); }
+  void after_forward() const { std::ranges::for_each(groups, &ShardGroup::after_forward); }
+  void before_backward() const { start(&ShardGroup::before_backward); }
+  void after_backward(bool last = false) const {
+    for (ShardGroup* group : groups) group->after_backward(last && group != tied);
+  }
+ private:
+  void start(void (ShardGroup::*verb)()) const {
+    prefetch();  // of all, before the first one waits
+    std::ranges::for_each(groups, verb);
+  }
 };
 
 // Addresses into the groups that make_shard_groups made of this part's parameter_units().
@@ -149,6 +148,7 @@ struct UnitShards {
 struct ModelShards {
   UnitShards embedding, head;
   std::map<int64_t, UnitShards> layers;  // by index in the whole model
+  ModelShards() = default;
   ModelShards(std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight);
 };
 

@@ -43,9 +43,7 @@ void install_signal_handlers() {
   action.sa_handler = handle_stop;
   action.sa_flags = SA_RESTART;  // a read or write in progress goes on
   sigemptyset(&action.sa_mask);
-  sigaction(SIGINT, &action, nullptr);
-  sigaction(SIGTERM, &action, nullptr);
-  sigaction(SIGUSR1, &action, nullptr);
+  for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
 }
 

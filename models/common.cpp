@@ -8,9 +8,7 @@ namespace pith {
 
 using nlohmann::json;
 
-bool Fields::has(const char* key) const {
-  return object_.contains(key) && !object_[key].is_null();
-}
+bool Fields::has(const char* key) const { return object_.contains(key) && !object_[key].is_null(); }
 const json& Fields::operator[](const char* key) const { return object_[key]; }
 
 int64_t Fields::count(const char* key, int64_t smallest) {
@@ -184,10 +182,9 @@ Parameter expert_gate_up_weight(
 Parameter expert_down_weight(
     const std::string& prefix, int64_t width, int64_t hidden, int64_t begin, int64_t end) {
   std::vector<HfTensor> tensors;
-  for (int64_t e = begin; e < end; ++e) {
+  for (int64_t e = begin; e < end; ++e)
     tensors.push_back({fmt::format("{}experts.{}.down_proj.weight", prefix, e), {hidden, width},
         hidden * width * (e - begin)});
-  }
   return Parameter(prefix + "experts.down_proj", {end - begin, hidden, width}, std::move(tensors),
       ParameterGroup::expert, Init::output_normal);
 }

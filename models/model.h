@@ -158,7 +158,7 @@ concept DecoderModel = requires(Model& model, const Model& constant, const Tenso
   { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
   { Model::Config::parse_file(std::filesystem::path()) } -> std::same_as<typename Model::Config>;
   { config.to_json(at::kBFloat16) } -> std::same_as<std::string>;  // config.json of a checkpoint
-  { config.size(i) } -> std::same_as<ModelSize>;  // i: sequence length
+  { config.size(i) } -> std::same_as<ModelSize>;                   // i: sequence length
 };
 
 // The part of one process that holds everything.

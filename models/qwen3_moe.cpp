@@ -4,7 +4,6 @@
 
 #include <nlohmann/json.hpp>
 #include <ranges>
-#include <ranges>
 
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"
@@ -85,7 +84,8 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
   int64_t matrices = vocab_size * h;  // the head, per token
   total.parameters = (tie_embeddings ? 1 : 2) * vocab_size * h + h;
   total.active_parameters = total.parameters;
-  for (const bool is_sparse : sparse | std::views::take(num_layers)) {
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    const bool is_sparse = sparse[static_cast<size_t>(layer)];
     const int64_t norms = 2 * h + 2 * head_dim, router = is_sparse ? num_experts * h : 0;
     const int64_t passed = is_sparse ? experts_per_token * expert : 3 * h * intermediate_size;
     const int64_t held = is_sparse ? num_experts * expert : passed;

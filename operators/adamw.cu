@@ -58,12 +58,11 @@ __global__ void __launch_bounds__(kThreads)
   for (; i + (kUnroll - 1) * stride + N <= n; i += kUnroll * stride) {
     Vec<float, N> loaded[kUnroll];
     for (int k = 0; k < kUnroll; ++k) loaded[k] = load<N>(x + i + k * stride);
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kUnroll; ++k)
       for (int j = 0; j < N; ++j) {
         const double value = loaded[k].v[j];
         sum += value * value;
       }
-    }
   }
   for (; i < n; i += stride)
     for (int64_t j = i; j < i + N && j < n; ++j) sum += static_cast<double>(x[j]) * x[j];

@@ -23,10 +23,9 @@ __global__ void __launch_bounds__(kThreads) add_rows_kernel(const int64_t* sorte
       valid[k] = i + k < num_tokens && sorted[i + k] == token;
       if (valid[k]) row[k] = load<N>(dy + position[i + k] * hidden + column);
     }
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kUnroll; ++k)
       for (int j = 0; j < N; ++j)
         if (valid[k]) sum[j] += to_float(row[k].v[j]);
-    }
     more = valid[kUnroll - 1];
   }
   float* target = grad + token * hidden + column;

@@ -59,9 +59,9 @@ bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offse
 void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns, CUstream_st* stream);
 
 // --- linear_cross_entropy ---
-// logits (rows, V) float32: writes logprobs (rows) and, with `gradient`, softmax - onehot(label)
-// over the logits, 0 for label -100; in BF16 a row fills the first half of its float row.
-void cross_entropy_rows(float* logits, const int64_t* labels, float* logprobs, int64_t rows,
+// logits (rows, V): writes logprobs (rows) and, with `gradient`, softmax - onehot(label) over the
+// logits, 0 for label -100.
+void cross_entropy_rows(void* logits, const int64_t* labels, float* logprobs, int64_t rows,
     int64_t vocabulary, bool gradient, bool is_bf16, CUstream_st* stream);
 
 // --- permute ---

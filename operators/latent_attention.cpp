@@ -5,6 +5,23 @@
 #include "operators/linear.h"
 
 namespace pith {
+namespace {
+
+// at::cat along the last dimension. On CUDA it moves element by element, so in elements of 16 bytes
+// where they fit: four times as fast.
+Tensor cat_last(const Tensor& a, const Tensor& b) {
+  const int64_t each = 16 / a.element_size();
+  const auto fits = [&](const Tensor& x) {
+    const auto whole = [&](int64_t n) { return n % each == 0; };
+    return x.stride(-1) == 1 && whole(x.size(-1)) && whole(x.storage_offset()) &&
+           std::ranges::all_of(x.strides().slice(0, static_cast<size_t>(x.dim() - 1)), whole);
+  };
+  if (!a.is_cuda() || !fits(a) || !fits(b)) return at::cat({a, b}, -1);
+  return at::cat({a.view(at::kComplexDouble), b.view(at::kComplexDouble)}, -1)
+      .view(a.scalar_type());
+}
+
+}  // namespace
 
 LatentKeys expand_latent(
     const Tensor& latent, const Tensor& rotary_key, Parameter& up, int64_t heads, int64_t v_dim) {
@@ -15,7 +32,7 @@ LatentKeys expand_latent(
   const Tensor kv = linear(latent, up).view({latent.size(0), heads, up.value.size(0) / heads});
   const int64_t plain = kv.size(2) - v_dim;  // Dn
   const Tensor shared = rotary_key.unsqueeze(1).expand({-1, heads, -1});
-  return {at::cat({kv.narrow(2, 0, plain), shared}, 2), kv.narrow(2, plain, v_dim)};
+  return {cat_last(kv.narrow(2, 0, plain), shared), kv.narrow(2, plain, v_dim)};
 }
 
 Tensor latent_attention(const Tensor& q, const Tensor& latent, const Tensor& rotary_key,
@@ -40,7 +57,7 @@ Tensor latent_attention(const Tensor& q, const Tensor& latent, const Tensor& rot
         dout.contiguous(), q, keys.k, keys.v, kept, span, /*causal=*/true, scale);
     const int64_t shared = rotary_key.size(1), plain = dk.size(2) - shared;
     const auto dtype = q.scalar_type();
-    const Tensor dkv = at::cat({dk.narrow(2, 0, plain), dv}, 2).flatten(1).to(dtype);
+    const Tensor dkv = cat_last(dk.narrow(2, 0, plain), dv).flatten(1).to(dtype);
     if (trained) add_or_defer({&up, dkv, latent, {}, {}});
     return Tensors{dq.to(dtype), multiply(dkv, up.value, dtype),
         widen(dk.narrow(2, plain, shared)).sum(1).to(dtype), Tensor()};

@@ -12,29 +12,28 @@ constexpr int64_t kIgnored = -100;
 // Rows of logits that exist at a time. Every chunk reads and writes the whole FP32 gradient of the
 // head, so on a GPU few large chunks win; on a CPU the logits should stay in its cache.
 int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
-  const int64_t budget_bytes = hidden.is_cuda() ? int64_t{1} << 30 : int64_t{16} << 20;
+  const int64_t budget_bytes = hidden.is_cuda() ? int64_t{5} << 28 : int64_t{16} << 20;
   const int64_t granularity = hidden.is_cuda() ? 128 : 16;
-  const int64_t limit = std::max(granularity, budget_bytes / (4 * vocabulary));
+  const int64_t row_bytes = vocabulary * (hidden.is_cuda() ? hidden.element_size() : 4);
+  const int64_t limit = std::max(granularity, budget_bytes / row_bytes);
   const int64_t chunks = std::max<int64_t>(1, (hidden.size(0) + limit - 1) / limit);
   const int64_t rows = (hidden.size(0) + chunks - 1) / chunks;  // of nearly equal size
   return (rows + granularity - 1) / granularity * granularity;
 }
 
-// logits (C, V) -> logprobs (C); returns their gradient softmax - onehot (C, V), 0 in ignored rows,
-// which takes the place of the logits, in the compute dtype where products can take it.
-Tensor logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient,
-    [[maybe_unused]] bool bf16) {
+// logits (C, V) -> logprobs (C) and, with `gradient`, logits <- softmax - onehot, 0 in ignored
+// rows.
+void logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient) {
   PITH_IF_CUDA (logits) {
-    cuda::cross_entropy_rows(write<float>(logits), read<int64_t>(labels), write<float>(logprobs),
-        logits.size(0), logits.size(1), gradient, bf16, current_stream());
-    return gradient && bf16 ? logits.view(at::kBFloat16).narrow(1, 0, logits.size(1)) : logits;
+    cuda::cross_entropy_rows(write(logits), read<int64_t>(labels), write<float>(logprobs),
+        logits.size(0), logits.size(1), gradient, is_bf16(logits), current_stream());
+    return;
   }
   const Tensor ignored = labels.eq(kIgnored), column = labels.clamp_min(0).unsqueeze(1);
   at::_log_softmax_out(logits, logits, 1, false);
   logprobs.copy_(logits.gather(1, column).squeeze(1)).masked_fill_(ignored, 0);
   if (gradient)
     logits.exp_().scatter_(1, column, -1, "add").index_fill_(0, ignored.nonzero().squeeze(1), 0);
-  return logits;
 }
 
 }  // namespace
@@ -49,7 +48,7 @@ CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const 
 
   const bool hidden_gradient = at::GradMode::is_enabled() && given.requires_grad();
   const bool weight_gradient = at::GradMode::is_enabled() && weight.value.requires_grad();
-  const bool bf16 = is_bf16(given), gradient = hidden_gradient || weight_gradient;
+  const bool gradient = hidden_gradient || weight_gradient;
   // CPU: BF16 operands are widened once here instead of once per chunk.
   const auto widened = [&](const Tensor& x) { return given.is_cuda() ? x : widen(x); };
   const Tensor hidden = widened(given.detach().contiguous());
@@ -61,20 +60,20 @@ CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const 
   Tensor dhidden = hidden_gradient ? at::empty_like(hidden) : Tensor();
   const int64_t chunk =
       std::min(chunk_tokens > 0 ? chunk_tokens : rows_per_chunk(hidden, vocabulary), num_tokens);
-  const Tensor buffer = at::empty({chunk, vocabulary}, wide), all_labels = labels.contiguous();
+  const Tensor buffer = at::empty({chunk, vocabulary}, given.is_cuda() ? given.options() : wide);
+  const Tensor all_labels = labels.contiguous();
   for (int64_t begin = 0; begin < num_tokens; begin += chunk) {
     const int64_t count = std::min(chunk, num_tokens - begin);
     const Tensor hidden_chunk = hidden.narrow(0, begin, count);
     Tensor logits = buffer.narrow(0, 0, count);
     Tensor logprobs = result.logprobs.narrow(0, begin, count);
     multiply_into(logits, hidden_chunk, matrix.t());
-    const Tensor dlogits =
-        logits_to_gradient(logits, all_labels.narrow(0, begin, count), logprobs, gradient, bf16);
+    logits_to_gradient(logits, all_labels.narrow(0, begin, count), logprobs, gradient);
     if (hidden_gradient) {
       Tensor out = dhidden.narrow(0, begin, count);
-      at::addmm_out(out, out, dlogits, matrix, /*beta=*/0, /*alpha=*/scale);
+      at::addmm_out(out, out, logits, matrix, /*beta=*/0, /*alpha=*/scale);
     }
-    if (weight_gradient) add_weight_gradient(weight.grad, dlogits, hidden_chunk, scale);
+    if (weight_gradient) add_weight_gradient(weight.grad, logits, hidden_chunk, scale);
   }
   const Tensor sum = result.logprobs.sum(at::kDouble);  // FP64: no digits lost over many tokens
   result.loss_sum = sum.neg().to(wide);

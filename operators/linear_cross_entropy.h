@@ -10,7 +10,8 @@ struct CrossEntropy {
   Tensor logprobs;  // (T) float32: log p(label), 0 where the label is -100, no gradient
 };
 
-// hidden (T, H), weight (V, H), labels (T) int64 in [0, V) or -100. Logits and softmax are FP32. In
+// hidden (T, H), weight (V, H), labels (T) int64 in [0, V) or -100. Softmax and loss are FP32, and
+// logits too but for BF16 on CUDA, where they are rounded once to BF16 as other trainers do. In
 // grad mode the gradient is made during the forward pass (three matrix products in all):
 // weight.grad += scale * dW now, and the backward hands out scale * dhidden; `loss` must therefore
 // be a root of the backward with gradient 1 (checked on the CPU). Without grad mode no buffer is

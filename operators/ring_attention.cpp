@@ -87,12 +87,11 @@ Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const A
     if (i + 1 < ring.size()) travel = pass_on(context, block, next);
     std::array<Tensor, 3> grad;
     const auto [k, v] = keys_values(block, q.size(2));
-    if (step.queries.count > 0) {
+    if (step.queries.count > 0)
       grad = attention_part_backward(take(dout, step.queries), take(q, step.queries),
           take(k, step.keys), take(v, step.keys),
           {take(whole.out, step.queries), take(whole.lse, step.queries)}, step.span,
           /*causal=*/i == 0, scale);
-    }
     if (i == 0) {
       dq = widen(grad[0]);
       down = at::cat({widen(grad[1]), widen(grad[2])}, 2);

@@ -209,11 +209,10 @@ void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, 
     with_spread<N>(rows.dim, [&](auto spread, unsigned threads) {
       const auto kernel = backward_kernel<T, decltype(spread)>;
       const size_t shared = static_cast<size_t>(rows.dim) * sizeof(float);
-      if (shared > 48 * 1024) {
+      if (shared > 48 * 1024)
         check(cudaFuncSetAttribute(
                   kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
             "rms_norm backward");
-      }
       kernel<<<blocks, threads, shared, stream>>>(static_cast<const T*>(x), rows,
           static_cast<const T*>(weight), rstd, static_cast<const T*>(dy), static_cast<T*>(dx),
           partial);

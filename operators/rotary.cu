@@ -22,7 +22,6 @@ __global__ void rotary_kernel(const T* x, const int32_t* positions, const float*
   const bool inside = position >= 0 && position < table_rows;
   const int64_t at = (inside ? position : 0) * half + i;
   Vec<T, N> out[2];
-#pragma unroll
   for (int j = 0; j < N; ++j) {
     const float c = inside ? cos[at + j] : nanf(""), s = sign * sin[at + j];
     const int a = NEIGHBOURS ? 2 * j : j, b = NEIGHBOURS ? 2 * j + 1 : N + j;

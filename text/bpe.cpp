@@ -33,6 +33,42 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
   merges_.resize(size_t{1} << (64 - shift_));
   for (const BpeMerge& m : merges)  // of a pair that is listed twice the last counts
     merges_[place(m.left, m.right)] = {pair_key(m.left, m.right), m.rank, m.merged};
+
+  // Parts of a piece are independent where symbols depend on nothing before them and stand for
+  // their characters.
+  const auto has = [](const auto& ids) {
+    return std::ranges::all_of(ids, [](int32_t id) { return id >= 0; });
+  };
+  const bool independent = config_.prefix.empty() && !config_.ignore_merges &&
+                           (has(config_.byte_level ? byte_ids_[0] : fallback_ids_) ||
+                               (config_.unk_id >= 0 && !config_.fuse_unk));
+  std::vector<bool> stands_in(tokens.size());
+  if (config_.unk_id >= 0) stands_in[static_cast<size_t>(config_.unk_id)] = true;
+  for (const int32_t id : fallback_ids_)
+    if (id >= 0) stands_in[static_cast<size_t>(id)] = true;
+  if (!independent) return;
+  joints_.resize(kJoints);
+  for (const BpeMerge& m : merges) {
+    const auto left = static_cast<size_t>(m.left), right = static_cast<size_t>(m.right);
+    if (stands_in[left] || stands_in[right]) {
+      joints_.clear();
+      return;
+    }
+    if (forms_[left].empty() || forms_[right].empty()) continue;  // no piece can hold them
+    joints_[joint(forms_[left], forms_[right])] = true;
+  }
+}
+
+// The place in joints_ of the border between two texts.
+size_t Bpe::joint(std::string_view before, std::string_view behind) const {
+  size_t first = 0;
+  if (config_.byte_level)
+    first = 1;
+  else
+    utf8_next(behind, first);
+  uint64_t key = static_cast<uint8_t>(before.back());
+  for (const char byte : behind.substr(0, first)) key = key << 8 | static_cast<uint8_t>(byte);
+  return (key * 0x9E3779B97F4A7C15ull) >> (64 - kJointBits);
 }
 
 size_t Bpe::place(int32_t left, int32_t right) const {
@@ -151,9 +187,25 @@ void Bpe::merge(Scratch& scratch) const {
   std::erase_if(symbols, [](const Scratch::Symbol& symbol) { return symbol.length == 0; });
 }
 
+// A long piece is encoded part by part between borders that no merge crosses: short parts are found
+// in the cache, and a piece may be a whole document (tokenizers without a pre-tokenizer).
 void Bpe::encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
     std::vector<uint32_t>* lengths) const {
-  if (piece.empty()) return;
+  if (!joints_.empty() && piece.size() > Scratch::kKeyBytes) {
+    size_t begin = 0;
+    for (size_t at = 1; at < piece.size(); ++at) {
+      const bool inside = !config_.byte_level && (static_cast<uint8_t>(piece[at]) & 0xC0) == 0x80;
+      if (inside || joints_[joint(piece.substr(0, at), piece.substr(at))]) continue;
+      encode_part(piece.substr(begin, at - begin), scratch, ids, lengths);
+      begin = at;
+    }
+    piece.remove_prefix(begin);
+  }
+  if (!piece.empty()) encode_part(piece, scratch, ids, lengths);
+}
+
+void Bpe::encode_part(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
+    std::vector<uint32_t>* lengths) const {
   Scratch::Entry* entry = nullptr;
   if (piece.size() <= Scratch::kKeyBytes) {
     const uint64_t hash = XXH3_64bits(piece.data(), piece.size());

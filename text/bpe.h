@@ -71,10 +71,15 @@ class Bpe {
     int32_t merged = -1;
   };
   static constexpr uint64_t kEmpty = ~0ull;
+  static constexpr int kJointBits = 18;
+  static constexpr size_t kJoints = size_t{1} << kJointBits;
 
   size_t place(int32_t left, int32_t right) const;  // in merges_
   const Slot& find(int32_t left, int32_t right) const { return merges_[place(left, right)]; }
   int32_t id_of(std::string_view form) const;  // -1: none
+  size_t joint(std::string_view before, std::string_view behind) const;
+  void encode_part(std::string_view part, Scratch& scratch, std::vector<int32_t>& ids,
+      std::vector<uint32_t>* lengths) const;
   void split_into_symbols(std::string_view piece, Scratch& scratch) const;
   void merge(Scratch& scratch) const;
 
@@ -83,6 +88,8 @@ class Bpe {
   std::unordered_map<std::string_view, int32_t> ids_;  // views forms_
   std::vector<Slot> merges_;
   int shift_ = 63;
+  std::vector<bool>
+      joints_;  // hashed (last byte, first character) of what some merge joins; empty: unused
   int32_t byte_ids_[2][256];  // of the first and of later symbols of a piece
   int32_t fallback_ids_[256];
 };

@@ -27,8 +27,7 @@ struct Candidate {
   }
 };
 
-// A different piece of the corpus and how often it stands there.
-struct Word {
+struct Word {  // a different piece of the corpus and how often it stands there
   std::vector<int32_t> symbols;
   int64_t count;
 };
@@ -65,7 +64,7 @@ void note(WordLists& lists, Pair pair, size_t word) {
 
 BpeTrainer::BpeTrainer(BpeTrainerOptions options) : options_(std::move(options)) {
   PITH_CHECK(options_.threads > 0, "a trainer needs at least one thread");
-  const auto needed = 256 + static_cast<int64_t>(options_.special_tokens.size());
+  const auto needed = 256 + std::ssize(options_.special_tokens);
   PITH_CHECK(options_.vocab_size >= needed,
       "a vocabulary of {} is smaller than the {} of bytes and special tokens", options_.vocab_size,
       needed);
@@ -97,24 +96,19 @@ Tokenizer BpeTrainer::train() const {
   };
   std::vector<std::pair<std::string, int32_t>> special;
   for (const std::string& token : options_.special_tokens) {
-    PITH_CHECK(!token.empty() && !ids.contains(token),
-        "special token \"{}\" is empty or given twice", token);
+    PITH_CHECK(
+        !token.empty() && !ids.contains(token), "special token \"{}\" is empty or twice", token);
     special.emplace_back(token, id_of(token));
   }
-  int32_t byte_ids[256];
-  std::vector<std::pair<char32_t, int>> alphabet;
+  std::map<std::string, int> alphabet;
   for (int byte = 0; byte < 256; ++byte)
-    alphabet.emplace_back(byte_to_char(static_cast<uint8_t>(byte)), byte);
-  std::sort(alphabet.begin(), alphabet.end());
-  for (const auto& [code, byte] : alphabet) {
-    std::string token;
-    utf8_append(code, token);
-    byte_ids[byte] = id_of(token);
-  }
+    alphabet[spell_bytes(std::string(1, static_cast<char>(byte)))] = byte;
+  int32_t byte_ids[256];
+  for (const auto& [token, byte] : alphabet) byte_ids[byte] = id_of(token);
 
-  Counts total = counts_[0];
-  for (size_t i = 1; i < counts_.size(); ++i)
-    for (const auto& [piece, count] : counts_[i]) total[piece] += count;
+  Counts total;
+  for (const Counts& counts : counts_)
+    for (const auto& [piece, count] : counts) total[piece] += count;
   std::vector<Word> words;
   std::unordered_map<Pair, int64_t, PairHash> pair_counts;
   WordLists lists;
@@ -142,7 +136,7 @@ Tokenizer BpeTrainer::train() const {
 
   std::vector<std::pair<int32_t, int32_t>> merges;
   std::unordered_map<Pair, size_t, PairHash> places;  // of each pair in merges
-  while (static_cast<int64_t>(vocabulary.size()) < options_.vocab_size && !queue.empty()) {
+  while (std::ssize(vocabulary) < options_.vocab_size && !queue.empty()) {
     Candidate top = std::move(const_cast<Candidate&>(queue.top()));  // popped at once: order holds
     queue.pop();
     const int64_t count = pair_counts[top.pair];

@@ -11,74 +11,68 @@ CorpusEncoder::CorpusEncoder(
     : reader_(std::move(files), settings.read, start),
       tokenizer_(std::move(tokenizer)),
       settings_(std::move(settings)) {
-  threads_.emplace_back([this] { read(); });
   for (int i = 0; i < settings_.workers; ++i) threads_.emplace_back([this] { work(); });
 }
 
 CorpusEncoder::~CorpusEncoder() {
-  const std::lock_guard lock(mutex_);
-  stopped_ = true;
-  changed_.notify_all();
-}
-
-void CorpusEncoder::read() {
-  for (bool more = true; more;) {
-    auto slot = std::make_shared<Slot>();
-    try {
-      more = reader_.next(slot->chunk);
-      if (!more) break;
-    } catch (...) {
-      slot->error = std::current_exception();
-      more = false;
-    }
-    slot->bytes = slot->chunk.bytes.size();
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] {
-      return stopped_ || slots_.empty() ||
-             (in_flight_ + slot->bytes <= settings_.bytes_in_flight &&
-                 std::ssize(slots_) < 8 * settings_.workers);
-    });
-    if (stopped_) break;
-    in_flight_ += slot->bytes;
-    slots_.push_back(std::move(slot));
-    changed_.notify_all();
-  }
   const std::lock_guard lock(mutex_);
   ended_ = true;
   changed_.notify_all();
 }
 
 void CorpusEncoder::work() {
-  for (std::unique_lock lock(mutex_);;) {
-    changed_.wait(lock, [&] { return stopped_ || ended_ || taken_ < slots_.size(); });
-    if (stopped_ || taken_ == slots_.size()) return;
-    const auto slot = slots_[taken_++];
-    lock.unlock();
+  while (true) {
+    std::unique_lock turn(reading_);
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] {
+        return ended_ || slots_.empty() ||
+               (in_flight_ < settings_.bytes_in_flight &&
+                   std::ssize(slots_) < 8 * settings_.workers);
+      });
+      if (ended_) return;
+    }
+    Chunk chunk;
+    std::exception_ptr error;
+    bool found = true;
     try {
-      if (!slot->error) encode(std::exchange(slot->chunk, {}), slot->encoded);
-    } catch (...) { slot->error = std::current_exception(); }
-    lock.lock();
-    slot->ready = true;
-    changed_.notify_all();
+      found = reader_.next(chunk);
+    } catch (...) { error = std::current_exception(); }
+    std::packaged_task<EncodedChunk()> task([&] {
+      if (error) std::rethrow_exception(error);
+      return encode(std::move(chunk));
+    });
+    {
+      const std::lock_guard lock(mutex_);
+      ended_ = ended_ || !found || error;
+      if (found) slots_.push_back({task.get_future(), chunk.bytes.size()});
+      in_flight_ += chunk.bytes.size();
+      changed_.notify_all();
+    }
+    turn.unlock();
+    if (found) task();
   }
 }
 
 bool CorpusEncoder::next(EncodedChunk& chunk) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return slots_.empty() ? ended_ : slots_.front()->ready; });
+  changed_.wait(lock, [&] { return ended_ || !slots_.empty(); });
   if (slots_.empty()) return false;
-  const auto slot = slots_.front();
+  const Slot& first = slots_.front();  // in line, where it counts, until it is done
+  lock.unlock();
+  first.encoded.wait();
+  lock.lock();
+  std::future<EncodedChunk> encoded = std::move(slots_.front().encoded);
+  in_flight_ -= first.bytes;
   slots_.pop_front();
-  --taken_;
-  in_flight_ -= slot->bytes;
   changed_.notify_all();
-  if (slot->error) std::rethrow_exception(slot->error);
-  chunk = std::move(slot->encoded);
+  chunk = encoded.get();
   return true;
 }
 
-void CorpusEncoder::encode(Chunk chunk, EncodedChunk& out) const {
+EncodedChunk CorpusEncoder::encode(Chunk chunk) const {
   using Kind = EncodedDocument::Kind;
+  EncodedChunk out;
   static_cast<ChunkPlace&>(out) = chunk;
   std::vector<Document> documents = read_documents(chunk, settings_.read);
   chunk = {};  // its bytes
@@ -98,12 +92,12 @@ void CorpusEncoder::encode(Chunk chunk, EncodedChunk& out) const {
     const XXH128_hash_t sum = XXH3_128bits(text.data(), text.size());
     encoded.fingerprint = {sum.high64, sum.low64};
     // A text that spells <|endoftext|> does not end there.
-    Encoding encoding =
-        tokenizer_.encode(text, {.add_special_tokens = false, .parse_special = false});
-    out.dropped_characters += encoding.dropped_characters;
-    encoded.ids = std::move(encoding.ids);
+    Encoding made = tokenizer_.encode(text, {.add_special_tokens = false, .parse_special = false});
+    out.dropped_characters += made.dropped_characters;
+    encoded.ids = std::move(made.ids);
     if (settings_.end_id) encoded.ids.push_back(*settings_.end_id);
   }
+  return out;
 }
 
 }  // namespace pith

@@ -1,9 +1,9 @@
-// Files to token ids: one reader, many workers, documents in the order of the files.
+// Files to token ids: many workers, documents in the order of the files.
 #pragma once
 #include <array>
 #include <condition_variable>
 #include <deque>
-#include <exception>
+#include <future>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -43,26 +43,22 @@ class CorpusEncoder {
   // Error of the reader comes after all chunks before it.
   bool next(EncodedChunk& chunk);
  private:
-  struct Slot {  // from the reader to next(): workers fill `encoded` and set `ready`
-    Chunk chunk;
-    EncodedChunk encoded;
-    std::exception_ptr error;
-    uint64_t bytes = 0;
-    bool ready = false;
+  struct Slot {
+    std::future<EncodedChunk> encoded;
+    uint64_t bytes;  // of its text
   };
-  void read();
   void work();
-  void encode(Chunk chunk, EncodedChunk& out) const;
+  EncodedChunk encode(Chunk chunk) const;
 
   InputReader reader_;
   Tokenizer tokenizer_;
   EncodeSettings settings_;
-  std::mutex mutex_;
+  std::mutex reading_;  // a worker's turn: it reads a chunk and puts a slot for it in line
+  std::mutex mutex_;    // of what follows
   std::condition_variable changed_;
-  std::deque<std::shared_ptr<Slot>> slots_;  // in the order of the files
-  size_t taken_ = 0;                         // how many of them workers have begun
+  std::deque<Slot> slots_;  // in the order of the files
   uint64_t in_flight_ = 0;
-  bool ended_ = false, stopped_ = false;
+  bool ended_ = false;
   std::vector<std::jthread> threads_;  // the last member: the first to go
 };
 

@@ -16,7 +16,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "text/parquet/parquet_plugin.h"
 
 namespace pith {
 namespace {
@@ -24,14 +23,14 @@ namespace {
 namespace fs = std::filesystem;
 using Layout = Chunk::Layout;
 
-constexpr size_t kRead = 256 << 10;
-constexpr size_t kChunk = 512 << 10;
+constexpr size_t kRead = 256 << 10, kChunk = 512 << 10;
 
 // --- which files ---
 
-std::vector<std::string> files_below(
-    const std::string& folder, const std::vector<std::string>& endings) {
-  std::vector<std::string> found;
+using Strings = std::vector<std::string>;
+
+Strings files_below(const std::string& folder, const Strings& endings) {
+  Strings found;
   for (auto entry = fs::recursive_directory_iterator(folder); entry != end(entry); ++entry) {
     const std::string name = entry->path().filename().string();
     const auto fits = [&](const std::string& ending) {
@@ -46,11 +45,11 @@ std::vector<std::string> files_below(
   return found;
 }
 
-std::vector<std::string> expand(const std::string& path) {
+Strings expand(const std::string& path) {
   if (fs::exists(path)) return {path};
   glob_t matches{};
   ::glob(path.c_str(), GLOB_NOSORT, nullptr, &matches);
-  std::vector<std::string> found(matches.gl_pathv, matches.gl_pathv + matches.gl_pathc);
+  Strings found(matches.gl_pathv, matches.gl_pathv + matches.gl_pathc);
   ::globfree(&matches);
   PITH_CHECK(!found.empty(), "{} does not exist", path);
   std::ranges::sort(found);
@@ -88,8 +87,8 @@ class ByteSource {
     while (true) {
       if (input_.pos < input_.size || more_ != 0) {
         more_ = ZSTD_decompressStream(zstd_.get(), &output, &input_);
-        PITH_CHECK(
-            !ZSTD_isError(more_), "cannot decompress {}: {}", path_, ZSTD_getErrorName(more_));
+        const bool failed = ZSTD_isError(more_) != 0;
+        PITH_CHECK(!failed, "cannot decompress {}: {}", path_, ZSTD_getErrorName(more_));
         if (output.pos > 0) return output.pos;
         if (input_.pos < input_.size) continue;
       }
@@ -128,8 +127,7 @@ class ByteSource {
     return static_cast<size_t>(n);
   }
   [[noreturn]] void fail_short() const {
-    PITH_FAIL_HINT(
-        "copy or download it again", "{} is cut short: its compressed data ends early", path_);
+    PITH_FAIL_HINT("copy or download it again", "{} is cut short: its data ends early", path_);
   }
 
   std::string path_;
@@ -183,9 +181,8 @@ void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadO
     out.id = id.get(text) ? simdjson::minify(id) : std::string(text);
   if (find(root, options.text_field).get(field))
     out.problem = fmt::format("no field \"{}\"", options.text_field);
-  else if (field.get(text))
-    out.problem = fmt::format(
-        "field \"{}\" is {:.40}, not text", options.text_field, simdjson::minify(field));
+  else if (const std::string& name = options.text_field; field.get(text))
+    out.problem = fmt::format("field \"{}\" is {:.40}, not text", name, simdjson::minify(field));
   else
     out.text = text;
 }
@@ -220,8 +217,8 @@ struct InputReader::State {
   void open(const std::string& path, Layout layout) {
     if (layout == Layout::kRows) {
       std::string error;
-      table.reset(parquet().open(path.c_str(), options.text_field.c_str(), at.line, error),
-          parquet().close);
+      const char* column = options.text_field.c_str();
+      table.reset(parquet().open(path.c_str(), column, at.line, error), parquet().close);
       PITH_CHECK(table, "{}: {}", path, error);
     } else {
       source.emplace(path);
@@ -241,11 +238,11 @@ struct InputReader::State {
   bool next_file(Chunk& chunk) {
     if (at.offset > 0) return false;
     while (pending.size() <= options.max_line && read_more()) {}
-    if (pending.size() > options.max_line)
+    chunk.bytes = std::exchange(pending, {});
+    if (chunk.bytes.size() > options.max_line) {
       chunk.problem = too_long("this file, one document,", options.max_line);
-    else
-      chunk.bytes = std::move(pending);
-    pending = {};
+      chunk.bytes = {};
+    }
     at.offset = 1;
     return true;
   }
@@ -279,20 +276,42 @@ struct InputReader::State {
     return true;
   }
 
-  // Passes over a line that is too long to be held.
+  // Passes over a line that is too long to be held: all of `pending`, and more.
   bool skip_line(Chunk& chunk) {
-    size_t end;
-    while ((end = pending.find('\n')) == pending.npos) {
+    size_t end = 0;
+    while (end == 0) {
       at.offset += pending.size();
       pending.clear();
       if (!read_more()) break;
+      end = pending.find('\n') + 1;
     }
-    end = end == pending.npos ? 0 : end + 1;
     at.offset += end;
     pending.erase(0, end);
     ++at.line;
     chunk.problem = too_long("this line", options.max_line);
     return true;
+  }
+
+  bool next(Chunk& chunk) {
+    for (; at.file < std::ssize(files); at = {at.file + 1}) {
+      const InputFile& file = files[static_cast<size_t>(at.file)];
+      chunk = {};
+      chunk.layout = layout_of(file.path);
+      if (!source && !table) open(file.path, chunk.layout);
+      chunk.path = file.path;
+      chunk.line = at.line;
+      if (chunk.layout == Layout::kLines  ? next_lines(chunk)
+          : chunk.layout == Layout::kRows ? next_rows(chunk)
+                                          : next_file(chunk)) {
+        chunk.end = at;
+        chunk.bytes_read = bytes_before + (source ? source->consumed() : 0);
+        return true;
+      }
+      source.reset();
+      table.reset();
+      bytes_before += file.bytes;
+    }
+    return false;
   }
 };
 
@@ -303,31 +322,7 @@ InputReader::InputReader(std::vector<InputFile> files, ReadOptions options, Inpu
 }
 InputReader::~InputReader() = default;
 
-bool InputReader::next(Chunk& chunk) {
-  State& state = *state_;
-  while (state.at.file < std::ssize(state.files)) {
-    const InputFile& file = state.files[static_cast<size_t>(state.at.file)];
-    chunk = {};
-    chunk.layout = layout_of(file.path);
-    if (!state.source && !state.table) state.open(file.path, chunk.layout);
-    chunk.path = file.path;
-    chunk.file = state.at.file;
-    chunk.line = state.at.line;
-    const bool found = chunk.layout == Layout::kLines  ? state.next_lines(chunk)
-                       : chunk.layout == Layout::kRows ? state.next_rows(chunk)
-                                                       : state.next_file(chunk);
-    if (found) {
-      chunk.end = state.at;
-      chunk.bytes_read = state.bytes_before + (state.source ? state.source->consumed() : 0);
-      return true;
-    }
-    state.source.reset();
-    state.table.reset();
-    state.at = {state.at.file + 1};
-    state.bytes_before += file.bytes;
-  }
-  return false;
-}
+bool InputReader::next(Chunk& chunk) { return state_->next(chunk); }
 
 std::vector<Document> read_documents(const Chunk& chunk, const ReadOptions& options) {
   std::vector<Document> documents;

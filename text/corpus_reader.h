@@ -34,7 +34,6 @@ struct InputPosition {
 
 struct ChunkPlace {
   std::string path;
-  int64_t file = 0;
   InputPosition end;
   uint64_t bytes_read = 0;  // of all files up to here, as they lie on the disk
 };
@@ -70,5 +69,12 @@ struct Document {
 
 // All documents of a chunk; blank lines are none.
 std::vector<Document> read_documents(const Chunk& chunk, const ReadOptions& options);
+
+// What libpith_parquet.so offers, under the name pith_parquet_plugin.
+struct ParquetPlugin {
+  void* (*open)(const char* path, const char* column, int64_t first_row, std::string& error);
+  bool (*next)(void* handle, std::string& bytes, std::vector<int64_t>& sizes, std::string& error);
+  void (*close)(void* handle);
+};
 
 }  // namespace pith

@@ -40,38 +40,39 @@ const std::string& Tokenizer::State::spelling(int32_t id) const {
 namespace {
 
 // One text on its way through the stages. Pieces go depth first, so nothing but ids grows.
-class Encoder {
- public:
-  Encoder(const Tokenizer::State& state, const EncodeOptions& options, Bpe::Scratch& scratch,
-      Encoding& out)
-      : state_(state), options_(options), scratch_(scratch), out_(out) {}
+struct Encoder {
+  const Tokenizer::State& state;
+  const EncodeOptions& options;
+  Bpe::Scratch& scratch;
+  Encoding& out;
+  std::string_view input;
+  std::vector<uint32_t> lengths = {};
 
-  void run(std::string_view input) {
+  void run() {
     PITH_CHECK(input.size() < UINT32_MAX, "a text of {} bytes is too long", input.size());
-    input_ = input;
-    const bool track = options_.offsets || state_.needs_places;
-    split_at_added(state_.raw_added, {input}, [&](const Text& part) {
+    const bool track = options.offsets || state.needs_places;
+    split_at_added(state.raw_added, {input}, [&](const Text& part) {
       std::list<Rewriter> storage;
-      split_at_added(state_.normalized_added, state_.normalize(part, track, storage),
+      split_at_added(state.normalized_added, state.normalize(part, track, storage),
           [&](const Text& rest) { pre_tokenize(0, rest, track); });
     });
   }
- private:
+
   // Emits the added tokens in `text` and gives what lies between them to `rest`.
   template <class Rest>
   void split_at_added(const AddedTokenMatcher& matcher, const Text& text, Rest rest) {
     size_t done = 0, begin = 0, end = 0;
     const std::string_view s = text.text;
     while (const AddedToken* token = matcher.find(s, end, begin, end)) {
-      if (token->special && !options_.parse_special) continue;
+      if (token->special && !options.parse_special) continue;
       if (token->single_word && is_inside_word(s, begin, end)) continue;
       if (token->lstrip)
         for (size_t at = begin; at > done && is_white_space(utf8_previous(s, at));) begin = at;
       if (token->rstrip)
         for (size_t at = end; at < s.size() && is_white_space(utf8_next(s, at));) end = at;
       if (done < begin) rest(text.slice(done, begin));
-      out_.ids.push_back(token->id);
-      if (options_.offsets) place(text, begin, end, false);
+      out.ids.push_back(token->id);
+      if (options.offsets) place(text, begin, end, false);
       done = end;
     }
     if (done < s.size()) rest(text.slice(done, s.size()));
@@ -89,38 +90,38 @@ class Encoder {
   }
 
   void pre_tokenize(size_t stage, const Text& text, bool track) {
-    if (stage == state_.pre_tokenizers.size()) return model(text);
-    if (const auto* split = std::get_if<Split>(&state_.pre_tokenizers[stage])) {
+    if (stage == state.pre_tokenizers.size()) return model(text);
+    if (const auto* split = std::get_if<Split>(&state.pre_tokenizers[stage])) {
       split_text(*split, text.text, [&](size_t begin, size_t end) {
         pre_tokenize(stage + 1, text.slice(begin, end), track);
       });
     } else {
-      Rewriter out(text, track);
-      pre_tokenize(stage + 1, apply(state_.pre_tokenizers[stage], text, out), track);
+      Rewriter rewriter(text, track);
+      pre_tokenize(stage + 1, apply(state.pre_tokenizers[stage], text, rewriter), track);
     }
   }
 
   void model(const Text& text) {
-    if (!options_.offsets) return state_.bpe.encode(text.text, scratch_, out_.ids, nullptr);
-    lengths_.clear();
-    state_.bpe.encode(text.text, scratch_, out_.ids, &lengths_);
+    if (!options.offsets) return state.bpe.encode(text.text, scratch, out.ids, nullptr);
+    lengths.clear();
+    state.bpe.encode(text.text, scratch, out.ids, &lengths);
     size_t begin = 0;
-    for (const uint32_t length : lengths_) {
-      place(text, begin, begin + length, state_.byte_level);
+    for (const uint32_t length : lengths) {
+      place(text, begin, begin + length, state.byte_level);
       begin += length;
     }
   }
 
   void place(const Text& text, size_t begin, size_t end, bool bytes) {
     TokenSpan span = text.origin_of(begin, end);
-    if (state_.trim_offsets) trim(span, text.text.substr(begin, end - begin), bytes);
-    out_.offsets.push_back(span);
+    if (state.trim_offsets) trim(span, text.text.substr(begin, end - begin), bytes);
+    out.offsets.push_back(span);
   }
 
   // Takes the spaces at both ends of a token out of its span. A lone space before the first word
   // may be one that encoding added, which is not in the text.
   void trim(TokenSpan& span, std::string_view token, bool bytes) const {
-    const bool first = out_.offsets.empty() || span.begin == 0;
+    const bool first = out.offsets.empty() || span.begin == 0;
     size_t leading = 0, trailing = 0;
     if (bytes) {
       leading = std::min(token.find_first_not_of(' '), token.size());
@@ -130,19 +131,12 @@ class Encoder {
       for (size_t at = 0; at < token.size() && is_space(utf8_next(token, at));) ++leading;
       for (size_t at = token.size(); at > 0 && is_space(utf8_previous(token, at));) ++trailing;
     }
-    if (first && state_.trim_keeps_prefix_space && leading == 1) leading = 0;
+    if (first && state.trim_keeps_prefix_space && leading == 1) leading = 0;
     size_t begin = span.begin, end = span.end;
-    for (; leading > 0 && begin < end; --leading) utf8_next(input_, begin);
-    for (; trailing > 0 && end > begin; --trailing) utf8_previous(input_, end);
+    for (; leading > 0 && begin < end; --leading) utf8_next(input, begin);
+    for (; trailing > 0 && end > begin; --trailing) utf8_previous(input, end);
     span = {static_cast<uint32_t>(begin), static_cast<uint32_t>(end)};
   }
-
-  const Tokenizer::State& state_;
-  const EncodeOptions& options_;
-  Bpe::Scratch& scratch_;
-  Encoding& out_;
-  std::string_view input_;
-  std::vector<uint32_t> lengths_;
 };
 
 }  // namespace
@@ -163,7 +157,7 @@ Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options)
   }
   if (!scratch) scratch = std::make_unique<Bpe::Scratch>();
   scratch->dropped = 0;
-  Encoder(*state_, options, *scratch, encoding).run(input);
+  Encoder{*state_, options, *scratch, encoding, input}.run();
   encoding.dropped_characters = scratch->dropped;
   PITH_CHECK(!options.strict || encoding.dropped_characters == 0,
       "{} characters of the text have no token", encoding.dropped_characters);
@@ -212,7 +206,8 @@ std::optional<int32_t> Tokenizer::id(std::string_view token) const {
   return found == state_->ids.end() ? std::nullopt : std::optional(found->second);
 }
 bool Tokenizer::is_special(int32_t id) const {
-  return id >= 0 && id < vocab_size() && state_->special[static_cast<size_t>(id)];
+  const auto found = state_->added.find(id);
+  return found != state_->added.end() && found->second.special;
 }
 std::optional<int32_t> Tokenizer::bos_id() const { return state_->bos; }
 std::optional<int32_t> Tokenizer::eos_id() const { return state_->eos; }

@@ -17,9 +17,8 @@ using Json = nlohmann::json;
 
 std::string read_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
-  PITH_CHECK(file, "cannot open {}", path.string());
   std::string content{std::istreambuf_iterator<char>(file), {}};
-  PITH_CHECK(!file.bad(), "cannot read {}", path.string());
+  PITH_CHECK(file.is_open() && !file.bad(), "cannot read {}", path.string());
   return content;
 }
 
@@ -38,16 +37,13 @@ const Json& member(const Json& object, const char* key) {
 
 // A member of the type T; `otherwise` where it is missing or null.
 template <class T>
-T get(const Json& object, const char* key) {
+T get(const Json& object, const char* key, std::optional<T> otherwise = std::nullopt) {
   const Json& value = member(object, key);
+  if (value.is_null() && otherwise) return *otherwise;
   const Json kind = T{};
   PITH_CHECK(value.type() == kind.type(), "tokenizer.json: {} is {}, not a {}", key,
       value.dump().substr(0, 80), kind.type_name());
   return value.get<T>();
-}
-template <class T>
-T get(const Json& object, const char* key, const T& otherwise) {
-  return member(object, key).is_null() ? otherwise : get<T>(object, key);
 }
 std::string text_of(const Json& object, const char* key) { return get<std::string>(object, key); }
 std::string filled(const Json& object, const char* key) {
@@ -92,8 +88,8 @@ Regex pattern_of(const Json& json, Regex::Dialect dialect = Regex::Dialect::kOni
   return Regex::literal(filled(pattern, "String"));
 }
 
-SplitBehavior behavior_of(const Json& json) {
-  return static_cast<SplitBehavior>(choose("split behavior", text_of(json, "behavior"),
+SplitBehavior behavior_of(const std::string& name) {
+  return static_cast<SplitBehavior>(choose("split behavior", name,
       {"Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous"}));
 }
 
@@ -103,7 +99,7 @@ Replace replace_of(const Json& json) { return {pattern_of(json), text_of(json, "
 std::string scheme_of(const Json& json) {
   const auto scheme = get<std::string>(json, "prepend_scheme", "always");
   choose("Metaspace prepend_scheme", scheme, {"always", "first", "never"});
-  return get(json, "add_prefix_space", true) ? scheme : "never";
+  return get<bool>(json, "add_prefix_space", true) ? scheme : "never";
 }
 
 Stage make_normalizer(const Json& json) {
@@ -111,7 +107,8 @@ Stage make_normalizer(const Json& json) {
   if (type == "Lowercase") return Lowercase{};
   if (type == "Prepend") return Prepend{text_of(json, "prepend")};
   if (type == "Replace") return replace_of(json);
-  return static_cast<NormalForm>(choose("normalizer", type, {"NFC", "NFD", "NFKC", "NFKD"}));
+  const int form = choose("normalizer", type, {"NFC", "NFD", "NFKC", "NFKD"});
+  return NormalForm{form % 2 == 0, form >= 2};
 }
 
 constexpr std::string_view kGpt2Pattern =
@@ -120,20 +117,21 @@ constexpr std::string_view kGpt2Pattern =
 void read_pre_tokenizer(const Json& json, Regex::Dialect dialect, Tokenizer::State& state) {
   using enum SplitBehavior;
   auto add = [&](Stage stage) { state.pre_tokenizers.push_back(std::move(stage)); };
+  auto flag = [&](const char* key, bool otherwise) { return get<bool>(json, key, otherwise); };
   PITH_CHECK(!state.byte_level, "tokenizer.json: a pre_tokenizer after ByteLevel is not supported");
   const std::string type = text_of(json, "type");
   if (type == "Split") {
-    add(Split{pattern_of(json, dialect), behavior_of(json), get(json, "invert", false)});
+    const SplitBehavior behavior = behavior_of(text_of(json, "behavior"));
+    add(Split{pattern_of(json, dialect), behavior, flag("invert", false)});
   } else if (type == "ByteLevel") {
     state.byte_level = true;
-    if (get(json, "add_prefix_space", true)) add(Prepend{" ", true});
-    if (get(json, "use_regex", true)) add(Split{Regex(kGpt2Pattern), kIsolated});
+    if (flag("add_prefix_space", true)) add(Prepend{" ", true});
+    if (flag("use_regex", true)) add(Split{Regex(kGpt2Pattern), kIsolated});
   } else if (type == "Digits") {
-    const bool individual = get(json, "individual_digits", false);
-    add(Split{Regex(kDigitPattern), individual ? kIsolated : kContiguous});
+    add(Split{Regex(kDigitPattern), flag("individual_digits", false) ? kIsolated : kContiguous});
   } else if (type == "Punctuation") {
     add(Split{Regex(kPunctuationPattern, Regex::Dialect::kPcre2),
-        json.contains("behavior") ? behavior_of(json) : kIsolated});
+        behavior_of(get<std::string>(json, "behavior", "Isolated"))});
   } else if (type == "Whitespace") {  // words, and runs of anything else but space
     add(Split{Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWordMembers)), kRemoved, true});
   } else if (type == "WhitespaceSplit") {
@@ -142,7 +140,7 @@ void read_pre_tokenizer(const Json& json, Regex::Dialect dialect, Tokenizer::Sta
     const std::string space = filled(json, "replacement"), scheme = scheme_of(json);
     add(Replace{Regex::literal(" "), space});
     if (scheme != "never") add(Prepend{space, true, scheme == "first"});
-    if (get(json, "split", true)) add(Split{Regex::literal(space), kMergedWithNext});
+    if (flag("split", true)) add(Split{Regex::literal(space), kMergedWithNext});
     state.needs_places = state.needs_places || (scheme == "first" && !state.normalizers.empty());
   } else {
     refuse("pre_tokenizer", type);
@@ -154,34 +152,30 @@ Decoder make_decoder(const Json& json) {
   if (type == "ByteLevel") return DecodeByteLevel{};
   if (type == "ByteFallback") return DecodeByteFallback{};
   if (type == "Fuse") return DecodeFuse{};
-  if (type == "Replace") return replace_of(json);
-  if (type == "Strip") {
-    const std::string content = filled(json, "content");
-    size_t end = 0;
-    utf8_next(content, end);
-    return DecodeStrip{
-        content.substr(0, end), get<size_t>(json, "start"), get<size_t>(json, "stop")};
-  }
+  if (type == "Replace") return DecodeReplace{replace_of(json)};
   if (type == "Metaspace")
-    return DecodeMetaspace{filled(json, "replacement"), scheme_of(json) != "never"};
-  refuse("decoder", type);
+    return DecodeReplace{
+        {Regex::literal(filled(json, "replacement")), " "}, scheme_of(json) != "never"};
+  if (type != "Strip") refuse("decoder", type);
+  const std::string content = filled(json, "content");
+  size_t end = 0;
+  utf8_next(content, end);
+  return DecodeStrip{content.substr(0, end), get<size_t>(json, "start"), get<size_t>(json, "stop")};
 }
 
 void read_post_processor(const Json& json, Tokenizer::State& state) {
   const std::string type = text_of(json, "type");
   if (type == "ByteLevel") {
-    state.trim_offsets = state.trim_offsets || get(json, "trim_offsets", true);
-    state.trim_keeps_prefix_space = get(json, "add_prefix_space", true);
+    state.trim_offsets = state.trim_offsets || get<bool>(json, "trim_offsets", true);
+    state.trim_keeps_prefix_space = get<bool>(json, "add_prefix_space", true);
     return;
   }
   if (type != "TemplateProcessing") refuse("post_processor", type);
-  const Json& single = member(json, "single");
-  PITH_CHECK(single.is_array(), "tokenizer.json: TemplateProcessing without single");
   std::vector<int32_t> before, after;
   bool seen = false;
-  for (const Json& piece : single) {
-    if (piece.is_object() && piece.contains("Sequence")) {
-      PITH_CHECK(!seen && text_of(piece["Sequence"], "id") == "A",
+  for (const Json& piece : member(json, "single")) {
+    if (const Json& sequence = member(piece, "Sequence"); !sequence.is_null()) {
+      PITH_CHECK(!seen && text_of(sequence, "id") == "A",
           "tokenizer.json: TemplateProcessing must name the sequence A once");
       seen = true;
       continue;
@@ -191,10 +185,10 @@ void read_post_processor(const Json& json, Tokenizer::State& state) {
     PITH_CHECK(ids.is_array(), "tokenizer.json: TemplateProcessing names {} without ids", name);
     for (const Json& json_id : ids) {
       const int32_t id = (seen ? after : before).emplace_back(id_of(json_id));
-      PITH_CHECK(static_cast<size_t>(id) < state.tokens.size(), "tokenizer.json: no token {}", id);
+      PITH_CHECK(id < std::ssize(state.tokens), "tokenizer.json: no token {}", id);
     }
   }
-  PITH_CHECK(seen, "tokenizer.json: TemplateProcessing drops the sequence");
+  PITH_CHECK(seen, "tokenizer.json: TemplateProcessing has no sequence");
   state.prefix.insert(state.prefix.begin(), before.begin(), before.end());
   state.suffix.insert(state.suffix.end(), after.begin(), after.end());
 }
@@ -218,36 +212,42 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
   };
   for (const auto& [token, id] : vocab.items()) put(token, id_of(id));
   for (const Json& json : added) {
-    AddedToken token{filled(json, "content"), id_of(member(json, "id")),
-        get(json, "special", false), get(json, "normalized", true), get(json, "lstrip", false),
-        get(json, "rstrip", false), get(json, "single_word", false)};
+    auto flag = [&](const char* key) { return get<bool>(json, key, false); };
+    AddedToken token{filled(json, "content"), id_of(member(json, "id")), flag("special"),
+        get<bool>(json, "normalized", true), flag("lstrip"), flag("rstrip"), flag("single_word")};
     put(token.content, token.id);
     state.added[token.id] = token;
   }
-  state.special.resize(state.tokens.size());
-  for (const auto& [id, token] : state.added)
-    state.special[static_cast<size_t>(id)] = token.special;
+}
+
+// The halves of a merge: "a b", or ["a", "b"].
+std::pair<std::string, std::string> halves_of(const Json& merge) {
+  if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string())
+    return {merge[0].get<std::string>(), merge[1].get<std::string>()};
+  const std::string text = merge.is_string() ? merge.get<std::string>() : "";
+  const size_t space = text.find(' ');
+  PITH_CHECK(space != text.npos && space == text.rfind(' '),
+      "tokenizer.json: merge {} is not a pair", merge.dump());
+  return {text.substr(0, space), text.substr(space + 1)};
 }
 
 // `ranks` of the merges, where they are not 0, 1, ...
 void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>* ranks) {
   Json& model = file["model"];
-  if (const auto type = get<std::string>(model, "type", "BPE"); type != "BPE")
-    refuse("model", type);
-  const Json& dropout = member(model, "dropout");
-  PITH_CHECK(dropout.is_null() || dropout == 0.0, "tokenizer.json: dropout is not supported");
-  const Json& suffix = member(model, "end_of_word_suffix");
-  PITH_CHECK(suffix.is_null() || suffix == "",
-      "tokenizer.json: end_of_word_suffix {} is not supported", suffix.dump());
-
+  choose("model", get<std::string>(model, "type", "BPE"), {"BPE"});
+  for (const char* key : {"dropout", "end_of_word_suffix"}) {
+    const Json& value = member(model, key);
+    PITH_CHECK(value.is_null() || value == 0.0 || value == "",
+        "tokenizer.json: {} {} is not supported", key, value.dump());
+  }
   std::vector<std::string> tokens(state.tokens.size());
   for (const auto& [token, id] : model["vocab"].items()) tokens[id.get<size_t>()] = token;
-  Bpe::Config config;
-  config.byte_level = state.byte_level;
-  config.ignore_merges = get(model, "ignore_merges", false);
-  config.byte_fallback = get(model, "byte_fallback", false);
-  config.fuse_unk = get(model, "fuse_unk", false);
-  config.prefix = get<std::string>(model, "continuing_subword_prefix", "");
+  auto flag = [&](const char* key) { return get<bool>(model, key, false); };
+  Bpe::Config config{.byte_level = state.byte_level,
+      .ignore_merges = flag("ignore_merges"),
+      .byte_fallback = flag("byte_fallback"),
+      .fuse_unk = flag("fuse_unk"),
+      .prefix = get<std::string>(model, "continuing_subword_prefix", "")};
   auto id = [&](const std::string& token) {
     const auto found = state.ids.find(token);
     PITH_CHECK(found != state.ids.end() && !tokens[static_cast<size_t>(found->second)].empty(),
@@ -261,23 +261,11 @@ void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>
   std::vector<BpeMerge> list;
   list.reserve(merges.size());
   for (const Json& merge : merges) {
-    std::string left, right;
-    if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
-      merge[0].get_to(left);
-      merge[1].get_to(right);
-    } else {
-      if (merge.is_string()) merge.get_to(left);
-      const size_t space = left.find(' ');
-      PITH_CHECK(space != left.npos && space == left.rfind(' '),
-          "tokenizer.json: merge {} is not a pair", merge.dump());
-      right = left.substr(space + 1);
-      left.resize(space);
-    }
+    const auto [left, right] = halves_of(merge);
     const int32_t left_id = id(left), right_id = id(right);
-    PITH_CHECK(right.size() >= config.prefix.size(), "tokenizer.json: merge {} lacks the prefix",
-        merge.dump());
-    const size_t rank = list.size();
-    list.push_back({left_id, right_id, id(left + right.substr(config.prefix.size())),
+    const size_t rank = list.size(), cut = config.prefix.size();
+    PITH_CHECK(right.size() >= cut, "tokenizer.json: merge {} lacks the prefix", merge.dump());
+    list.push_back({left_id, right_id, id(left + right.substr(cut)),
         ranks ? (*ranks)[rank] : static_cast<uint32_t>(rank)});
   }
   model.erase("vocab");
@@ -306,10 +294,8 @@ void read_config(const std::string& text, Tokenizer::State& state) {
   state.pad = special("pad_token");
   const Json& chat = member(config, "chat_template");
   if (chat.is_string()) state.chat_template = chat.get<std::string>();
-  if (chat.is_array()) {  // several by name
-    for (const Json& named : chat)
-      if (member(named, "name") == "default") state.chat_template = text_of(named, "template");
-  }
+  for (const Json& named : chat)  // several by name
+    if (member(named, "name") == "default") state.chat_template = text_of(named, "template");
 }
 
 std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string config,
@@ -335,13 +321,11 @@ std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string
   read_model(file, *state, ranks);
 
   for (const auto& [id, token] : state->added) {
-    if (!token.normalized) {
-      state->raw_added.add(token.content, &token);
-      continue;
-    }
     std::list<Rewriter> storage;
-    const Text content = state->normalize({token.content}, false, storage);
-    state->normalized_added.add(std::string(content.text), &token);
+    if (token.normalized)
+      state->normalized_added.add(state->normalize({token.content}, false, storage).text, &token);
+    else
+      state->raw_added.add(token.content, &token);
   }
   if (!config.empty()) read_config(config, *state);
   if (!chat_template.empty()) state->chat_template = chat_template;
@@ -360,7 +344,7 @@ std::string decode_base64(std::string_view text) {
   while (text.ends_with('=')) text.remove_suffix(1);
   for (char c : text) {
     const size_t digit = digits.find(c);
-    PITH_CHECK(digit != std::string_view::npos, "{} is not base64", text);
+    PITH_CHECK(digit != digits.npos, "{} is not base64", text);
     bits = bits << 6 | static_cast<uint32_t>(digit);
     count += 6;
     if (count < 8) continue;
@@ -368,12 +352,6 @@ std::string decode_base64(std::string_view text) {
     bytes += static_cast<char>(bits >> count & 0xFF);
   }
   return bytes;
-}
-
-std::string spell_bytes(std::string_view bytes) {
-  std::string token;
-  for (char byte : bytes) utf8_append(byte_to_char(static_cast<uint8_t>(byte)), token);
-  return token;
 }
 
 }  // namespace
@@ -398,14 +376,13 @@ std::string byte_level_json(const std::vector<std::string>& vocabulary,
   model["ignore_merges"] = ignore_merges;
   for (size_t id = 0; id < vocabulary.size(); ++id)
     if (!vocabulary[id].empty()) model["vocab"][vocabulary[id]] = id;
-  for (const auto& [left, right] : merges)
-    model["merges"].push_back(
-        {vocabulary[static_cast<size_t>(left)], vocabulary[static_cast<size_t>(right)]});
+  const auto token = [&](int32_t id) { return vocabulary[static_cast<size_t>(id)]; };
+  for (const auto& [left, right] : merges) model["merges"].push_back({token(left), token(right)});
   for (const auto& [content, id] : special) {
-    Json& token = file["added_tokens"].emplace_back(Json::parse(R"({"single_word": false,
+    Json& added = file["added_tokens"].emplace_back(Json::parse(R"({"single_word": false,
         "lstrip": false, "rstrip": false, "normalized": false, "special": true})"));
-    token["id"] = id;
-    token["content"] = content;
+    added["id"] = id;
+    added["content"] = content;
   }
   return file.dump(1) + "\n";
 }
@@ -442,15 +419,11 @@ Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pa
   std::vector<std::string> tokens;  // bytes by id
   std::unordered_map<std::string, int32_t> ids;
   std::istringstream lines(ranks);
-  std::string line;
-  for (int64_t number = 1; std::getline(lines, line); ++number) {
-    if (line.empty()) continue;
-    std::istringstream fields(line);
-    std::string base64;
-    int64_t rank = -1;
-    fields >> base64 >> rank;
-    PITH_CHECK(fields && rank >= 0 && rank < 16 * number + 65536,
-        "tiktoken line {}: expected \"base64 rank\", got {}", number, line);
+  std::string base64;
+  int64_t rank = -1;
+  for (int64_t number = 1; lines >> base64; ++number) {
+    PITH_CHECK(lines >> rank && rank >= 0 && rank < 16 * number + 65536,
+        "tiktoken line {}: {} is not followed by its rank", number, base64);
     const auto index = static_cast<size_t>(rank);
     if (tokens.size() <= index) tokens.resize(index + 1);
     tokens[index] = decode_base64(base64);
@@ -477,16 +450,13 @@ Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pa
 
 void Tokenizer::save(const std::filesystem::path& folder) const {
   std::filesystem::create_directories(folder);
-  auto write = [&](const char* name, const std::string& content) {
-    if (content.empty()) return;
+  for (const auto& [name, content] :
+      {std::pair("tokenizer.json", &state_->json), {"tokenizer_config.json", &state_->config},
+          {"chat_template.jinja", &state_->chat_template_file}}) {
+    if (content->empty()) continue;
     std::ofstream file(folder / name, std::ios::binary);
-    file << content;
-    file.close();
-    PITH_CHECK(file, "cannot write {}", (folder / name).string());
-  };
-  write("tokenizer.json", state_->json);
-  write("tokenizer_config.json", state_->config);
-  write("chat_template.jinja", state_->chat_template_file);
+    PITH_CHECK(file << *content << std::flush, "cannot write {}", (folder / name).string());
+  }
 }
 
 }  // namespace pith

@@ -1,3 +1,7 @@
+// What happens to text before the model, and to tokens when they are decoded.
+#include <utf8proc.h>
+
+#include <algorithm>
 #include <charconv>
 
 #include "text/tokenizer_state.h"
@@ -13,10 +17,7 @@ TokenSpan Text::origin_of(size_t begin, size_t end) const {
 
 void Rewriter::copy(size_t end) {
   text_.append(from_.text.substr(copied_, end - copied_));
-  if (track_ && from_.origin)
-    origin_.insert(origin_.end(), from_.origin + copied_, from_.origin + end);
-  else if (track_)
-    for (size_t i = copied_; i < end; ++i) origin_.push_back(from_.origin_of(i, i + 1));
+  for (size_t i = copied_; track_ && i < end; ++i) origin_.push_back(from_.origin_of(i, i + 1));
   copied_ = end;
 }
 
@@ -50,47 +51,161 @@ Text Rewriter::finish() {
   return {text_, track_ ? origin_.data() : nullptr, from_.base};
 }
 
-Text apply(const Stage& stage, const Text& text, Rewriter& out) {
-  if (const auto* form = std::get_if<NormalForm>(&stage)) {
-    normalize(text, *form, out);
-  } else if (std::holds_alternative<Lowercase>(stage)) {
-    lowercase(text, out);
-  } else if (const auto* replace = std::get_if<Replace>(&stage)) {
-    std::vector<Change> changes;
-    for (size_t at = 0; at < replace->content.size();)
-      changes.push_back({utf8_next(replace->content, at), 1});
-    replace->pattern.for_each_match(text.text,
-        [&](size_t begin, size_t end) { out.replace(begin, end, changes, end - begin); });
-  } else if (const auto* prepend = std::get_if<Prepend>(&stage)) {
-    const bool there = prepend->unless_there && text.text.starts_with(prepend->content);
-    if (!there && !(prepend->only_at_start && text.base > 0)) out.prepend(prepend->content);
-  }
-  return out.finish();
-}
-
-int fallback_byte(const std::string& token) {
-  if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
-  int byte = 0;
-  return std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5] ? byte : -1;
-}
-
 namespace {
+
+// --- the forms and the lower case of Hugging Face, with its places: only changes are written ---
+
+struct Mark : Change {
+  int order;  // canonical combining class
+};
+
+int combining_order(char32_t code) {
+  if (code < 0x300 || unicode_is_inert(code)) return 0;
+  return utf8proc_get_property(static_cast<utf8proc_int32_t>(code))->combining_class;
+}
+
+void decompose(char32_t code, bool compatible, std::vector<Mark>& out) {
+  utf8proc_int32_t parts[32] = {static_cast<utf8proc_int32_t>(code)};
+  int bound = 0;
+  const auto options =
+      static_cast<utf8proc_option_t>(UTF8PROC_DECOMPOSE | (compatible ? UTF8PROC_COMPAT : 0));
+  utf8proc_ssize_t count = 1;
+  if (code >= 0xA0 && !unicode_is_inert(code))
+    count = utf8proc_decompose_char(parts[0], parts, 32, options, &bound);
+  for (utf8proc_ssize_t i = 0; i < count; ++i) {
+    const auto part = static_cast<char32_t>(parts[i]);
+    out.push_back({{part, i > 0}, combining_order(part)});
+  }
+}
+
+std::optional<char32_t> compose(char32_t first, char32_t second) {
+  utf8proc_int32_t pair[3] = {
+      static_cast<utf8proc_int32_t>(first), static_cast<utf8proc_int32_t>(second), 0};
+  const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
+  if (utf8proc_normalize_utf32(pair, 2, options) != 1) return std::nullopt;
+  const auto composed = static_cast<char32_t>(pair[0]);
+  return unicode_is_inert(composed) ? std::nullopt : std::optional(composed);
+}
+
+// Composition after UAX #15: a mark joins the last starter unless a mark of its class or higher, or
+// another starter, stands between.
+void compose_all(std::vector<Mark>& marks) {
+  std::vector<Mark> out;
+  size_t starter = SIZE_MAX;  // index in out
+  for (const Mark& mark : marks) {
+    const bool reaches = starter + 1 == out.size() || out.back().order < mark.order;
+    std::optional<char32_t> composed;
+    if (starter != SIZE_MAX && reaches) composed = compose(out[starter].code, mark.code);
+    if (composed) {
+      out[starter].code = *composed;
+      out[starter].moved += mark.moved - 1;
+    } else {
+      if (mark.order == 0) starter = out.size();
+      out.push_back(mark);
+    }
+  }
+  marks.swap(out);
+}
+
+// Code points that may change, or change others, in a form. All others are borders for it.
+using CodeSet = std::bitset<0x110000>;
+
+const CodeSet& active_codes(NormalForm form) {
+  static CodeSet sets[2][2];
+  static std::once_flag made[2][2];
+  CodeSet& active = sets[form.composes][form.compatible];
+  std::call_once(made[form.composes][form.compatible], [&] {
+    std::vector<Mark> parts, canonical;
+    for (char32_t code = 0xA0; code < 0x110000; ++code) {
+      if (code >= 0xD800 && code < 0xE000) continue;
+      parts.clear();
+      decompose(code, form.compatible, parts);
+      const auto changes = [&] { return parts.size() > 1 || parts[0].code != code; };
+      if (form.composes && changes()) {
+        compose_all(parts);
+        // Whatever ends a canonical decomposition can be the second half of a composition.
+        canonical.clear();
+        decompose(code, false, canonical);
+        for (size_t k = 1; k < canonical.size(); ++k) active.set(canonical[k].code);
+      }
+      if (changes() || combining_order(code) != 0) active.set(code);
+    }
+  });
+  return active;
+}
+
+void rewrite(const NormalForm& form, const Text& text, Rewriter& out) {
+  const CodeSet& active = active_codes(form);
+  const std::string_view s = text.text;
+  std::vector<Mark> marks;
+  std::string changed;
+  size_t border = 0;  // start of the last character that is no active one
+  for (size_t at = 0; at < s.size();) {
+    const size_t begin = at;
+    if (static_cast<uint8_t>(s[at]) < 0x80) {
+      border = at++;
+      continue;
+    }
+    if (!active[utf8_next(s, at)]) {
+      border = begin;
+      continue;
+    }
+    size_t end = at;  // take every active character that follows, too
+    for (size_t next = at; next < s.size() && active[utf8_next(s, next)];) end = next;
+    marks.clear();
+    for (size_t i = border; i < end;) decompose(utf8_next(s, i), form.compatible, marks);
+    for (auto run = marks.begin(); run != marks.end();) {  // sort each run of marks by class
+      const auto stop = std::ranges::find(run, marks.end(), 0, &Mark::order);
+      std::ranges::stable_sort(run, stop, {}, &Mark::order);
+      run = stop == marks.end() ? stop : stop + 1;
+    }
+    if (form.composes) compose_all(marks);
+    changed.clear();
+    for (const Mark& mark : marks) utf8_append(mark.code, changed);
+    if (changed != s.substr(border, end - border))
+      out.replace(border, end, std::vector<Change>(marks.begin(), marks.end()));
+    border = at = end;
+  }
+}
+
+void rewrite(const Lowercase&, const Text& text, Rewriter& out) {
+  for (size_t at = 0; at < text.text.size();) {
+    const size_t begin = at;
+    const char32_t code = utf8_next(text.text, at);
+    const bool two = code == 0x130;  // I with dot: the one letter that becomes two
+    const Change lower[2] = {{two ? U'i' : unicode_lower(code), 0}, {0x307, 1}};
+    if (lower[0].code != code) out.replace(begin, at, {lower, two ? 2u : 1u});
+  }
+}
+
+void rewrite(const Replace& replace, const Text& text, Rewriter& out) {
+  std::vector<Change> changes;
+  for (size_t at = 0; at < replace.content.size();)
+    changes.push_back({utf8_next(replace.content, at), 1});
+  replace.pattern.for_each_match(
+      text.text, [&](size_t begin, size_t end) { out.replace(begin, end, changes, end - begin); });
+}
+
+void rewrite(const Prepend& prepend, const Text& text, Rewriter& out) {
+  const bool there = prepend.unless_there && text.text.starts_with(prepend.content);
+  if (!there && !(prepend.only_at_start && text.base > 0)) out.prepend(prepend.content);
+}
+
+void rewrite(const Split&, const Text&, Rewriter&) {}
+
+// --- decoders ---
 
 using Tokens = std::vector<std::string>;
 
-void fuse(Tokens& tokens) {
-  std::string all;
-  for (const std::string& token : tokens) all += token;
-  tokens.assign(1, std::move(all));
+void decode(DecodeFuse, Tokens& tokens) {
+  tokens.assign(1, std::accumulate(tokens.begin(), tokens.end(), std::string()));
 }
-
-void decode(DecodeFuse, Tokens& tokens) { fuse(tokens); }
 
 void decode(DecodeByteLevel, Tokens& tokens) {
   std::string text;
   for (std::string& token : tokens)  // what is not spelled in bytes stands for itself
     if (auto bytes = spelled_bytes(token)) token.swap(*bytes);
-  fuse(tokens);
+  decode(DecodeFuse(), tokens);
   utf8_replace_invalid(tokens[0], text);
   tokens[0].swap(text);
 }
@@ -128,30 +243,34 @@ void decode(const DecodeStrip& d, Tokens& tokens) {
   }
 }
 
-void decode(const Replace& d, Tokens& tokens) {
-  for (std::string& token : tokens) {
+void decode(const DecodeReplace& d, Tokens& tokens) {
+  for (size_t i = 0; i < tokens.size(); ++i) {
     std::string out;
     size_t done = 0;
-    d.pattern.for_each_match(token, [&](size_t begin, size_t end) {
-      out.append(token, done, begin - done).append(d.content);
+    d.pattern.for_each_match(tokens[i], [&](size_t begin, size_t end) {
+      out.append(tokens[i], done, begin - done);
+      if (i > 0 || !d.drops_first) out += d.content;
       done = end;
     });
-    token = out.append(token, done);
-  }
-}
-
-void decode(const DecodeMetaspace& d, Tokens& tokens) {
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    const size_t spaces = i == 0 && d.drops_first ? 0 : 1;
-    for (size_t at = 0; (at = tokens[i].find(d.replacement, at)) != std::string::npos; at += spaces)
-      tokens[i].replace(at, d.replacement.size(), spaces, ' ');
+    tokens[i] = out.append(tokens[i], done);
   }
 }
 
 }  // namespace
 
-void apply(const Decoder& decoder, Tokens& tokens) {
+Text apply(const Stage& stage, const Text& text, Rewriter& out) {
+  std::visit([&](const auto& what) { rewrite(what, text, out); }, stage);
+  return out.finish();
+}
+
+void apply(const Decoder& decoder, std::vector<std::string>& tokens) {
   std::visit([&](const auto& d) { decode(d, tokens); }, decoder);
+}
+
+int fallback_byte(const std::string& token) {
+  if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
+  int byte = 0;
+  return std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5] ? byte : -1;
 }
 
 }  // namespace pith

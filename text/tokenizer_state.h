@@ -1,6 +1,5 @@
 // What a loaded tokenizer consists of. Private to text/: tokenizer_load.cpp makes a State from
-// files, tokenizer.cpp runs it, tokenizer_stages.cpp holds what happens to text before the model
-// and to tokens when they are decoded.
+// files, tokenizer.cpp runs it, tokenizer_stages.cpp holds its steps.
 #pragma once
 #include <bitset>
 #include <functional>
@@ -8,7 +7,7 @@
 #include <list>
 #include <map>
 #include <mutex>
-#include <span>
+#include <numeric>
 #include <variant>
 
 #include "text/bpe.h"
@@ -32,9 +31,8 @@ struct Text {
   TokenSpan origin_of(size_t begin, size_t end) const;
 };
 
-// A character of changed text and how the old text moved on: +1 the character is new and shares the
-// place of the old character before it; 0 it stands for one old character; -n for one and the n
-// after it.
+// A character of changed text. moved: +1 it is new and shares the place of the old character before
+// it; 0 it stands for one old character; -n for one and the n after it.
 struct Change {
   char32_t code;
   int moved;
@@ -44,8 +42,8 @@ struct Change {
 class Rewriter {
  public:
   Rewriter(const Text& from, bool track) : from_(from), track_(track) {}
-  // Replaces bytes [begin, end), which lie behind all replaced before. Dropped characters that
-  // stand before the first change are counted in bytes by `skipped`.
+  // Replaces bytes [begin, end), which lie behind all replaced before. `skipped`: bytes that are
+  // dropped before the first change.
   void replace(size_t begin, size_t end, std::span<const Change> changes, size_t skipped = 0);
   // Puts new text before everything, at the place of the first character.
   void prepend(std::string_view text);
@@ -61,7 +59,9 @@ class Rewriter {
 };
 
 // Stages: normalizers and pre-tokenizers. Only the latter split.
-enum class NormalForm { kNfc, kNfd, kNfkc, kNfkd };
+struct NormalForm {
+  bool composes, compatible;  // NFC and NFKC; NFKC and NFKD
+};
 struct Lowercase {};
 struct Replace {
   Regex pattern;
@@ -83,10 +83,6 @@ using Stage = std::variant<NormalForm, Lowercase, Replace, Prepend, Split>;
 
 // The text after a stage that is not Split; it may view `out`.
 Text apply(const Stage& stage, const Text& text, Rewriter& out);
-// The forms and the lower case of Hugging Face `tokenizers`, whose normaliser knows Unicode 12,
-// with its places. They write only what has to change.
-void normalize(const Text& text, NormalForm form, Rewriter& out);
-void lowercase(const Text& text, Rewriter& out);
 
 // Calls sink(begin, end) for the pieces of `text`.
 template <class Sink>
@@ -122,12 +118,11 @@ struct DecodeStrip {
   std::string content;  // one character
   size_t start, stop;
 };
-struct DecodeMetaspace {
-  std::string replacement;
-  bool drops_first;  // the space that encoding put before the text
+struct DecodeReplace : Replace {
+  bool drops_first = false;  // in the first token it drops: the space that encoding put there
 };
-using Decoder = std::variant<DecodeByteLevel, DecodeByteFallback, DecodeFuse, DecodeStrip, Replace,
-    DecodeMetaspace>;
+using Decoder =
+    std::variant<DecodeByteLevel, DecodeByteFallback, DecodeFuse, DecodeStrip, DecodeReplace>;
 
 // Applies one decoder to the spelled tokens of a text.
 void apply(const Decoder& decoder, std::vector<std::string>& tokens);
@@ -142,9 +137,9 @@ struct AddedToken {
 // Finds the leftmost, then longest, of a set of strings.
 class AddedTokenMatcher {
  public:
-  void add(const std::string& text, const AddedToken* token) {
+  void add(std::string_view text, const AddedToken* token) {
     if (text.empty()) return;
-    tokens_.try_emplace(text, token);
+    tokens_.try_emplace(std::string(text), token);
     starts_.set(static_cast<uint8_t>(text[0]));
   }
   // The first match at or behind `from`; nullptr when there is none.
@@ -158,7 +153,6 @@ struct Tokenizer::State {
   std::string json, config, chat_template_file;  // as they were read: save() writes them back
   std::vector<std::string> tokens;               // by id, added tokens included
   std::unordered_map<std::string, int32_t> ids;
-  std::vector<bool> special;
   std::map<int32_t, AddedToken> added;
   AddedTokenMatcher raw_added, normalized_added;
 
@@ -190,7 +184,7 @@ struct Tokenizer::State {
   }
 };
 
-// A tokenizer.json of a byte-level BPE whose tokens are spelled in byte_to_char, by id ("": none).
+// A tokenizer.json of a byte-level BPE. Tokens by id, as spell_bytes spells them ("": none).
 std::string byte_level_json(const std::vector<std::string>& vocabulary,
     const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
     bool ignore_merges, const std::vector<std::pair<std::string, int32_t>>& special);

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <bitset>
-#include <cstdlib>
+#include <sstream>
 #include <vector>
 
 #include "text/unicode_tables.h"
@@ -13,22 +13,19 @@
 namespace pith {
 namespace {
 
-// Bytes of the UTF-8 sequence that starts at text[at]: its length if it is well formed, else minus
-// the number of bytes that Python's errors="replace" turns into one U+FFFD.
-int sequence_at(std::string_view text, size_t at) {
-  auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
-  const uint8_t lead = byte(at);
-  if (lead < 0x80) return 1;
-  if (lead < 0xC2 || lead > 0xF4) return -1;
-  const int length = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
-  // The second byte has a narrower range after four leads: not overlong, no surrogate, <= 10FFFF.
-  uint8_t low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
-  uint8_t high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
-  for (int i = 1; i < length; ++i, low = 0x80, high = 0xBF) {
-    ++at;
-    if (at == text.size() || byte(at) < low || byte(at) > high) return -i;
-  }
-  return length;
+// Bytes of the well-formed sequence that begins `text`, 0 where none does.
+size_t sequence_length(std::string_view text) {
+  utf8proc_int32_t code;
+  const auto length = utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
+      static_cast<utf8proc_ssize_t>(text.size()), &code);
+  return length > 0 ? static_cast<size_t>(length) : 0;
+}
+
+// Bytes that Python's errors="replace" turns into one U+FFFD: all that more bytes could complete.
+size_t ill_formed_length(std::string_view text) {
+  for (size_t size = std::min<size_t>(text.size(), 3); size > 1; --size)
+    if (sequence_length(std::string(text.substr(0, size)).append(4 - size, '\x80'))) return size;
+  return 1;
 }
 
 struct CodeRange {
@@ -37,21 +34,18 @@ struct CodeRange {
 };
 using Table = std::vector<CodeRange>;  // sorted
 
-Table read_table(std::string_view text) {  // the texts of unicode_tables.h end in a space
+Table read_table(std::string_view text) {  // of unicode_tables.h
   Table table;
-  uint32_t value = 0;
-  for (const char* at = text.data(); at < text.data() + text.size();) {
-    char* end;
-    const auto first = static_cast<char32_t>(std::strtoul(at, &end, 16));
-    char32_t last = first;
-    if (*end == '-') last = static_cast<char32_t>(std::strtoul(end + 1, &end, 16));
-    if (*end == ':') {
+  std::istringstream in{std::string(text)};
+  in >> std::hex;
+  for (uint32_t value = 0, first = 0; in >> first;) {
+    uint32_t last = first;
+    const int separator = in.get();
+    if (separator == '-') in >> last;
+    if (separator == ':')
       value = first;
-      ++end;
-    } else {
+    else
       table.push_back({first, last, value});
-    }
-    at = end + 1;
   }
   std::ranges::sort(table, {}, &CodeRange::first);
   return table;
@@ -79,7 +73,7 @@ const auto stand_in_blocks = [] {
 size_t utf8_valid_prefix(std::string_view text) {
   if (simdjson::validate_utf8(text)) return text.size();
   size_t at = 0;
-  for (int length; (length = sequence_at(text, at)) > 0;) at += static_cast<size_t>(length);
+  while (const size_t length = sequence_length(text.substr(at))) at += length;
   return at;
 }
 
@@ -90,7 +84,7 @@ int64_t utf8_replace_invalid(std::string_view text, std::string& out) {
     out.append(text, 0, good);
     if (good == text.size()) return replaced;
     out += "\uFFFD";
-    text.remove_prefix(good + static_cast<size_t>(-sequence_at(text, good)));
+    text.remove_prefix(good + ill_formed_length(text.substr(good)));
   }
 }
 
@@ -115,8 +109,8 @@ char32_t unicode_stand_in(char32_t code) {
 
 bool unicode_stand_ins_respect(char32_t first, char32_t last) {
   return std::ranges::all_of(stand_ins, [&](const CodeRange& range) {
-    const bool other_inside = first <= range.value && range.value <= last;
-    if (other_inside) return first <= range.first && range.last <= last;
+    if (first <= range.value && range.value <= last)
+      return first <= range.first && range.last <= last;
     return range.first > last || first > range.last;
   });
 }
@@ -176,7 +170,11 @@ struct ByteAlphabet {
 const ByteAlphabet alphabet;
 }  // namespace
 
-char32_t byte_to_char(uint8_t byte) { return alphabet.character[byte]; }
+std::string spell_bytes(std::string_view bytes) {
+  std::string token;
+  for (const char byte : bytes) utf8_append(alphabet.character[static_cast<uint8_t>(byte)], token);
+  return token;
+}
 
 std::optional<std::string> spelled_bytes(std::string_view token) {
   std::string bytes;

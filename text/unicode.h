@@ -32,7 +32,7 @@ void utf8_append(char32_t code, std::string& out);
 char32_t unicode_stand_in(char32_t code);
 // Is every code point in first..last exactly when its stand-in is?
 bool unicode_stand_ins_respect(char32_t first, char32_t last);
-// Copies `text` with stand-ins in place and returns true; returns false when nothing needs one.
+// Copies `text` with stand-ins in place; false: nothing needs one.
 bool unicode_substitute(std::string_view text, std::string& out);
 // Younger than Hugging Face's normaliser: it neither decomposes, composes nor moves the code point.
 bool unicode_is_inert(char32_t code);
@@ -44,8 +44,8 @@ inline constexpr std::string_view kWordMembers =
     "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{200C}\\x{200D}\\x{24B6}-\\x{24E9}"
     "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 
-// GPT-2's printable stand-in for each byte, and the bytes of a token that is spelled in them.
-char32_t byte_to_char(uint8_t byte);
+// Bytes in GPT-2's printable stand-ins, and the bytes of a token that is spelled in them.
+std::string spell_bytes(std::string_view bytes);
 std::optional<std::string> spelled_bytes(std::string_view token);
 
 }  // namespace pith

@@ -24,8 +24,9 @@ CheckpointContent content_of(int64_t step, int64_t rows = 6) {
   for (const char* name : {"a.weight", "b.weight"}) {
     content.weights.emplace_back(name, at::full({rows, 4}, value, at::kBFloat16));
     for (const char* kind : {"master", "exp_avg", "exp_avg_sq"}) {
-      content.optimizer.push_back({kind, name, 10, 4 * rows, at::full({4 * rows - 10}, value + 1)});
-      content.optimizer.push_back({kind, name, 0, 4 * rows, at::full({10}, value)});
+      content.optimizer.emplace_back(
+          state_key(kind, name, 10, 4 * rows), at::full({4 * rows - 10}, value + 1));
+      content.optimizer.emplace_back(state_key(kind, name, 0, 4 * rows), at::full({10}, value));
     }
   }
   content.files = {

@@ -4,7 +4,7 @@
 
 #include <ATen/ops/equal.h>
 
-#include "engine/token_rows.h"
+#include "engine/batches.h"
 #include "tests/engine/tiny_model.h"
 
 namespace pith {

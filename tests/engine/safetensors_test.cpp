@@ -45,7 +45,7 @@ TEST(Safetensors, RoundTripOfEveryDtypeAndShape) {
   std::vector<Tensor> read;
   for (size_t i = 0; i < tensors.size(); ++i) {
     read.push_back(file->tensor(tensors[i].first));
-    EXPECT_EQ(written.tensors[i].second, xxh3(file->bytes(tensors[i].first)));
+    EXPECT_EQ(written.tensors.at(tensors[i].first), xxh3(file->bytes(tensors[i].first)));
   }
   file.reset();  // the mapping must outlive the file object
   for (size_t i = 0; i < tensors.size(); ++i) {

@@ -4,9 +4,9 @@
 #include <optional>
 
 #include "engine/batches.h"
+#include "engine/checkpoint.h"
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
-#include "engine/training_state.h"
 #include "models/deepseek_v2.h"
 #include "models/gpt_oss.h"
 #include "models/qwen3_moe.h"

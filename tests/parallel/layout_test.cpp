@@ -109,8 +109,7 @@ void check_kept(nlohmann::json config) {
   for (const bool recompute : {false, true}) {
     TinyModelOf<Model> tiny(config);
     zero_grads(tiny.groups);
-    Pipeline<Model> pipeline(
-        tiny.model, tiny.mesh, 512, {0.1, false}, {}, nullptr, recompute);
+    Pipeline<Model> pipeline(tiny.model, tiny.mesh, 512, {0.1, false}, {}, nullptr, recompute);
     const auto memory = std::make_shared<PeakMemory>();
     std::vector<RoutingTape> tapes(1);
     {

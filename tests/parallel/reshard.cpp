@@ -6,7 +6,6 @@
 #include "engine/checkpoint.h"
 #include "engine/file_io.h"
 #include "engine/pipeline.h"
-#include "engine/training_state.h"
 #include "models/qwen3_moe.h"
 #include "tests/parallel/world.h"
 

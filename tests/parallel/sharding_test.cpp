@@ -14,8 +14,8 @@
 #include <optional>
 
 #include "core/random.h"
+#include "engine/checkpoint.h"
 #include "engine/optimizer.h"
-#include "engine/training_state.h"
 #include "models/model.h"
 #include "operators/linear.h"
 #include "tests/parallel/world.h"
@@ -378,7 +378,7 @@ TEST(Sharding, AFailingRankFailsTheSaveAndLeavesTheOlderOne) {
   CheckpointContent content;
   content.step = 2;
   collect_state(many.groups, content);
-  if (world().rank() == 1) content.optimizer.front().offset = 1 << 20;
+  if (world().rank() == 1) content.optimizer.front().second = Tensor();
   std::string message;
   CheckpointWriter writer;
   writer.start(folder.path, std::move(content), 1, many.mesh.world);
@@ -387,7 +387,7 @@ TEST(Sharding, AFailingRankFailsTheSaveAndLeavesTheOlderOne) {
   } catch (const Error& error) { message = error.what(); }
   if (world().rank() <= 1) {
     EXPECT_NE(message.find("cannot save checkpoint"), std::string::npos) << message;
-    EXPECT_NE(message.find("do not lie within"), std::string::npos) << message;
+    EXPECT_NE(message.find("is not on the CPU"), std::string::npos) << message;
   }
   if (world().rank() == 0) { EXPECT_NE(message.find("rank 1"), std::string::npos) << message; }
   many.mesh.world.barrier();

@@ -1,10 +1,9 @@
 // The only file that knows libparquet: one column of text, a few rows at a time.
-#include "text/parquet/parquet_plugin.h"
-
 #include <parquet/api/reader.h>
 
-#include <memory>
 #include <stdexcept>
+
+#include "text/corpus_reader.h"
 
 namespace {
 

@@ -1,8 +1,6 @@
 """Compares ids, offsets and decoded text with Hugging Face `tokenizers`, text by text.
 
-    g++ -std=c++20 -O2 -I. -DFMT_HEADER_ONLY tests/oracle/tokenizers/driver.cpp text/*.cpp core/error.cpp \\
-        -l:libpcre2-8.a -l:libutf8proc.a -lpthread -o build/oracle_driver
-    pip install tokenizers==0.22.2 numpy
+    ./pith build oracle_driver; pip install tokenizers==0.22.2 numpy   (or all of it: ./pith test --oracle)
     python tests/oracle/tokenizers/compare.py --driver build/oracle_driver \\
         [--suite points|random|files] [--files DIR ...] [--number N] tokenizer.json ...
 

@@ -76,11 +76,14 @@ def main():
     parser.add_argument("--driver", required=True)
     parser.add_argument("--files", action="append", default=[])
     parser.add_argument("--limit", type=int, default=20 << 20, help="bytes of each folder")
+    parser.add_argument("--at-least", type=float, default=0)
     parser.add_argument("tokenizers", nargs="+")
     args = parser.parse_args()
+    slow = 0
     long_word = [b"abcdefghijklmnopqrstuvwxyz" * (10_000_000 // 26)]
     one_letter = [b"a" * 1_000_000]
     for path in args.tokenizers:
+        total = {}
         for folder in args.files:
             texts = list(file_texts([folder], args.limit))
             megabytes = sum(map(len, texts)) / 1e6
@@ -88,6 +91,8 @@ def main():
             for threads in (1, 2):
                 mine, load = time_mine(args.driver, path, frames, threads)
                 theirs, fast, their_load = time_theirs(path, texts, threads)
+                sums = total.setdefault(threads, [0.0, 0.0, 0.0])
+                total[threads] = [a + b for a, b in zip(sums, (mine, theirs, fast))]
                 print(
                     f"{path} {folder} {megabytes:.1f} MB, {threads} threads: "
                     f"mine {megabytes / mine:.1f} MB/s, theirs {megabytes / theirs:.1f} MB/s "
@@ -95,17 +100,23 @@ def main():
                     f"({fast / mine:.1f}); load {load:.2f} s, {their_load:.2f} s",
                     flush=True,
                 )
+        for threads, (mine, theirs, fast) in total.items():
+            slow += theirs < args.at_least * mine
+            print(
+                f"{path} all, {threads} threads: {theirs / mine:.2f} times as fast as encode_batch, "
+                f"{fast / mine:.2f} times as encode_batch_fast",
+                flush=True,
+            )
         for name, texts in (("10 MB word", long_word), ("1 MB of one letter", one_letter)):
-            for part in (
-                4,
-                2,
-                1,
-            ):  # a quarter, a half and all of it: time should grow in proportion
+            seconds = []
+            for part in (4, 2, 1):
                 frames = frames_of([t[: len(t) // part] for t in texts])
-                print(
-                    f"{path} {name} / {part}: {time_mine(args.driver, path, frames, 1)[0]:.3f} s",
-                    flush=True,
-                )
+                seconds.append(time_mine(args.driver, path, frames, 1)[0])
+                print(f"{path} {name} / {part}: {seconds[-1]:.3f} s", flush=True)
+            slow += seconds[2] > 8 * seconds[0] + 0.1  # quadratic time would be 16 times
+    if slow:
+        print(f"{slow} of these are too slow")
+    sys.exit(1 if slow else 0)
 
 
 if __name__ == "__main__":
