@@ -20,8 +20,8 @@ auto with_family(const std::filesystem::path& path, Use&& use) {
   if (family == "qwen3_moe") return use.template operator()<Qwen3MoeModel>();
   if (family == "deepseek_v2") return use.template operator()<DeepseekV2Model>();
   if (family == "gpt_oss") return use.template operator()<GptOssModel>();
-  PITH_FAIL_HINT("supported: qwen3_moe, deepseek_v2, gpt_oss", "{}: model_type \"{}\" is not supported",
-      path.string(), family);
+  PITH_FAIL_HINT("supported: qwen3_moe, deepseek_v2, gpt_oss",
+      "{}: model_type \"{}\" is not supported", path.string(), family);
 }
 
 }  // namespace pith

@@ -100,7 +100,7 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
     double dense = 0, expert = 0;
     for (const auto& unit : part.parameter_units())
       for (const Parameter* p : unit)
-        (is_of_experts(p->group) ? expert : dense) += real(p->numel());
+        (p->group == ParameterGroup::expert ? expert : dense) += real(p->numel());
     const double parts = (dense + expert * real(shape.ep)) / block;
     const double whole = config.parallel.weights == "keep" ? dense + expert : parts;
     const double layers = real(chunks[index(stage)] + chunks[index(2 * shape.pp - 1 - stage)]) *

@@ -27,19 +27,19 @@ struct RingStep {
   AttentionSpan span;
 };
 
-// Rows taken from R others: S of them, by number, and for each of R the places it was taken to.
+// S rows taken from R others, by number, and for each of R the places it was taken to.
 struct Gather {
   Tensor from;    // (S) int32
   Tensor places;  // (R, most places of a row) int32, then -1
 };
 
-// What layers with a window need on a context-parallel rank besides its own T tokens: the keys of
-// the positions before each of its chunks, as far as the window reaches.
+// What layers with a window need on a context-parallel rank: the keys of its tokens and of those
+// before each of its chunks that the window reaches, from the ranks that hold them (itself, too).
 struct Halo {
   int64_t window = 0;                   // 0: there is none
   Gather sent;                          // of own tokens, for one rank after another
   std::vector<int64_t> send, received;  // their numbers, to and from each rank
-  Gather keys;                          // from own tokens, then those received; in order of `span`
+  Gather keys;                          // of what is received, in the order of `span`
   AttentionSpan span;                   // documents cut at chunks; the last keys are the queries'
 };
 

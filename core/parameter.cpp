@@ -5,13 +5,13 @@
 namespace pith {
 
 int64_t HfTensor::numel() const { return c10::multiply_integers(shape); }
-int64_t HfTensor::first() const { return begin == 0 ? 0 : numel() / shape[0] * begin; }
-int64_t HfTensor::held() const { return c10::multiply_integers(held_shape()); }
-std::vector<int64_t> HfTensor::held_shape() const {
-  std::vector<int64_t> held = shape;
-  if (end >= 0) held.at(0) = end - begin;
-  return held;
+int64_t HfTensor::first_element() const { return rows == 0 ? 0 : numel() / shape[0] * first_row; }
+std::vector<int64_t> HfTensor::whole_shape() const {
+  std::vector<int64_t> whole = shape;
+  if (rows > 0) whole[0] = rows;
+  return whole;
 }
+int64_t HfTensor::whole_numel() const { return c10::multiply_integers(whole_shape()); }
 
 int64_t Parameter::numel() const { return c10::multiply_integers(shape); }
 
@@ -31,7 +31,7 @@ Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape,
     PITH_CHECK(part.offset == end,
         "parameter {}: {} starts at element {}, the one before ends at {}", name, part.name,
         part.offset, end);
-    end += part.held();
+    end += part.numel();
   }
   PITH_CHECK(end == numel(), "parameter {} has {} elements, its Hugging Face tensors {}", name,
       numel(), end);
@@ -41,12 +41,11 @@ Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {
   PITH_CHECK(flat_or_shaped.defined() && flat_or_shaped.is_contiguous(),
       "{} must be contiguous to be cut into Hugging Face tensors",
       describe(flat_or_shaped, part.name));
-  const int64_t count = part.held();
-  PITH_CHECK(part.offset >= 0 && part.offset + count <= flat_or_shaped.numel(),
+  PITH_CHECK(part.offset >= 0 && part.offset + part.numel() <= flat_or_shaped.numel(),
       "{} takes elements {} to {} of a parameter of {}", part.name, part.offset,
-      part.offset + count, flat_or_shaped.numel());
+      part.offset + part.numel(), flat_or_shaped.numel());
   // Detached: the view of an autograd leaf can be written without being recorded.
-  return flat_or_shaped.detach().view({-1}).narrow(0, part.offset, count).view(part.held_shape());
+  return flat_or_shaped.detach().view({-1}).narrow(0, part.offset, part.numel()).view(part.shape);
 }
 
 void Parameter::allocate(at::ScalarType dtype, at::Device device) {

@@ -11,24 +11,22 @@ namespace pith {
 enum class Init { normal, output_normal, ones, zeros };  // output_normal: std / sqrt(2 layers)
 
 // Decides weight decay (engine/optimizer.h): by default matrices, experts and embeddings decay.
-enum class ParameterGroup { matrix, expert, embedding, router, norm, bias, expert_bias };
-// Of one expert each along dim 0, and cut with them by expert parallelism.
-inline bool is_of_experts(ParameterGroup group) {
-  return group == ParameterGroup::expert || group == ParameterGroup::expert_bias;
-}
+// `expert`: of one expert each along dim 0; their biases (E, n) do not decay.
+enum class ParameterGroup { matrix, expert, embedding, router, norm, bias };
 
 // One tensor of the Hugging Face folder: a contiguous range of a parameter's elements. A fused
-// parameter (q, k, v; the experts' gate and up) is the concatenation of several. A tensor of all
-// experts is held by several ranks, some rows each.
+// parameter (q, k, v; the experts' gate and up) is the concatenation of several.
 struct HfTensor {
   std::string name;            // "model.layers.0.self_attn.q_proj.weight"
-  std::vector<int64_t> shape;  // as in the Hugging Face checkpoint
+  std::vector<int64_t> shape;  // as in the Hugging Face checkpoint; dim 0 may hold less
   int64_t offset;              // first element, counted in the flattened parameter
-  int64_t begin = 0, end = -1;     // rows (dim 0) that the parameter holds; -1: all
-  int64_t numel() const;           // of the whole tensor
-  int64_t first() const;           // of its elements the first that is held
-  int64_t held() const;            // elements
-  std::vector<int64_t> held_shape() const;
+  int64_t first_row = 0,
+          rows = 0;  // where dim 0 starts in a tensor of so many rows; 0: it is whole
+
+  int64_t numel() const;
+  int64_t first_element() const;  // in the whole tensor, flattened
+  std::vector<int64_t> whole_shape() const;
+  int64_t whole_numel() const;
 };
 
 // Non-copyable: operators and shard groups keep its address. `value` and `grad` are views into the
@@ -56,7 +54,7 @@ struct Parameter {
   Parameter& operator=(Parameter&&) = default;
 
   int64_t numel() const;
-  // A view of what is held of one Hugging Face tensor, in its shape.
+  // A view of what belongs to one Hugging Face tensor, in its shape.
   static Tensor view_of(const Tensor& flat_or_shaped, const HfTensor& part);
   // Gives the parameter buffers of its own, outside any shard group: for tests of operators.
   void allocate(at::ScalarType dtype, at::Device device);

@@ -79,112 +79,82 @@ struct Side {
   }
 };
 
-// Calls f(first key, first query, end) for each document with tokens in a chunk of `rank`, in the
-// order of its local tokens; positions in the unsplit rows.
-template <class F>
-void for_each_window(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank,
-    int64_t size, int64_t window, F&& f) {
-  const int32_t* cu = whole.cu_seqlens_host.const_data_ptr<int32_t>();
-  const int64_t documents = whole.cu_seqlens_host.numel() - 1;
-  int64_t d = 0;
-  for (size_t row = 0; row + 1 < rows.size(); ++row) {
-    const int64_t chunk = (rows[row + 1] - rows[row]) / (2 * size);
-    for (const int64_t number : {rank, 2 * size - 1 - rank}) {
-      const int64_t begin = rows[row] + number * chunk, end = begin + chunk;
-      while (d < documents && cu[d + 1] <= begin) ++d;
-      for (int64_t i = d; i < documents && cu[i] < end; ++i) {
-        const int64_t first = std::max<int64_t>(begin, cu[i]), last = std::min<int64_t>(end, cu[i + 1]);
-        if (first < last) f(std::max<int64_t>(cu[i], first - window + 1), first, last);
-      }
-    }
-  }
+AttentionSpan span_between(const Side& queries, const Side& keys, at::Device device) {
+  const Tensor cu_q = tensor_of(queries.cu, at::kInt), cu_k = tensor_of(keys.cu, at::kInt);
+  return {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest};
 }
 
-// Where a position of the unsplit rows is: the rank and the local token.
-std::pair<int64_t, int64_t> place_of(
-    const std::vector<int64_t>& rows, int64_t position, int64_t size) {
-  const auto row = std::ranges::upper_bound(rows, position) - 1;
-  const int64_t chunk = (row[1] - row[0]) / (2 * size), number = (position - *row) / chunk;
-  const bool high = number >= size;
-  return {high ? 2 * size - 1 - number : number,
-      *row / size + (high ? chunk : 0) + (position - *row) % chunk};
+// Where a rank's tokens are in the unsplit rows, in their order.
+std::vector<int64_t> tokens_of(const std::vector<int64_t>& rows, int64_t rank, int64_t size) {
+  std::vector<int64_t> tokens;
+  for (size_t i = 0; i + 1 < rows.size(); ++i) {
+    const int64_t chunk = (rows[i + 1] - rows[i]) / (2 * size);
+    for (const int64_t number : {rank, 2 * size - 1 - rank})
+      for (int64_t t = 0; t < chunk; ++t) tokens.push_back(rows[i] + number * chunk + t);
+  }
+  return tokens;
 }
 
 Gather gather_of(const std::vector<int64_t>& from, int64_t rows, at::Device device) {
-  std::vector<std::vector<int32_t>> places(static_cast<size_t>(rows));
+  std::vector<std::vector<int64_t>> places(static_cast<size_t>(rows));
   size_t most = 1;
   for (size_t i = 0; i < from.size(); ++i) {
     auto& its = places.at(static_cast<size_t>(from[i]));
-    its.push_back(narrow<int32_t>(i));
+    its.push_back(static_cast<int64_t>(i));
     most = std::max(most, its.size());
   }
-  const Tensor table = at::full({rows, static_cast<int64_t>(most)}, -1, at::TensorOptions(at::kInt));
-  for (size_t row = 0; row < places.size(); ++row)
-    std::ranges::copy(places[row], table.mutable_data_ptr<int32_t>() + row * most);
-  return {upload(at::tensor(at::ArrayRef<int64_t>(from)).to(at::kInt), device),
-      upload(table, device)};
+  std::vector<int64_t> table;
+  for (auto& its : places) {
+    its.resize(most, -1);
+    table.insert(table.end(), its.begin(), its.end());
+  }
+  return {upload(tensor_of(from, at::kInt), device),
+      upload(tensor_of(table, at::kInt).view({rows, static_cast<int64_t>(most)}), device)};
 }
 
 Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank, int64_t size,
     int64_t window, at::Device device) {
-  const int64_t tokens = rows.back() / size;
-  Halo halo;
-  halo.window = window;
-  halo.send.assign(static_cast<size_t>(size), 0);
-  halo.received = halo.send;
-  // Calls f(owner, local token) for what `member` needs of other ranks.
-  const auto for_each_fetched = [&](int64_t member, auto&& f) {
-    for_each_window(whole, rows, member, size, window, [&](int64_t key, int64_t query, int64_t) {
-      for (; key < query; ++key)
-        if (const auto [owner, token] = place_of(rows, key, size); owner != member) f(owner, token);
-    });
+  struct Home {
+    int64_t rank, token;
   };
-  std::vector<int64_t> sent, keys;
-  for (int64_t member = 0; member < size; ++member)
-    for_each_fetched(member, [&](int64_t owner, int64_t token) {
-      if (owner != rank) return;
-      sent.push_back(token);
-      ++halo.send[static_cast<size_t>(member)];
-    });
-  for_each_fetched(
-      rank, [&](int64_t owner, int64_t) { ++halo.received[static_cast<size_t>(owner)]; });
-  std::vector<int64_t> next(static_cast<size_t>(size));  // the place of the next row of each rank
-  std::exclusive_scan(halo.received.begin(), halo.received.end(), next.begin(), tokens);
-  Side queries;  // their numbers are not needed, only the borders
-  std::vector<int32_t> borders{0};
-  int64_t longest = 0;
-  for_each_window(whole, rows, rank, size, window, [&](int64_t key, int64_t query, int64_t end) {
-    longest = std::max(longest, end - key);
-    const int64_t first = place_of(rows, query, size).second;
-    queries.add({first, first + end - query});
-    for (; key < query; ++key) {
-      const auto [owner, token] = place_of(rows, key, size);
-      keys.push_back(owner == rank ? token : next[static_cast<size_t>(owner)]++);
+  std::vector<Home> homes(static_cast<size_t>(rows.back()));  // of each position
+  const auto home = [&](int64_t position) -> Home& { return homes[static_cast<size_t>(position)]; };
+  std::vector<std::vector<int64_t>> tokens;  // of each rank
+  for (int64_t member = 0; member < size; ++member) {
+    tokens.push_back(tokens_of(rows, member, size));
+    int64_t next = 0;
+    for (const int64_t position : tokens.back()) home(position) = {member, next++};
+  }
+  const int32_t* in_document = whole.positions.const_data_ptr<int32_t>();
+  std::vector<int64_t> sent, send(tokens.size()), received(tokens.size()), next(tokens.size());
+  Side queries, keys;  // of this rank, in the unsplit rows
+  for (size_t member = 0; member < tokens.size(); ++member) {
+    const std::vector<int64_t>& its = tokens[member];
+    for (size_t i = 0, end = 1; i < its.size(); i = end++) {  // neighbours in a document
+      while (end < its.size() && its[end] == its[end - 1] + 1 && in_document[its[end]] > 0) ++end;
+      const int64_t first = its[i] - std::min<int64_t>(in_document[its[i]], window - 1);
+      const Range reached{first, its[end - 1] + 1};
+      if (std::cmp_equal(member, rank)) queries.add({its[i], reached.end}), keys.add(reached);
+      for (int64_t key = first; key < reached.end; ++key)
+        if (home(key).rank == rank) sent.push_back(home(key).token), ++send[member];
     }
-    for (; key < end; ++key) keys.push_back(first + key - query);
-    borders.push_back(narrow<int32_t>(std::ssize(keys)));
-  });
-  halo.sent = gather_of(sent, tokens, device);
-  halo.keys = gather_of(keys, std::reduce(halo.received.begin(), halo.received.end(), tokens), device);
-  const Tensor cu_q = queries.borders(), cu_k = at::tensor(at::ArrayRef<int32_t>(borders));
-  halo.span = {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, longest};
-  return halo;
+  }
+  for (const int64_t key : keys.index) ++received[static_cast<size_t>(home(key).rank)];
+  std::exclusive_scan(received.begin(), received.end(), next.begin(), int64_t{0});
+  for (int64_t& key : keys.index) key = next[static_cast<size_t>(home(key).rank)]++;
+  return {window, gather_of(sent, rows.back() / size, device), send, received,
+      gather_of(keys.index, std::ssize(keys.index), device), span_between(queries, keys, device)};
 }
 
 }  // namespace
 
-MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at::Device device,
-    int64_t window) {
+MicroBatch split_context(
+    const MicroBatch& whole, int64_t rank, int64_t size, at::Device device, int64_t window) {
   const auto rows = row_borders(whole, size);
-  std::vector<int64_t> kept;
-  for (size_t i = 0; i + 1 < rows.size(); ++i) {
-    const int64_t chunk = (rows[i + 1] - rows[i]) / (2 * size);
-    for (const int64_t number : {rank, 2 * size - 1 - rank})
-      for (int64_t t = 0; t < chunk; ++t) kept.push_back(rows[i] + number * chunk + t);
-  }
+  const Tensor kept = tensor_of(tokens_of(rows, rank, size));
   MicroBatch part = whole;
   for (Tensor* tensor : {&part.tokens, &part.labels, &part.positions, &part.row_id})
-    *tensor = tensor->index_select(0, tensor_of(kept));
+    *tensor = tensor->index_select(0, kept);
   part.trained_tokens = part.labels.ne(-100).sum().item<int64_t>();
   part.cu_seqlens = whole.cu_seqlens_host;
   for (Tensor* tensor :
@@ -194,9 +164,8 @@ MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at
     Side queries, keys;
     for_each_piece(whole, rows, rank, (rank + size - i) % size, size,
         [&](const Range& q, const Range& k) { queries.add(q), keys.add(k); });
-    const Tensor cu_q = tensor_of(queries.cu, at::kInt), cu_k = tensor_of(keys.cu, at::kInt);
-    part.ring.push_back({queries.rows(device), keys.rows(device),
-        {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest}});
+    part.ring.push_back(
+        {queries.rows(device), keys.rows(device), span_between(queries, keys, device)});
   }
   if (size > 1 && window > 0) part.halo = halo_of(whole, rows, rank, size, window, device);
   return part;

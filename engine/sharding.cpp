@@ -13,7 +13,8 @@ constexpr int64_t kAlignment = 64;  // elements: rows of BF16 matrices start on 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 bool decays(const Parameter& parameter) {
-  return parameter.group == ParameterGroup::matrix || parameter.group == ParameterGroup::expert ||
+  const bool expert = parameter.group == ParameterGroup::expert && parameter.shape.size() > 2;
+  return expert || parameter.group == ParameterGroup::matrix ||
          parameter.group == ParameterGroup::embedding;
 }
 
@@ -80,10 +81,10 @@ std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
     for (const HfTensor& tensor : parameters_[i]->tensors) {
       const int64_t at = offsets_[i] + tensor.offset - part_begin();  // its start in the part
       const int64_t begin = std::max<int64_t>(at, 0);
-      const int64_t end = std::min(at + tensor.held(), value_part.numel());
-      if (begin < end)
-        pieces.push_back(
-            {parameters_[i], &tensor, tensor.first() + begin - at, begin, end - begin});
+      const int64_t end = std::min(at + tensor.numel(), value_part.numel());
+      if (begin >= end) continue;
+      const int64_t first = tensor.first_element() + begin - at;
+      pieces.push_back({parameters_[i], &tensor, first, begin, end - begin});
     }
   }
   return pieces;
@@ -181,7 +182,7 @@ std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Paramete
   for (size_t unit = 0; unit < units.size(); ++unit) {
     std::vector<Parameter*> dense, experts;
     for (Parameter* parameter : units[unit]) {
-      const bool cut = is_of_experts(parameter->group) && mesh.expert.size() > 1;
+      const bool cut = parameter->group == ParameterGroup::expert && mesh.expert.size() > 1;
       (cut ? experts : dense).push_back(parameter);
     }
     const auto add = [&](std::vector<Parameter*>& parameters, const Comm& shard,

@@ -152,13 +152,6 @@ Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size,
       ParameterGroup::matrix, Init::normal);
 }
 
-Parameter qkv_bias(const std::string& prefix, int64_t q_size, int64_t kv_size) {
-  return Parameter(prefix + "qkv_proj.bias", {q_size + 2 * kv_size},
-      {{prefix + "q_proj.bias", {q_size}, 0}, {prefix + "k_proj.bias", {kv_size}, q_size},
-          {prefix + "v_proj.bias", {kv_size}, q_size + kv_size}},
-      ParameterGroup::bias, Init::zeros);
-}
-
 Parameter gate_up_weight(const std::string& prefix, int64_t width, int64_t hidden) {
   return Parameter(prefix + "gate_up_proj.weight", {2 * width, hidden},
       {{prefix + "gate_proj.weight", {width, hidden}, 0},

@@ -72,9 +72,8 @@ std::vector<std::vector<Parameter*>> units_of(ModelEnds& ends, std::deque<Layer>
 
 std::string layer_prefix(int64_t index);
 Parameter norm_weight(const std::string& name, int64_t size);
-// Query, key and value projections as one parameter (q_size + 2 kv_size, hidden), and their biases.
+// Query, key and value projections as one parameter (q_size + 2 kv_size, hidden).
 Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden);
-Parameter qkv_bias(const std::string& prefix, int64_t q_size, int64_t kv_size);
 // Gate and up projections as one parameter (2 width, hidden): gate rows, then up rows.
 Parameter gate_up_weight(const std::string& prefix, int64_t width, int64_t hidden);
 // (experts, 2 width, hidden) and (experts, hidden, width) of experts [begin, end), one Hugging Face

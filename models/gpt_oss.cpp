@@ -30,17 +30,6 @@ std::vector<bool> read_windowed(Fields& fields, int64_t num_layers) {
   return windowed;
 }
 
-// Experts [begin, end) of a tensor of all of them.
-Parameter of_experts(const std::string& name, std::vector<int64_t> shape, int64_t begin,
-    int64_t end, ParameterGroup group, Init init) {
-  const HfTensor whole{name, shape, 0, begin, end};
-  return Parameter(name, whole.held_shape(), {whole}, group, init);
-}
-
-Parameter bias(const std::string& name, int64_t size, Init init = Init::zeros) {
-  return Parameter(name, {size}, ParameterGroup::bias, init);
-}
-
 }  // namespace
 
 GptOssConfig GptOssConfig::parse(const json& object, const std::string& source) {
@@ -107,8 +96,7 @@ ModelSize GptOssConfig::size(int64_t sequence_length) const {
   total.active_parameters = ends + num_layers * (layer + slots * (expert + expert_biases));
   // hidden, norm output, residual, rows, experts' sum, output; q and k before and after rotary, v,
   // attention output; each slot's row, gate and up, activation, result.
-  total.activations_per_token =
-      num_layers * (6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width));
+  total.activations_per_token = num_layers * (6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width));
   double keys = 0;  // that a token meets, the mean over positions, all layers
   const auto length = static_cast<double>(sequence_length), w = static_cast<double>(window);
   for (const bool has_window : windowed | std::views::take(num_layers))
@@ -122,8 +110,7 @@ ModelSize GptOssConfig::size(int64_t sequence_length) const {
 
 GptOssLayer::GptOssLayer(
     const GptOssConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end)
-    : config_(config),
-      window_(config.windowed.at(static_cast<size_t>(index)) ? config.window : 0) {
+    : config_(config), window_(config.windowed.at(static_cast<size_t>(index)) ? config.window : 0) {
   const std::string prefix = layer_prefix(index), attention = prefix + "self_attn.",
                     router = prefix + "mlp.router.", experts = prefix + "mlp.experts.";
   const int64_t h = config.hidden_size, q = config.num_heads * config.head_dim,
@@ -131,22 +118,28 @@ GptOssLayer::GptOssLayer(
                 count = config.num_experts;
   input_norm_ = norm_weight(prefix + "input_layernorm.weight", h);
   qkv_ = qkv_weight(attention, q, kv, h);
-  qkv_bias_ = qkv_bias(attention, q, kv);
+  qkv_bias_ = Parameter(attention + "qkv_proj.bias", {q + 2 * kv},
+      {{attention + "q_proj.bias", {q}, 0}, {attention + "k_proj.bias", {kv}, q},
+          {attention + "v_proj.bias", {kv}, q + kv}},
+      ParameterGroup::bias, Init::zeros);
+  const auto bias = [](const std::string& name, int64_t size, Init init) {
+    return Parameter(name, {size}, ParameterGroup::bias, init);
+  };
   sinks_ = bias(attention + "sinks", config.num_heads, Init::normal);
   o_ = Parameter(attention + "o_proj.weight", {h, q}, ParameterGroup::matrix, Init::output_normal);
-  o_bias_ = bias(attention + "o_proj.bias", h);
+  o_bias_ = bias(attention + "o_proj.bias", h, Init::zeros);
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
   router_ = Parameter(router + "weight", {count, h}, ParameterGroup::router, Init::normal);
   router_bias_ = bias(router + "bias", count, Init::normal);
-  const auto held = [&](const char* name, std::vector<int64_t> shape, ParameterGroup group,
-                        Init init) {
-    return of_experts(experts + name, std::move(shape), expert_begin, expert_end, group, init);
+  const auto held = [&](const char* name, std::vector<int64_t> shape, Init init) {
+    shape.insert(shape.begin(), expert_end - expert_begin);
+    return Parameter(experts + name, shape, {{experts + name, shape, 0, expert_begin, count}},
+        ParameterGroup::expert, init);
   };
-  constexpr auto kMatrix = ParameterGroup::expert, kBias = ParameterGroup::expert_bias;
-  gate_up_ = held("gate_up_proj", {count, h, 2 * width}, kMatrix, Init::normal);
-  gate_up_bias_ = held("gate_up_proj_bias", {count, 2 * width}, kBias, Init::zeros);
-  down_ = held("down_proj", {count, width, h}, kMatrix, Init::output_normal);
-  down_bias_ = held("down_proj_bias", {count, h}, kBias, Init::zeros);
+  gate_up_ = held("gate_up_proj", {h, 2 * width}, Init::normal);
+  gate_up_bias_ = held("gate_up_proj_bias", {2 * width}, Init::zeros);
+  down_ = held("down_proj", {width, h}, Init::output_normal);
+  down_bias_ = held("down_proj_bias", {h}, Init::zeros);
 }
 
 std::vector<Parameter*> GptOssLayer::parameters() {

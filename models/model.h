@@ -60,7 +60,8 @@ inline AttentionSpan span_of(const MicroBatch& batch) {
 }
 
 // attention() inside the micro-batch's documents: where rows are split over context-parallel ranks
-// round the ring, or, in a window, with the keys before each chunk; the keys of earlier positions while generating.
+// round the ring, or, in a window, with the keys before each chunk; the keys of earlier positions
+// while generating.
 inline Tensor attend_documents(const LayerContext& context, const Tensor& q, const Tensor& k,
     const Tensor& v, double scale, const AttentionOptions& options = {}) {
   const MicroBatch& batch = context.batch;
@@ -109,7 +110,7 @@ struct ModelConfig {
   int64_t intermediate_size;  // of dense layers
   double rms_norm_eps, rope_theta;
   bool tie_embeddings;
-  int64_t window = 0;  // of the layers that have one, the token itself included
+  int64_t window = 0;       // of the layers that have one, the token itself included
   std::string source_json;  // the config.json it was read from: nothing is lost on export
 
   void cut_layers(int64_t layers);      // keeps the first

@@ -22,16 +22,8 @@ constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 // Which of a document's keys a query sees.
 struct Mask {
-  bool causal;         // none after its own; otherwise all
-  int64_t window = 0;  // with causal: at most so many; 0: no limit
-
-  // As FlashAttention has it: keys before and after a query's own.
-  std::optional<int64_t> left() const {
-    return window > 0 ? std::optional(window - 1) : std::nullopt;
-  }
-  std::optional<int64_t> right() const {
-    return window > 0 ? std::optional(int64_t{0}) : std::nullopt;
-  }
+  bool causal;          // none after its own; otherwise all
+  int64_t before = -1;  // with causal: at most so many before its own; -1: all
 };
 
 // A run of consecutive documents of one shape, computed as a batch.
@@ -81,7 +73,7 @@ bool equal_documents(const AttentionSpan& span, const Mask& mask) {
 bool round_length(int64_t length) { return length >= 128 && length % 128 == 0; }
 
 Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, const Mask& mask) {
-  if (q.is_cpu()) return mask.window > 0 ? Path::products : Path::cpu;
+  if (q.is_cpu()) return mask.before >= 0 ? Path::products : Path::cpu;
   const int64_t dim = q.size(2), v_dim = v.size(2), widest = std::max(dim, v_dim);
   const bool half = is_bf16(q) || q.scalar_type() == at::kHalf;
   const bool fits = dim % 8 == 0 && v_dim % 8 == 0 && widest <= 256;
@@ -90,7 +82,7 @@ Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, co
   // 70 ms) for each new shape: so only for the fixed, round lengths of packed pretraining rows. It
   // takes the two head sizes of DeepSeek's latent attention as they are.
   const bool cudnn = (widest <= 128 || (dim == 192 && v_dim == 128)) && round_length(span.max_q) &&
-                     round_length(span.max_k) && equal_documents(span, mask) && mask.window == 0 &&
+                     round_length(span.max_k) && equal_documents(span, mask) && mask.before < 0 &&
                      !at::globalContext().deterministicAlgorithms();
   return cudnn ? Path::cudnn : Path::flash;
 }
@@ -145,14 +137,14 @@ Tensor unstack_heads(const Tensor& x, int64_t heads) {
   return unbatch_heads(x.reshape({x.size(0), heads, -1, x.size(3)}));
 }
 
-// q, k stacked -> scale * q k^T, -inf where a query does not see the key: (count, groups, q's rows, m).
+// q, k stacked -> scale * q k^T, -inf where the mask says: (count, groups, q's rows, m).
 Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double scale) {
   Tensor scores = at::matmul(q, k.transpose(2, 3)).mul_(scale);
   const int64_t n = run.n, m = run.m;
-  if (run.mask.causal && (n > 1 || run.mask.window > 0)) {
+  if (run.mask.causal && (n > 1 || run.mask.before >= 0)) {
     const Tensor all = at::ones({n, m}, q.options().dtype(at::kBool));
     Tensor hidden = all.triu(m - n + 1);
-    if (run.mask.window > 0) hidden.logical_or_(all.tril(m - n - run.mask.window));
+    if (run.mask.before >= 0) hidden.logical_or_(all.tril(m - n - 1 - run.mask.before));
     scores.view({-1, n, m}).masked_fill_(hidden, -std::numeric_limits<double>::infinity());
   }
   return scores;
@@ -194,7 +186,8 @@ AttentionPart run_forward(
   }
   if (!is_blocked(path, run)) return products_forward(q, k, v, run, scale);
   const auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(batch_heads(q, count),
-      batch_heads(k, count, repeat), batch_heads(v, count, repeat), 0.0, run.mask.causal, {}, scale);
+      batch_heads(k, count, repeat), batch_heads(v, count, repeat), 0.0, run.mask.causal, {},
+      scale);
   return {unbatch_heads(out), unbatch_heads(lse.unsqueeze(3))};
 }
 
@@ -239,8 +232,8 @@ AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor&
     // query in every document, and unknown to its backward.
     const bool one_each = !record && q.size(0) == span.cu_q.numel() - 1;
     const auto result = at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k,
-        one_each ? span.max_q : std::max<int64_t>(span.max_q, 2), span.max_k, 0.0,
-        mask.causal, false, scale, mask.left(), mask.right());
+        one_each ? span.max_q : std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal,
+        false, scale, mask.before);
     return {std::get<0>(result), std::get<1>(result).t().unsqueeze(2)};  // lse from (Hq, Tq)
   }
   const auto runs = runs_for(path, q, span, mask);
@@ -272,7 +265,7 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
     auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, whole.out,
         whole.lse.squeeze(2).t().contiguous(), span.cu_q, span.cu_k,
         std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal, unused, unused, scale,
-        mask.left(), mask.right());
+        mask.before);
     return {dq, dk, dv};
   }
   const auto runs = runs_for(path, q, span, mask);
@@ -342,22 +335,24 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
       "attention: {} query heads over {} key heads", q.size(1), k.size(1));
 }
 
-// Sinks in the dtype and the shape of lse (Tq, Hq, 1).
+// In the dtype and the shape of lse (Tq, Hq, 1).
 Tensor sink_logits(const Parameter& sinks, const Tensor& lse) {
   check_shape(sinks.value, sinks.name, {lse.size(1)});
   return sinks.value.detach().to(lse.scalar_type()).view({1, -1, 1});
 }
 
-AttentionPart with_sinks(const AttentionPart& part, const Parameter& sinks) {
+AttentionPart with_sinks(const AttentionPart& part, const Parameter* sinks) {
+  if (sinks == nullptr) return part;
   const at::NoGradGuard no_grad;
-  const Tensor s = sink_logits(sinks, part.lse);
+  const Tensor s = sink_logits(*sinks, part.lse);
   return {part.out * at::sigmoid(part.lse - s), at::logaddexp(part.lse, s)};
 }
 
-void add_sink_gradient(Parameter& sinks, const Tensor& dout, const AttentionPart& whole) {
-  if (!sinks.value.requires_grad()) return;
-  const Tensor share = (sink_logits(sinks, whole.lse) - whole.lse).exp_();
-  sinks.grad.sub_(share.mul_((widen(dout) * whole.out).sum(-1, /*keepdim=*/true)).sum(at::IntArrayRef({0, 2})));
+void add_sink_gradient(const Parameter* sinks, const Tensor& dout, const AttentionPart& whole) {
+  if (sinks == nullptr) return;
+  const Tensor share = (sink_logits(*sinks, whole.lse) - whole.lse).exp_();  // of the softmax
+  const Tensor product = (widen(dout) * whole.out).sum(-1, /*keepdim=*/true);
+  sinks->grad.sub_(share.mul_(product).sum(0).view(-1));
 }
 
 Tensor attention(const Tensor& given_q, const Tensor& given_k, const Tensor& given_v,
@@ -366,29 +361,22 @@ Tensor attention(const Tensor& given_q, const Tensor& given_k, const Tensor& giv
   check_borders(given, given_q.size(0), given_k.size(0));
   const auto packed = [](const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
   const Tensor q = packed(given_q), k = packed(given_k), v = packed(given_v);
-  Parameter* sinks = options.sinks;
-  Tensors inputs{q, k, v};
-  if (sinks != nullptr) inputs.push_back(sinks->value);
-  const bool needed = at::GradMode::is_enabled() &&
-                      std::ranges::any_of(inputs, [](const Tensor& x) { return x.requires_grad(); });
+  const bool needed =
+      at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
   // A window as long as the longest document is none.
-  const Mask mask{true, options.window < given.max_k ? options.window : 0};
+  const Mask mask{true, options.window < given.max_k ? options.window - 1 : -1};
   const Path path = choose_path(q, v, given, mask);
   const AttentionSpan span = span_for(path, given, needed);
-  AttentionPart part = forward(path, q, k, v, span, mask, scale, needed || sinks != nullptr);
-  if (sinks != nullptr) part = with_sinks(part, *sinks);
+  const Parameter* sinks = options.sinks;
+  const AttentionPart part =
+      with_sinks(forward(path, q, k, v, span, mask, scale, needed || sinks), sinks);
   const Tensor out = part.out.to(q.scalar_type());
   const AttentionPart kept{out.detach(), part.lse};
-  return record(out, inputs, [=](const Tensor& given_dout) {
-    const Tensor dout = given_dout.contiguous();
-    const auto grad = backward(path, dout, q, k, v, kept, span, mask, scale);
+  return record(out, {q, k, v}, [=](const Tensor& dout) {
+    add_sink_gradient(sinks, dout, kept);
+    const auto grad = backward(path, dout.contiguous(), q, k, v, kept, span, mask, scale);
     const auto dtype = q.scalar_type();
-    Tensors grads{grad[0].to(dtype), grad[1].to(dtype), grad[2].to(dtype)};
-    if (sinks != nullptr) {
-      add_sink_gradient(*sinks, dout, kept);
-      grads.emplace_back();
-    }
-    return grads;
+    return Tensors{grad[0].to(dtype), grad[1].to(dtype), grad[2].to(dtype)};
   });
 }
 
@@ -410,12 +398,11 @@ AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, 
       {of_part(whole.out), whole.lse}, span_for(path, span, true), {causal}, scale);
 }
 
-const char* attention_path(
-    const Tensor& q, const Tensor& v, const AttentionSpan& span, int64_t window) {
+const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan& span) {
   constexpr const char* kNames[] = {"cuDNN attention, dense batches of equal documents",
       "FlashAttention 2, packed documents", "blocked CPU attention per run of equal documents",
       "matrix products per document"};
-  return kNames[static_cast<size_t>(choose_path(q, v, span, {true, window}))];
+  return kNames[static_cast<size_t>(choose_path(q, v, span, {true}))];
 }
 
 }  // namespace pith

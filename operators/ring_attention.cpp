@@ -70,7 +70,7 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<Ring
     travel.wait();
     block = next;
   }
-  if (sinks != nullptr) whole = with_sinks(whole, *sinks);
+  whole = with_sinks(whole, sinks);
   whole.out = whole.out.to(q.scalar_type());
   return whole;
 }
@@ -121,7 +121,7 @@ Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const A
 }  // namespace
 
 Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
-    const std::vector<RingStep>& ring, double scale, const Comm& context, Parameter* sinks) {
+    const std::vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
   check_attention(given, k, v);
   const Tensor q = given.contiguous();
   PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
@@ -131,15 +131,9 @@ Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
   const Tensor own = at::cat({k.detach(), v.detach()}, 2);
   const AttentionPart whole = forward(q, own, ring, scale, context, sinks);
   const AttentionPart kept{whole.out.detach(), whole.lse};
-  Tensors inputs{q, k, v};
-  if (sinks != nullptr) inputs.push_back(sinks->value);
-  return record(whole.out, inputs, [=, &ring, &context](const Tensor& dout) {
-    Tensors grads = backward(dout.contiguous(), q, own, kept, ring, scale, context);
-    if (sinks != nullptr) {
-      add_sink_gradient(*sinks, dout, kept);
-      grads.emplace_back();
-    }
-    return grads;
+  return record(whole.out, {q, k, v}, [=, &ring, &context](const Tensor& dout) {
+    add_sink_gradient(sinks, dout, kept);
+    return backward(dout.contiguous(), q, own, kept, ring, scale, context);
   });
 }
 

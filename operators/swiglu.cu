@@ -20,14 +20,11 @@ struct Pairs {
   }
 };
 
-// g sigmoid(alpha g) (u + plus) of clamped g and u; without clamps alpha 1, limit inf, plus 0.
-struct Form {
-  float alpha, limit, plus;
-};
 __device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }  // or NaN
 
 template <class T, int N, bool ALTERNATING>
-__global__ void forward_kernel(const T* gate_up, T* y, int64_t rows, int64_t width, Form form) {
+__global__ void forward_kernel(
+    const T* gate_up, T* y, int64_t rows, int64_t width, SwigluForm form) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (row >= rows || column >= width) return;
@@ -45,7 +42,7 @@ __global__ void forward_kernel(const T* gate_up, T* y, int64_t rows, int64_t wid
 
 template <class T, int N, bool ALTERNATING>
 __global__ void backward_kernel(
-    const T* gate_up, const T* dy, T* dgate_up, int64_t rows, int64_t width, Form form) {
+    const T* gate_up, const T* dy, T* dgate_up, int64_t rows, int64_t width, SwigluForm form) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (row >= rows || column >= width) return;
@@ -65,40 +62,29 @@ __global__ void backward_kernel(
   for (int i = 0; i < 2; ++i) store(dgate_up + Both::place(row, width, column, i), out.half[i]);
 }
 
-// Calls f<ALTERNATING>(form).
-template <class F>
-void with_form(const SwigluClamp& clamp, F&& f) {
-  if (clamp.limit > 0)
-    f.template operator()<true>(Form{clamp.alpha, clamp.limit, 1});
-  else
-    f.template operator()<false>(Form{1, INFINITY, 0});
-}
-
 }  // namespace
 
-void swiglu_forward(const void* gate_up, void* y, int64_t rows, int64_t width, SwigluClamp clamp,
+void swiglu_forward(const void* gate_up, void* y, int64_t rows, int64_t width, SwigluForm form,
     bool is_bf16, CUstream_st* stream) {
   if (rows * width == 0) return;
   with_vectors(is_bf16, {gate_up, y}, {width}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, width / N);
-    with_form(clamp, [&]<bool ALTERNATING>(const Form& form) {
-      forward_kernel<T, N, ALTERNATING><<<shape.grid, shape.block, 0, stream>>>(
-          static_cast<const T*>(gate_up), static_cast<T*>(y), rows, width, form);
-    });
+    const auto kernel = form.alternating ? forward_kernel<T, N, true> : forward_kernel<T, N, false>;
+    kernel<<<shape.grid, shape.block, 0, stream>>>(
+        static_cast<const T*>(gate_up), static_cast<T*>(y), rows, width, form);
   });
   launch_check("swiglu forward");
 }
 
 void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
-    int64_t width, SwigluClamp clamp, bool is_bf16, CUstream_st* stream) {
+    int64_t width, SwigluForm form, bool is_bf16, CUstream_st* stream) {
   if (rows * width == 0) return;
   with_vectors(is_bf16, {gate_up, dy, dgate_up}, {width}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, width / N);
-    with_form(clamp, [&]<bool ALTERNATING>(const Form& form) {
-      backward_kernel<T, N, ALTERNATING><<<shape.grid, shape.block, 0, stream>>>(
-          static_cast<const T*>(gate_up), static_cast<const T*>(dy), static_cast<T*>(dgate_up),
-          rows, width, form);
-    });
+    const auto kernel =
+        form.alternating ? backward_kernel<T, N, true> : backward_kernel<T, N, false>;
+    kernel<<<shape.grid, shape.block, 0, stream>>>(static_cast<const T*>(gate_up),
+        static_cast<const T*>(dy), static_cast<T*>(dgate_up), rows, width, form);
   });
   launch_check("swiglu backward");
 }

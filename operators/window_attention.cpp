@@ -14,20 +14,19 @@ Tensor take(const Tensor& rows, const Gather& gather) {
                            .num_slots = gather.from.size(0)});
 }
 
-// Rows to other ranks and from them; their gradients go the other way.
-Tensor exchange(const Tensor& given, const Halo& halo, const Comm& context) {
-  const Tensor rows = given.contiguous();
+// Rows to the ranks and from them; their gradients go the other way.
+Tensor exchange(const Tensor& rows, const Halo& halo, const Comm& context) {
   const auto travel = [&context](const Tensor& in, const std::vector<int64_t>& received,
                           const std::vector<int64_t>& sent) {
-    const int64_t count = std::accumulate(received.begin(), received.end(), int64_t{0});
-    Tensor out = at::empty({count, in.size(1)}, in.options());
+    Tensor out =
+        at::empty({std::reduce(received.begin(), received.end()), in.size(1)}, in.options());
     context.all_to_all_async(out, in, received, sent).wait();
     return out;
   };
-  const Tensor out = travel(rows.detach(), halo.received, halo.send);
-  return record(out, {rows}, [travel, &halo](const Tensor& dout) {
-    return Tensors{travel(dout.contiguous(), halo.send, halo.received)};
-  });
+  return record(
+      travel(rows.detach(), halo.received, halo.send), {rows}, [travel, &halo](const Tensor& dout) {
+        return Tensors{travel(dout.contiguous(), halo.send, halo.received)};
+      });
 }
 
 }  // namespace
@@ -35,15 +34,14 @@ Tensor exchange(const Tensor& given, const Halo& halo, const Comm& context) {
 Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Halo& halo,
     double scale, const AttentionOptions& options, const Comm& context) {
   check_attention(q, k, v);
-  PITH_CHECK(halo.window > 0 && halo.window == options.window &&
-                 std::ssize(halo.send) == context.size() && halo.keys.places.size(0) >= q.size(0),
+  PITH_CHECK(halo.window == options.window && halo.sent.places.size(0) == q.size(0) &&
+                 std::ssize(halo.send) == context.size(),
       "window_attention: {} tokens and a window of {} on {} ranks, but the micro-batch was split "
       "for a window of {} on {} ranks",
       q.size(0), options.window, context.size(), halo.window, halo.send.size());
   const Tensor own = at::cat({k, v}, 2).flatten(1);  // (T, Hkv (D + Dv))
-  const Tensor received = exchange(take(own, halo.sent), halo, context);
-  const Tensor all = take(at::cat({own, received}), halo.keys)
-                         .view({halo.keys.from.size(0), k.size(1), k.size(2) + v.size(2)});
+  const Tensor all = take(exchange(take(own, halo.sent), halo, context), halo.keys)
+                         .view({-1, k.size(1), k.size(2) + v.size(2)});
   return attention(q, all.narrow(2, 0, k.size(2)), all.narrow(2, k.size(2), v.size(2)), halo.span,
       scale, options);
 }

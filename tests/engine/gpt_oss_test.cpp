@@ -4,10 +4,10 @@
 
 #include <ATen/ops/equal.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/stack.h>
 #include <gmock/gmock.h>
 
 #include "engine/hf_folder.h"
-#include "engine/mxfp4.h"
 #include "tests/engine/decoding.h"
 #include "tests/engine/scratch.h"
 #include "tests/operators/error_text.h"
@@ -70,9 +70,9 @@ TEST(GptOss, ListsEverythingThatIsWrong) {
   config.update({{"attention_bias", false}, {"num_key_value_heads", 7}, {"sliding_window", 0},
       {"quantization_config", {{"quant_method", "gptq"}}}, {"swiglu_limit", -1.0}});
   const std::string text = error_text([&] { GptOssConfig::parse(config, "here"); });
-  for (const char* part : {"here: not a usable", "intermediate_size is missing", "layer_types holds",
-           "attention_bias", "num_key_value_heads", "sliding_window", "quantization_config.quant_method",
-           "swiglu_limit"})
+  for (const char* part : {"here: not a usable", "intermediate_size is missing",
+           "layer_types holds", "attention_bias", "num_key_value_heads", "sliding_window",
+           "quantization_config.quant_method", "swiglu_limit"})
     EXPECT_THAT(text, HasSubstr(part));
 }
 
@@ -109,9 +109,7 @@ TEST(GptOss, AWindowInEveryLayerLimitsTheReach) {
   EXPECT_FALSE(at::equal(before[14], after[14]));
 }
 
-TEST(GptOss, DecodingContinuesTheFullResult) {
-  check_decoding<GptOssModel>(tiny_gpt_oss_config());
-}
+TEST(GptOss, DecodingContinuesTheFullResult) { check_decoding<GptOssModel>(tiny_gpt_oss_config()); }
 
 // --- MXFP4 (known fault 30) ---
 
@@ -124,10 +122,11 @@ Tensor bytes(std::vector<int> values, std::vector<int64_t> shape) {
 
 TEST(Mxfp4, EveryCodeAndScale) {
   std::vector<int> codes;
-  for (int i = 0; i < 16; ++i) codes.push_back(i == 0 ? 0x21 : i == 1 ? 0xF7 : i == 2 ? 0x80 : i * 17);
+  for (int i = 0; i < 16; ++i)
+    codes.push_back(i == 0 ? 0x21 : i == 1 ? 0xF7 : i == 2 ? 0x80 : i * 17);
   const float table[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   for (const int scale : {0, 1, 124, 127, 130, 253, 254}) {
-    const Tensor out = dequantize_mxfp4(bytes(codes, {1, 16}), bytes({scale}, {1}));
+    const Tensor out = dequantize_mxfp4(bytes(codes, {1, 1, 16}), bytes({scale}, {1, 1}))[0];
     ASSERT_EQ(out.sizes(), at::IntArrayRef({32}));
     for (int i = 0; i < 32; ++i) {
       const int code = (codes[static_cast<size_t>(i / 2)] >> (i % 2 * 4)) & 15;
@@ -139,9 +138,9 @@ TEST(Mxfp4, EveryCodeAndScale) {
       EXPECT_TRUE(at::equal(rounded.to(at::kFloat), out[i])) << scale;
     }
   }
-  EXPECT_TRUE(std::isnan(
-      dequantize_mxfp4(bytes(codes, {1, 16}), bytes({255}, {1}))[0].item<float>()));
-  EXPECT_THROW(dequantize_mxfp4(bytes({0, 0}, {2}), bytes({0}, {1})), Error);
+  const Tensor none = dequantize_mxfp4(bytes(codes, {1, 1, 16}), bytes({255}, {1, 1}));
+  EXPECT_TRUE(none.isnan().all().item<bool>());
+  EXPECT_THROW(dequantize_mxfp4(bytes({0, 0}, {1, 1, 2}), bytes({0}, {1, 1})), Error);
 }
 
 // A folder in the released layout gives the weights of one in BF16, by any ranges.
@@ -150,9 +149,11 @@ TEST(Mxfp4, ImportsExperts) {
   const int64_t experts = 3, in = 64, out = 10;
   const Tensor blocks = at::randint(0, 256, {experts, out, in / 32, 16}, at::kByte);
   const Tensor scales = at::randint(120, 130, {experts, out, in / 32}, at::kByte);
-  write_safetensors(
-      scratch / "model.safetensors", {{"w_blocks", blocks}, {"w_scales", scales}});
-  const Tensor expected = dequantize_mxfp4(blocks, scales).transpose(1, 2).contiguous().view(-1);
+  write_safetensors(scratch / "model.safetensors", {{"w_blocks", blocks}, {"w_scales", scales}});
+  std::vector<Tensor> matrices;
+  for (int64_t e = 0; e < experts; ++e)
+    matrices.push_back(dequantize_mxfp4(blocks[e], scales[e]).t());
+  const Tensor expected = at::stack(matrices).contiguous().view(-1);
   const HfTensor tensor{"w", {experts, in, out}, 0};
   const HfFolder folder(scratch.path);
   for (const auto& [first, count] : {std::pair<int64_t, int64_t>{0, 1920}, {600, 700}, {1279, 2}}) {
@@ -167,7 +168,14 @@ TEST(Mxfp4, ImportsExperts) {
   EXPECT_THAT(error_text([&] { import_weights(folder, {}); }), HasSubstr("w_blocks"));
   const HfTensor turned{"w", {experts, out, in}, 0};
   const ImportTarget wrong[] = {{&turned, 0, at::zeros({1920})}};
-  EXPECT_THAT(error_text([&] { import_weights(folder, wrong); }), HasSubstr("MXFP4 of (3, 10, 64)"));
+  EXPECT_THAT(error_text([&] { import_weights(folder, wrong); }),
+      testing::AllOf(
+          HasSubstr("missing in the folder: w"), HasSubstr("not in the model: w_blocks")));
+  const HfTensor longer{"w", {experts, 2 * in, out}, 0};
+  const ImportTarget larger[] = {{&longer, 0, at::zeros({3840})}};
+  EXPECT_THAT(error_text([&] { import_weights(folder, larger); }),
+      testing::AllOf(HasSubstr("w_blocks: shape (3, 10, 2, 16) in the folder, (3, 10, 4, 16)"),
+          HasSubstr("w_scales: shape (3, 10, 2) in the folder, (3, 10, 4)")));
 }
 
 }  // namespace

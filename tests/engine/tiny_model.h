@@ -42,8 +42,9 @@ inline nlohmann::json tiny_gpt_oss_config() {
       {"head_dim", 8}, {"num_local_experts", 8}, {"num_experts_per_tok", 2},
       {"intermediate_size", 24}, {"sliding_window", 5}, {"swiglu_limit", 1.5},
       {"rms_norm_eps", 1e-5}, {"rope_theta", 10000.0}, {"max_position_embeddings", 512},
-      {"eos_token_id", 60}, {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 4},
-                                {"original_max_position_embeddings", 16}, {"truncate", false}}}};
+      {"eos_token_id", 60},
+      {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 4},
+                           {"original_max_position_embeddings", 16}, {"truncate", false}}}};
 }
 
 inline Mesh mesh_of_one(at::Device device) {

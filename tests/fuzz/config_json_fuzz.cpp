@@ -9,7 +9,8 @@
 
 PITH_FUZZ(text) {
   const nlohmann::json json = pith::parse_json(text, "fuzz");
-  const auto family = json.is_object() ? json.value("model_type", nlohmann::json()) : nlohmann::json();
+  const auto family =
+      json.is_object() ? json.value("model_type", nlohmann::json()) : nlohmann::json();
   if (family == "deepseek_v2")
     pith::DeepseekV2Config::parse(json, "fuzz");
   else if (family == "gpt_oss")

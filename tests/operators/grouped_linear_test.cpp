@@ -37,10 +37,10 @@ TEST(GroupedLinear, AffineGradientsMatchFiniteDifferences) {
   for (const auto& counts : kCounts) {
     const ExpertPlan plan = plan_of(counts);
     const auto experts = static_cast<int64_t>(counts.size());
-    Parameter weight = make_parameter("w", {experts, 5, 3}), bias = make_parameter("b", {experts, 3});
+    Parameter weight = make_parameter("w", {experts, 5, 3}),
+              bias = make_parameter("b", {experts, 3});
     const Tensor x = random_tensor("x", {plan.num_slots, 5});
-    check_gradients(
-        [&] { return grouped_affine(x, weight, bias, plan); }, {x}, {&weight, &bias});
+    check_gradients([&] { return grouped_affine(x, weight, bias, plan); }, {x}, {&weight, &bias});
   }
 }
 
@@ -48,7 +48,8 @@ TEST(GroupedLinear, AffineGradientsMatchFiniteDifferences) {
 TEST(GroupedLinear, AffineEqualsLinear) {
   const ExpertPlan plan = plan_of({0, 29, 1, 17, 0, 7});
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
-    Parameter weight = make_parameter("w", {6, 17, 33}, dtype), turned = make_parameter("t", {6, 33, 17}, dtype);
+    Parameter weight = make_parameter("w", {6, 17, 33}, dtype),
+              turned = make_parameter("t", {6, 33, 17}, dtype);
     Parameter bias = make_parameter("b", {6, 17}, dtype, 0.0);
     turned.value.detach().copy_(weight.value.detach().transpose(1, 2));
     Tensor x = random_tensor("x", {plan.num_slots, 33}, dtype), x2 = x.clone();

@@ -54,7 +54,8 @@ TEST(SwiGlu, ClampedValues) {
   const Tensor x = at::tensor({8.0, -9.0, -10.0, 2.0, 1.0, 0.0}, at::kDouble).view({1, 6});
   x.set_requires_grad(true);
   const Tensor y = clamped_swiglu(x, 1.702, 7.0);
-  EXPECT_LE(max_difference(y, at::tensor({-41.99972, -1.21739e-6, 0.845796}, at::kDouble).view({1, 3})),
+  EXPECT_LE(
+      max_difference(y, at::tensor({-41.99972, -1.21739e-6, 0.845796}, at::kDouble).view({1, 3})),
       1e-5);
   y.sum().backward();
   EXPECT_EQ(x.grad()[0][0].item<double>(), 0);
@@ -68,8 +69,8 @@ TEST(SwiGlu, ClampedGradientsMatchFiniteDifferences) {
     check_gradients([&] { return clamped_swiglu(x, 1.5, 0.8); }, {x}, {});
     const Tensor gate = x.detach().slice(1, 0, {}, 2).clamp_max(0.8);
     const Tensor up = x.detach().slice(1, 1, {}, 2).clamp(-0.8, 0.8);
-    EXPECT_LE(max_difference(
-                  clamped_swiglu(x, 1.5, 0.8), (up + 1) * gate * at::sigmoid(gate * 1.5)),
+    EXPECT_LE(
+        max_difference(clamped_swiglu(x, 1.5, 0.8), (up + 1) * gate * at::sigmoid(gate * 1.5)),
         1e-6);  // the limit is a float
   }
 }

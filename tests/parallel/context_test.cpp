@@ -133,8 +133,8 @@ TEST(Context, SinksAndWindowsEqualAttention) {
     for (const Case& c : kCases) {
       for (const int64_t window : {0, 1, 3, 7, 200}) {
         const MicroBatch whole = whole_batch(c.length, c.documents);
-        const MicroBatch part = split_context(
-            whole, mesh.context.rank(), mesh.context.size(), device(), window);
+        const MicroBatch part =
+            split_context(whole, mesh.context.rank(), mesh.context.size(), device(), window);
         const Tensor mine = part.tokens.cpu();
         const int64_t tokens = whole.num_tokens();
         Parameter sinks("sinks", {c.heads}, ParameterGroup::bias, Init::normal);
@@ -150,8 +150,8 @@ TEST(Context, SinksAndWindowsEqualAttention) {
         expected.backward(cotangent);
         const Tensor sink_gradient = sinks.grad.clone();
         for (const at::ScalarType dtype : {at::kDouble, at::kBFloat16}) {
-          SCOPED_TRACE(fmt::format("CP {}, {}, window {}, {}", mesh.context.size(), c.name, window,
-              dtype_name(dtype)));
+          SCOPED_TRACE(fmt::format(
+              "CP {}, {}, window {}, {}", mesh.context.size(), c.name, window, dtype_name(dtype)));
           std::vector<Tensor> local;
           for (const Tensor& t : x)
             local.push_back(
@@ -159,12 +159,11 @@ TEST(Context, SinksAndWindowsEqualAttention) {
           Parameter copy("sinks", {c.heads}, ParameterGroup::bias, Init::normal);
           copy.allocate(dtype, device());
           copy.value.detach().copy_(sinks.value.detach());
-          const Tensor out =
-              window == 0
-                  ? ring_attention(
-                        local[0], local[1], local[2], part.ring, 0.3, mesh.context, &copy)
-                  : window_attention(local[0], local[1], local[2], part.halo, 0.3,
-                        {.window = window, .sinks = &copy}, mesh.context);
+          const Tensor out = window == 0
+                                 ? ring_attention(local[0], local[1], local[2], part.ring, 0.3,
+                                       mesh.context, &copy)
+                                 : window_attention(local[0], local[1], local[2], part.halo, 0.3,
+                                       {.window = window, .sinks = &copy}, mesh.context);
           out.backward(cotangent.index_select(0, mine).to(device(), dtype));
           mesh.context.all_reduce(copy.grad);
           const double tolerance = dtype == at::kDouble ? 1e-10 : 0.05;
