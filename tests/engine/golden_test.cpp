@@ -190,7 +190,7 @@ TEST_P(Golden, Bf16WithinTransformersOwnError) {
 
 INSTANTIATE_TEST_SUITE_P(Families, Golden,
     testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d", "deepseek_v2_a",
-        "deepseek_v2_b", "deepseek_v2_c", "gpt_oss_a"),
+        "deepseek_v2_b", "deepseek_v2_c", "gpt_oss_a", "gpt_oss_b", "gpt_oss_c"),
     [](const auto& test) { return std::string(test.param); });
 
 }  // namespace

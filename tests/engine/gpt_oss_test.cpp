@@ -91,7 +91,7 @@ TEST(GptOss, BiasesAndSinksDoNotDecay) {
 }
 
 // Known fault 13, in the whole model: with windows of 5 in every layer, a token reaches the 4 x 3
-// after it and no others.
+// after it and no others (which may stand elsewhere in the products of experts: not bit for bit).
 TEST(GptOss, AWindowInEveryLayerLimitsTheReach) {
   json config = tiny_gpt_oss_config();
   config["layer_types"] = {"sliding_attention", "sliding_attention", "sliding_attention"};
@@ -104,9 +104,14 @@ TEST(GptOss, AWindowInEveryLayerLimitsTheReach) {
   const Tensor before = run();
   rows[0].tokens[2] = (rows[0].tokens[2] + 1) % 61;
   const Tensor after = run();
-  for (int64_t t = 0; t < 24; ++t)
-    if (t < 2 || t > 14) { EXPECT_TRUE(at::equal(before[t], after[t])) << t; }
-  EXPECT_FALSE(at::equal(before[14], after[14]));
+  const Tensor change = (after - before).abs().amax(1);
+  for (int64_t t = 0; t < 24; ++t) {
+    const auto largest = change[t].item<double>();
+    EXPECT_TRUE(t < 2 || t > 14     ? largest < 1e-5
+                : t == 2 || t == 14 ? largest > 1e-4
+                                    : true)
+        << t << ": " << largest;
+  }
 }
 
 TEST(GptOss, DecodingContinuesTheFullResult) { check_decoding<GptOssModel>(tiny_gpt_oss_config()); }

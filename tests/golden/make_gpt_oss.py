@@ -25,7 +25,7 @@ CASES = {
     # as the released models, with their style of config.json: windows of 4 (documents longer and
     # shorter), YaRN without truncation; 2 * intermediate == hidden; odd vocabulary
     "gpt_oss_a": dict(
-        seed=1, rows=[[9, 1, 14], [5, 17], [1, 1, 6, 3]], aux=True, released=True, rope=YARN,
+        seed=21, rows=[[9, 1, 14], [5, 17], [1, 1, 6, 3]], aux=True, released=True, rope=YARN,
         config=dict(
             vocab_size=131, hidden_size=24, intermediate_size=12, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=5,
@@ -34,7 +34,7 @@ CASES = {
     # all widths equal; the layers' types not in turns; YaRN that does not say whether it truncates;
     # an activation of its own; tied; one KV head, more experts a token, some without any
     "gpt_oss_b": dict(
-        seed=2, rows=[[19, 8], [2, 1, 11]], aux=True,
+        seed=8, rows=[[19, 8], [2, 1, 11]], aux=True,
         rope={k: v for k, v in YARN.items() if k != "truncate"} | {"factor": 8.0},
         config=dict(
             vocab_size=97, hidden_size=24, intermediate_size=24, num_hidden_layers=4,
@@ -43,14 +43,14 @@ CASES = {
             layer_types=["full_attention", "sliding_attention", "sliding_attention",
                          "full_attention"],
             tie_word_embeddings=True, rms_norm_eps=1e-3)),
-    # plain rotary frequencies; a document of 70 tokens with a window of 16; one expert a token;
-    # labels of its own
+    # plain rotary frequencies; a document of 70 tokens with a window of 16; half of the experts a
+    # token; 2 * intermediate == hidden; labels of its own
     "gpt_oss_c": dict(
-        seed=3, rows=[[70, 3], [4, 9]], aux=False, answers=[[30, 2], [0, 5]], rope=None,
+        seed=8, rows=[[70, 3], [4, 9]], aux=False, answers=[[30, 2], [0, 5]], rope=None,
         config=dict(
             vocab_size=61, hidden_size=16, intermediate_size=8, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_local_experts=4,
-            num_experts_per_tok=1, sliding_window=16, tie_word_embeddings=False,
+            num_experts_per_tok=2, sliding_window=16, tie_word_embeddings=False,
             rms_norm_eps=1e-3)),
 }
 
