@@ -21,6 +21,14 @@ END
 }
 
 fail() { echo "FAIL: $*"; exit 1; }
+unset MPIRUN  # launch has to find the one of .deps
+
+# A checkpoint loaded by a job of several processes and saved without a step, as ROOT/step-....
+save_again() {  # save_again FROM ROOT PROCESSES PP CP EP
+  PITH_TEST_SAVE_AGAIN="$1 $2 $4 $5 $6" "$PITHTRAIN" launch "$3" --program "$PITH_BUILD_DIR/test_parallel" again \
+    >again.log 2>&1 || { tail again.log; fail "$1 loaded as $3 processes, pp $4 cp $5 ep $6"; }
+}
+
 
 # check_family NAME...: what config.json describes is trained, resumed, generates with and without cache and is traced,
 # on one process and two. NAMEs are tensors that the trace has to hold.

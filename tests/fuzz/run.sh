@@ -40,7 +40,7 @@ sources_of() {
     toml) echo engine/config ;;
     tokenizer | jsonl) ls text/*.cpp | sed 's/\.cpp$//' ;;
     *) printf '%s\n' core/{tensor,random,parameter} models/{common,qwen3_moe,deepseek_v2,gpt_oss} \
-         engine/{file_io,safetensors,mxfp4,hf_folder,checkpoint,corpus} ;;
+         engine/{file_io,safetensors,hf_folder,checkpoint,corpus} ;;
   esac
 }
 mkdir -p $folder
