@@ -4,6 +4,7 @@
 
 #include "engine/hf_folder.h"
 #include "models/deepseek_v2.h"
+#include "models/gpt_oss.h"
 #include "models/qwen3_moe.h"
 
 namespace pith {
@@ -18,8 +19,9 @@ auto with_family(const std::filesystem::path& path, Use&& use) {
   const std::string family = read_model_type(path);
   if (family == "qwen3_moe") return use.template operator()<Qwen3MoeModel>();
   if (family == "deepseek_v2") return use.template operator()<DeepseekV2Model>();
-  PITH_FAIL_HINT("supported: qwen3_moe, deepseek_v2", "{}: model_type \"{}\" is not supported",
-      path.string(), family);
+  if (family == "gpt_oss") return use.template operator()<GptOssModel>();
+  PITH_FAIL_HINT("supported: qwen3_moe, deepseek_v2, gpt_oss",
+      "{}: model_type \"{}\" is not supported", path.string(), family);
 }
 
 }  // namespace pith

@@ -282,7 +282,8 @@ class Run {
   at::Device whole_device() const { return mesh_.shape.cp > 1 ? at::kCPU : mesh_.device; }
   MicroBatch share_of(MicroBatch whole) const {
     if (mesh_.shape.cp == 1) return whole;
-    return split_context(whole, mesh_.place.cp, mesh_.shape.cp, mesh_.device);
+    return split_context(
+        whole, mesh_.place.cp, mesh_.shape.cp, mesh_.device, model_.config().window);
   }
 
   std::string load_or_initialize() {
@@ -462,7 +463,7 @@ class Run {
     content.training_state = state_.to_json();
     content.files = {{"config.json", model.to_json(compute_dtype(config_))},
         {"generation_config.json", model.generation_json()}, {"run.toml", to_toml(config_)}};
-    collect_state(groups_, content);
+    collect_state(groups_, content, mesh_.expert);
     for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
       const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_file(file));

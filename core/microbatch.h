@@ -27,6 +27,22 @@ struct RingStep {
   AttentionSpan span;
 };
 
+// S rows taken from R others, by number, and for each of R the places it was taken to.
+struct Gather {
+  Tensor from;    // (S) int32
+  Tensor places;  // (R, most places of a row) int32, then -1
+};
+
+// What layers with a window need on a context-parallel rank: the keys of its tokens and of those
+// before each of its chunks that the window reaches, from the ranks that hold them (itself, too).
+struct Halo {
+  int64_t window = 0;                   // 0: there is none
+  Gather sent;                          // of own tokens, for one rank after another
+  std::vector<int64_t> send, received;  // their numbers, to and from each rank
+  Gather keys;                          // of what is received, in the order of `span`
+  AttentionSpan span;                   // documents cut at chunks; the last keys are the queries'
+};
+
 // One packed row set; T tokens on this context-parallel rank. A row is one training sequence; it
 // holds one or more documents. Attention and positions stop at documents, the balance loss is
 // counted per row. All tensors lie on the compute device except where stated. Labels, positions and
@@ -39,6 +55,7 @@ struct MicroBatch {
   Tensor row_id;           // (T) int32, row of each token, ascending; ~row for padding at its end
   Tensor cu_seqlens_host;  // the same borders as cu_seqlens, on the CPU: no kernel waits for a copy
   std::vector<RingStep> ring;  // one a context-parallel rank; empty where rows are whole
+  Halo halo;                   // where rows are not whole and the model has windows
   int64_t num_rows = 0;
   int64_t max_seqlen = 0;      // longest document
   int64_t trained_tokens = 0;  // labels != -100 among these tokens

@@ -11,15 +11,22 @@ namespace pith {
 enum class Init { normal, output_normal, ones, zeros };  // output_normal: std / sqrt(2 layers)
 
 // Decides weight decay (engine/optimizer.h): by default matrices, experts and embeddings decay.
+// `expert`: of one expert each along dim 0; their biases (E, n) do not decay.
 enum class ParameterGroup { matrix, expert, embedding, router, norm, bias };
 
 // One tensor of the Hugging Face folder: a contiguous range of a parameter's elements. A fused
 // parameter (q, k, v; the experts' gate and up) is the concatenation of several.
 struct HfTensor {
   std::string name;            // "model.layers.0.self_attn.q_proj.weight"
-  std::vector<int64_t> shape;  // as in the Hugging Face checkpoint
+  std::vector<int64_t> shape;  // as in the Hugging Face checkpoint; dim 0 may hold less
   int64_t offset;              // first element, counted in the flattened parameter
+  int64_t first_row = 0,
+          rows = 0;  // where dim 0 starts in a tensor of so many rows; 0: it is whole
+
   int64_t numel() const;
+  int64_t first_element() const;  // in the whole tensor, flattened
+  std::vector<int64_t> whole_shape() const;
+  int64_t whole_numel() const;
 };
 
 // Non-copyable: operators and shard groups keep its address. `value` and `grad` are views into the

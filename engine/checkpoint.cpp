@@ -354,9 +354,9 @@ void OptimizerReader::read(
       found != pieces_.end(), "{}: there is no {} of {}", folder_.string(), kind, tensor.name);
   const int64_t total = found->second[0].total;
   const int64_t last = first + out.numel();
-  PITH_CHECK(total == tensor.numel() && out.dim() == 1 && first >= 0 && last <= total,
+  PITH_CHECK(total == tensor.whole_numel() && out.dim() == 1 && first >= 0 && last <= total,
       "{}: {} of {} has {} elements, the model's tensor {}, its target {} from {}",
-      folder_.string(), kind, tensor.name, total, tensor.numel(), out.numel(), first);
+      folder_.string(), kind, tensor.name, total, tensor.whole_numel(), out.numel(), first);
   at::NoGradGuard no_grad;
   for (const Piece& piece : found->second) {
     const int64_t begin = std::max(first, piece.offset);
@@ -414,24 +414,32 @@ std::string TrainingState::schedule_differences(const TrainingState& other) cons
   return differences;
 }
 
-void collect_state(std::span<ShardGroup> groups, CheckpointContent& content) {
+void collect_state(std::span<ShardGroup> groups, CheckpointContent& content, const Comm& expert) {
   for (ShardGroup& group : groups) {
     if (group.replicate().rank() > 0) continue;
     group.before_forward();
     if (group.unit() % group.shard().size() == group.shard().rank()) {
       const Tensor values = host_copy(group.values);
       for (size_t i = 0; i < group.parameters().size(); ++i)
-        for (const HfTensor& tensor : group.parameters()[i]->tensors)
-          content.weights.emplace_back(
-              tensor.name, Parameter::view_of(group.slice(values, i), tensor));
+        for (const HfTensor& tensor : group.parameters()[i]->tensors) {
+          Tensor whole = Parameter::view_of(group.slice(values, i), tensor);
+          if (tensor.rows > 0 && expert.size() > 1) {  // the other experts belong to it
+            const Tensor held = Parameter::view_of(group.slice(group.values, i), tensor);
+            Tensor all = at::empty(tensor.whole_shape(), held.options());
+            expert.all_gather_async(all, held).wait();
+            if (group.unit() % expert.size() != expert.rank()) continue;
+            whole = host_copy(all);
+          }
+          content.weights.emplace_back(tensor.name, whole);
+        }
     }
     group.after_forward();
     auto states = states_of(group);
     for (auto& [kind, buffer] : states) buffer = host_copy(buffer);
     for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
       for (const auto& [kind, buffer] : states)
-        content.optimizer.emplace_back(
-            state_key(kind, tensor->name, first, tensor->numel()), buffer.narrow(0, begin, count));
+        content.optimizer.emplace_back(state_key(kind, tensor->name, first, tensor->whole_numel()),
+            buffer.narrow(0, begin, count));
   }
 }
 

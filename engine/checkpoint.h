@@ -117,8 +117,9 @@ struct TrainingState {
 
 // Host copies of what this rank writes of these groups: its parts of masters and moments (replica 0
 // only), 12 bytes an element, and, of every unit, the whole weights on one member of the shard
-// group, by turns. Collective.
-void collect_state(std::span<ShardGroup> groups, CheckpointContent& content);
+// group, by turns; tensors of all experts on one member of `expert`, by turns. Collective.
+void collect_state(
+    std::span<ShardGroup> groups, CheckpointContent& content, const Comm& expert = {});
 
 // Masters, moments and (through publish) weights from a checkpoint's optimizer shards, whatever
 // layout wrote them; each rank reads its ranges. Collective.

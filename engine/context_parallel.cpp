@@ -79,19 +79,82 @@ struct Side {
   }
 };
 
-}  // namespace
+AttentionSpan span_between(const Side& queries, const Side& keys, at::Device device) {
+  const Tensor cu_q = tensor_of(queries.cu, at::kInt), cu_k = tensor_of(keys.cu, at::kInt);
+  return {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest};
+}
 
-MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at::Device device) {
-  const auto rows = row_borders(whole, size);
-  std::vector<int64_t> kept;
+// Where a rank's tokens are in the unsplit rows, in their order.
+std::vector<int64_t> tokens_of(const std::vector<int64_t>& rows, int64_t rank, int64_t size) {
+  std::vector<int64_t> tokens;
   for (size_t i = 0; i + 1 < rows.size(); ++i) {
     const int64_t chunk = (rows[i + 1] - rows[i]) / (2 * size);
     for (const int64_t number : {rank, 2 * size - 1 - rank})
-      for (int64_t t = 0; t < chunk; ++t) kept.push_back(rows[i] + number * chunk + t);
+      for (int64_t t = 0; t < chunk; ++t) tokens.push_back(rows[i] + number * chunk + t);
   }
+  return tokens;
+}
+
+Gather gather_of(const std::vector<int64_t>& from, int64_t rows, at::Device device) {
+  std::vector<std::vector<int64_t>> places(static_cast<size_t>(rows));
+  size_t most = 1;
+  for (size_t i = 0; i < from.size(); ++i) {
+    auto& its = places.at(static_cast<size_t>(from[i]));
+    its.push_back(static_cast<int64_t>(i));
+    most = std::max(most, its.size());
+  }
+  std::vector<int64_t> table;
+  for (auto& its : places) {
+    its.resize(most, -1);
+    table.insert(table.end(), its.begin(), its.end());
+  }
+  return {upload(tensor_of(from, at::kInt), device),
+      upload(tensor_of(table, at::kInt).view({rows, static_cast<int64_t>(most)}), device)};
+}
+
+Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank, int64_t size,
+    int64_t window, at::Device device) {
+  struct Home {
+    int64_t rank, token;
+  };
+  std::vector<Home> homes(static_cast<size_t>(rows.back()));  // of each position
+  const auto home = [&](int64_t position) -> Home& { return homes[static_cast<size_t>(position)]; };
+  std::vector<std::vector<int64_t>> tokens;  // of each rank
+  for (int64_t member = 0; member < size; ++member) {
+    tokens.push_back(tokens_of(rows, member, size));
+    int64_t next = 0;
+    for (const int64_t position : tokens.back()) home(position) = {member, next++};
+  }
+  const int32_t* in_document = whole.positions.const_data_ptr<int32_t>();
+  std::vector<int64_t> sent, send(tokens.size()), received(tokens.size()), next(tokens.size());
+  Side queries, keys;  // of this rank, in the unsplit rows
+  for (size_t member = 0; member < tokens.size(); ++member) {
+    const std::vector<int64_t>& its = tokens[member];
+    for (size_t i = 0, end = 1; i < its.size(); i = end++) {  // neighbours in a document
+      while (end < its.size() && its[end] == its[end - 1] + 1 && in_document[its[end]] > 0) ++end;
+      const int64_t first = its[i] - std::min<int64_t>(in_document[its[i]], window - 1);
+      const Range reached{first, its[end - 1] + 1};
+      if (std::cmp_equal(member, rank)) queries.add({its[i], reached.end}), keys.add(reached);
+      for (int64_t key = first; key < reached.end; ++key)
+        if (home(key).rank == rank) sent.push_back(home(key).token), ++send[member];
+    }
+  }
+  for (const int64_t key : keys.index) ++received[static_cast<size_t>(home(key).rank)];
+  std::exclusive_scan(received.begin(), received.end(), next.begin(), int64_t{0});
+  for (int64_t& key : keys.index) key = next[static_cast<size_t>(home(key).rank)]++;
+  return {window, gather_of(sent, rows.back() / size, device), send, received,
+      gather_of(keys.index, std::ssize(keys.index), device), span_between(queries, keys, device)};
+}
+
+}  // namespace
+
+MicroBatch split_context(
+    const MicroBatch& whole, int64_t rank, int64_t size, at::Device device, int64_t window) {
+  const auto rows = row_borders(whole, size);
+  const Tensor kept = tensor_of(tokens_of(rows, rank, size));
   MicroBatch part = whole;
   for (Tensor* tensor : {&part.tokens, &part.labels, &part.positions, &part.row_id})
-    *tensor = tensor->index_select(0, tensor_of(kept));
+    *tensor = tensor->index_select(0, kept);
   part.trained_tokens = part.labels.ne(-100).sum().item<int64_t>();
   part.cu_seqlens = whole.cu_seqlens_host;
   for (Tensor* tensor :
@@ -101,10 +164,10 @@ MicroBatch split_context(const MicroBatch& whole, int64_t rank, int64_t size, at
     Side queries, keys;
     for_each_piece(whole, rows, rank, (rank + size - i) % size, size,
         [&](const Range& q, const Range& k) { queries.add(q), keys.add(k); });
-    const Tensor cu_q = tensor_of(queries.cu, at::kInt), cu_k = tensor_of(keys.cu, at::kInt);
-    part.ring.push_back({queries.rows(device), keys.rows(device),
-        {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest}});
+    part.ring.push_back(
+        {queries.rows(device), keys.rows(device), span_between(queries, keys, device)});
   }
+  if (size > 1 && window > 0) part.halo = halo_of(whole, rows, rank, size, window, device);
   return part;
 }
 

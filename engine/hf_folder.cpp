@@ -41,6 +41,28 @@ std::map<std::string, std::string> read_weight_map(const fs::path& path) {
   return result;
 }
 
+// The two tensors of one (E, K, N) in MXFP4, whose matrices lie there transposed.
+constexpr const char *kBlocks = "_blocks", *kScales = "_scales";
+constexpr int64_t kGroup = 32;  // numbers that share a scale
+
+bool is_packed(const HfFolder& folder, const HfTensor& tensor) {
+  return tensor.shape.size() == 3 && tensor.shape[1] % kGroup == 0 &&
+         !folder.file_of(tensor.name) && folder.file_of(tensor.name + kBlocks);
+}
+
+void import_packed(const HfFolder& folder, const ImportTarget& to) {
+  const std::string& name = to.tensor->name;
+  const Tensor blocks = folder.tensor(name + kBlocks), scales = folder.tensor(name + kScales);
+  const int64_t numel = to.tensor->shape[1] * to.tensor->shape[2];
+  const int64_t last = to.first + to.target.numel();
+  for (int64_t e = to.first / numel; e * numel < last; ++e) {  // one matrix in memory at a time
+    const int64_t begin = std::max(to.first, e * numel), end = std::min(last, (e + 1) * numel);
+    const Tensor matrix = dequantize_mxfp4(blocks[e], scales[e]).t().contiguous().view(-1);
+    to.target.narrow(0, begin - to.first, end - begin)
+        .copy_(matrix.narrow(0, begin - e * numel, end - begin));
+  }
+}
+
 }  // namespace
 
 std::vector<std::string> summarize_names(const std::vector<std::string>& names) {
@@ -145,25 +167,57 @@ Tensor HfFolder::tensor(const std::string& name) const {
   return file->tensor(name);
 }
 
+Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales) {
+  constexpr std::array<float, 8> kMagnitude{0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  check_tensor(scales, "MXFP4 scales", at::kByte, {-1, -1});
+  check_tensor(blocks, "MXFP4 blocks", at::kByte, {scales.size(0), scales.size(1), kGroup / 2});
+  Tensor out = at::empty({scales.size(0), scales.size(1) * kGroup}, at::TensorOptions(at::kFloat));
+  const auto* block = blocks.const_data_ptr<uint8_t>();
+  const auto* scale = scales.const_data_ptr<uint8_t>();
+  auto* value = out.mutable_data_ptr<float>();
+  at::parallel_for(0, scales.numel(), 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group) {
+      const float unit = scale[group] == 255 ? NAN : std::ldexp(1.0f, scale[group] - 127);
+      for (int64_t i = group * kGroup; i < (group + 1) * kGroup; ++i) {
+        const int code = block[i / 2] >> (i % 2 * 4);
+        value[i] = (code & 8 ? -unit : unit) * kMagnitude[static_cast<size_t>(code & 7)];
+      }
+    }
+  });
+  return out;
+}
+
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
     std::span<const std::string> optional_extra) {
   std::vector<std::string> missing, left_over, problems;
-  std::set<std::string> used(optional_extra.begin(), optional_extra.end());
-  for (const auto& [tensor, first, target] : targets) {
-    const std::string& name = tensor->name;
+  std::set<std::string> used;
+  const auto use = [&](const std::string& name, const std::vector<int64_t>& shape, bool packed) {
     used.insert(name);
     const SafetensorsFile* file = folder.file_of(name);
-    if (!file) {
-      missing.push_back(name);
+    if (!file) return missing.push_back(name);
+    const TensorEntry& entry = file->header().tensors.at(name);
+    if (entry.shape != shape)
+      problems.push_back(fmt::format("{}: shape ({}) in the folder, ({}) in the model", name,
+          fmt::join(entry.shape, ", "), fmt::join(shape, ", ")));
+    const bool number = at::isFloatingType(entry.dtype) && c10::elementSize(entry.dtype) > 1;
+    if (packed ? entry.dtype != at::kByte : !number)
+      problems.push_back(fmt::format("{}: dtype {} is no {}", name, dtype_name(entry.dtype),
+          packed ? "uint8" : "bfloat16, float16, float32 or float64"));
+  };
+  for (const auto& [tensor, first, target] : targets) {
+    std::vector<int64_t> shape = tensor->whole_shape();
+    if (!is_packed(folder, *tensor)) {
+      use(tensor->name, shape, false);
       continue;
     }
-    const TensorEntry& entry = file->header().tensors.at(name);
-    if (entry.shape != tensor->shape)
-      problems.push_back(fmt::format("{}: shape ({}) in the folder, ({}) in the model", name,
-          fmt::join(entry.shape, ", "), fmt::join(tensor->shape, ", ")));
-    if (!at::isFloatingType(entry.dtype) || c10::elementSize(entry.dtype) == 1)
-      problems.push_back(fmt::format("{}: dtype {} is no bfloat16, float16, float32 or float64",
-          name, dtype_name(entry.dtype)));
+    shape = {shape[0], shape[2], shape[1] / kGroup};
+    use(tensor->name + kScales, shape, true);
+    shape.push_back(kGroup / 2);
+    use(tensor->name + kBlocks, shape, true);
+  }
+  for (const std::string& name : optional_extra) {
+    used.insert(name);
+    if (!folder.file_of(name)) used.insert({name + kBlocks, name + kScales});
   }
   for (const std::string& name : folder.names())
     if (!used.count(name)) left_over.push_back(name);
@@ -172,8 +226,13 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
   if (!problems.empty()) fail_with(folder.path().string() + " does not fit the model", problems);
 
   at::NoGradGuard no_grad;
-  for (const auto& [tensor, first, target] : targets)
-    target.copy_(folder.tensor(tensor->name).view(-1).narrow(0, first, target.numel()));
+  for (const ImportTarget& to : targets) {
+    if (is_packed(folder, *to.tensor))
+      import_packed(folder, to);
+    else
+      to.target.copy_(
+          folder.tensor(to.tensor->name).view(-1).narrow(0, to.first, to.target.numel()));
+  }
 }
 
 WeightFiles split_weights(const std::vector<NamedTensor>& weights, uint64_t shard_bytes) {

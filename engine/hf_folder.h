@@ -35,8 +35,15 @@ struct ImportTarget {
   Tensor target;
 };
 
-// Copies ranges from the folder into the targets, converting. Tensors missing, left over (but not
-// in `optional_extra`), of another shape or a non-float dtype are collected into one Error.
+// MXFP4 (OCP Microscaling Formats 1.0): blocks (N, G, 16), two 4-bit floats a byte, the low four
+// bits first; scales (N, G), powers of two of which 127 is 1 and 255 NaN -> (N, 32 G) float32,
+// exact, as it is in bfloat16.
+Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales);
+
+// Copies ranges from the folder into the targets, converting. A tensor (E, K, N) may lie there in
+// MXFP4, as GPT-OSS' experts do: NAME_blocks (E, N, K / 32, 16), NAME_scales (E, N, K / 32).
+// Tensors missing, left over (but not in `optional_extra`), of another shape or a non-float dtype
+// are collected into one Error.
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
     std::span<const std::string> optional_extra = {});
 

@@ -13,7 +13,8 @@ constexpr int64_t kAlignment = 64;  // elements: rows of BF16 matrices start on 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 bool decays(const Parameter& parameter) {
-  return parameter.group == ParameterGroup::matrix || parameter.group == ParameterGroup::expert ||
+  const bool expert = parameter.group == ParameterGroup::expert && parameter.shape.size() > 2;
+  return expert || parameter.group == ParameterGroup::matrix ||
          parameter.group == ParameterGroup::embedding;
 }
 
@@ -81,7 +82,9 @@ std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
       const int64_t at = offsets_[i] + tensor.offset - part_begin();  // its start in the part
       const int64_t begin = std::max<int64_t>(at, 0);
       const int64_t end = std::min(at + tensor.numel(), value_part.numel());
-      if (begin < end) pieces.push_back({parameters_[i], &tensor, begin - at, begin, end - begin});
+      if (begin >= end) continue;
+      const int64_t first = tensor.first_element() + begin - at;
+      pieces.push_back({parameters_[i], &tensor, first, begin, end - begin});
     }
   }
   return pieces;

@@ -88,7 +88,7 @@ json read_config(const std::filesystem::path& path) {
   return object;
 }
 
-void read_common(Fields& fields, ModelConfig& config, const char* family) {
+void read_common(Fields& fields, ModelConfig& config, const char* family, const char* width) {
   fields.only("model_type", family);
   if (!fields.has("model_type")) fields.problem("model_type", "is missing");
   config.vocab_size = fields.count("vocab_size");
@@ -96,10 +96,9 @@ void read_common(Fields& fields, ModelConfig& config, const char* family) {
   config.num_layers = fields.count("num_hidden_layers");
   config.num_heads = fields.count("num_attention_heads");
   config.experts_per_token = fields.count("num_experts_per_tok");
-  config.moe_intermediate_size = fields.count("moe_intermediate_size");
+  config.moe_intermediate_size = fields.count(width);
   config.tie_embeddings = fields.flag("tie_word_embeddings", false);
   config.rms_norm_eps = fields.number("rms_norm_eps", 1e-6);
-  fields.only("attention_bias", false);
   fields.only("hidden_act", "silu");
   fields.only("attention_dropout", 0);
 }
@@ -143,6 +142,14 @@ std::string layer_prefix(int64_t index) { return fmt::format("model.layers.{}.",
 
 Parameter norm_weight(const std::string& name, int64_t size) {
   return Parameter(name, {size}, ParameterGroup::norm, Init::ones);
+}
+
+Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden) {
+  return Parameter(prefix + "qkv_proj.weight", {q_size + 2 * kv_size, hidden},
+      {{prefix + "q_proj.weight", {q_size, hidden}, 0},
+          {prefix + "k_proj.weight", {kv_size, hidden}, q_size * hidden},
+          {prefix + "v_proj.weight", {kv_size, hidden}, (q_size + kv_size) * hidden}},
+      ParameterGroup::matrix, Init::normal);
 }
 
 Parameter gate_up_weight(const std::string& prefix, int64_t width, int64_t hidden) {

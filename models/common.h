@@ -45,8 +45,9 @@ RopeFields read_rope(Fields& fields, bool yarn);
 
 // The object in a config.json or in the one of a folder.
 nlohmann::json read_config(const std::filesystem::path& path);
-// Checks and reads what all families say in the same way.
-void read_common(Fields& fields, ModelConfig& config, const char* family);
+// Checks and reads what all families say in the same way; `width`: the experts' field.
+void read_common(Fields& fields, ModelConfig& config, const char* family,
+    const char* width = "moe_intermediate_size");
 // config.json of a checkpoint: the one that was read, with these changes.
 nlohmann::json config_for_export(const std::string& source_json, const char* architecture,
     int64_t num_layers, at::ScalarType dtype);
@@ -71,6 +72,8 @@ std::vector<std::vector<Parameter*>> units_of(ModelEnds& ends, std::deque<Layer>
 
 std::string layer_prefix(int64_t index);
 Parameter norm_weight(const std::string& name, int64_t size);
+// Query, key and value projections as one parameter (q_size + 2 kv_size, hidden).
+Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden);
 // Gate and up projections as one parameter (2 width, hidden): gate rows, then up rows.
 Parameter gate_up_weight(const std::string& prefix, int64_t width, int64_t hidden);
 // (experts, 2 width, hidden) and (experts, hidden, width) of experts [begin, end), one Hugging Face

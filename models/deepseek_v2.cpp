@@ -67,6 +67,7 @@ DeepseekV2Config DeepseekV2Config::parse(const json& object, const std::string& 
   fields.only("moe_layer_freq", 1);
   fields.only("scoring_func", "softmax");
   fields.only("norm_topk_prob", false);
+  fields.only("attention_bias", false);
   fields.only("mlp_bias", false);
   PITH_CHECK(fields.problems().empty(), "{}: not a usable deepseek_v2 configuration:{}", source,
       fields.problems());

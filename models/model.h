@@ -22,6 +22,7 @@
 #include "operators/permute.h"
 #include "operators/ring_attention.h"
 #include "operators/rotary.h"
+#include "operators/window_attention.h"
 
 namespace pith {
 
@@ -58,21 +59,24 @@ inline AttentionSpan span_of(const MicroBatch& batch) {
       batch.max_seqlen, batch.max_seqlen};
 }
 
-// attention() inside the micro-batch's documents: round the ring where rows are split over
-// context-parallel ranks, with the keys of earlier positions while generating.
-inline Tensor attend_documents(
-    const LayerContext& context, const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
+// attention() inside the micro-batch's documents: where rows are split over context-parallel ranks
+// round the ring, or, in a window, with the keys before each chunk; the keys of earlier positions
+// while generating.
+inline Tensor attend_documents(const LayerContext& context, const Tensor& q, const Tensor& k,
+    const Tensor& v, double scale, const AttentionOptions& options = {}) {
   const MicroBatch& batch = context.batch;
   if (context.mesh.context.size() > 1) {
     PITH_CHECK(context.cache == nullptr,
         "generating with a cache of keys is not possible with "
         "context parallelism ({} ranks)",
         context.mesh.context.size());
-    return ring_attention(q, k, v, batch.ring, scale, context.mesh.context);
+    if (options.window > 0)
+      return window_attention(q, k, v, batch.halo, scale, options, context.mesh.context);
+    return ring_attention(q, k, v, batch.ring, scale, context.mesh.context, options.sinks);
   }
-  if (context.cache == nullptr) return attention(q, k, v, span_of(batch), scale);
+  if (context.cache == nullptr) return attention(q, k, v, span_of(batch), scale, options);
   const CachedKeys all = append_to_cache(context.cache->kv, k, v, span_of(batch));
-  return attention(q, all.k, all.v, all.span, scale);
+  return attention(q, all.k, all.v, all.span, scale, options);
 }
 
 // Result of stage 1.
@@ -106,6 +110,7 @@ struct ModelConfig {
   int64_t intermediate_size;  // of dense layers
   double rms_norm_eps, rope_theta;
   bool tie_embeddings;
+  int64_t window = 0;       // of the layers that have one, the token itself included
   std::string source_json;  // the config.json it was read from: nothing is lost on export
 
   void cut_layers(int64_t layers);      // keeps the first

@@ -30,14 +30,6 @@ std::vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   return sparse;
 }
 
-Parameter fused_qkv(const Qwen3MoeConfig& c, const std::string& prefix) {
-  const int64_t q = c.num_heads * c.head_dim, kv = c.num_kv_heads * c.head_dim, h = c.hidden_size;
-  return Parameter(prefix + "qkv_proj.weight", {q + 2 * kv, h},
-      {{prefix + "q_proj.weight", {q, h}, 0}, {prefix + "k_proj.weight", {kv, h}, q * h},
-          {prefix + "v_proj.weight", {kv, h}, (q + kv) * h}},
-      ParameterGroup::matrix, Init::normal);
-}
-
 }  // namespace
 
 Qwen3MoeConfig Qwen3MoeConfig::parse(const json& object, const std::string& source) {
@@ -61,6 +53,7 @@ Qwen3MoeConfig Qwen3MoeConfig::parse(const json& object, const std::string& sour
   if (c.head_dim % 2 != 0) fields.problem("head_dim", "must be even (rotary embedding)");
   if (c.experts_per_token > c.num_experts)
     fields.problem("num_experts_per_tok", "must not be larger than the number of experts");
+  fields.only("attention_bias", false);
   fields.only("use_sliding_window", false);
   PITH_CHECK(fields.problems().empty(), "{}: not a usable qwen3_moe configuration:{}", source,
       fields.problems());
@@ -118,7 +111,7 @@ Qwen3MoeLayer::Qwen3MoeLayer(
                     mlp = prefix + "mlp.";
   const int64_t h = config.hidden_size, q = config.num_heads * config.head_dim;
   input_norm_ = norm_weight(prefix + "input_layernorm.weight", h);
-  qkv_ = fused_qkv(config, attention);
+  qkv_ = qkv_weight(attention, q, config.num_kv_heads * config.head_dim, h);
   q_norm_ = norm_weight(attention + "q_norm.weight", config.head_dim);
   k_norm_ = norm_weight(attention + "k_norm.weight", config.head_dim);
   o_ = Parameter(attention + "o_proj.weight", {h, q}, ParameterGroup::matrix, Init::output_normal);

@@ -8,7 +8,9 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/logsumexp.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/tensor.h>
 
 #include "operators/function.h"
@@ -18,11 +20,17 @@ namespace {
 
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
+// Which of a document's keys a query sees.
+struct Mask {
+  bool causal;          // none after its own; otherwise all
+  int64_t before = -1;  // with causal: at most so many before its own; -1: all
+};
+
 // A run of consecutive documents of one shape, computed as a batch.
 struct Run {
   int64_t first_q, first_k;  // rows where it starts
   int64_t count, n, m;       // documents; queries and keys of each
-  bool causal;
+  Mask mask;
 };
 
 // Calls f(document, first query, queries, first key, keys).
@@ -35,7 +43,7 @@ void for_documents(const AttentionSpan& span, F&& f) {
 }
 
 // Documents with queries, neighbours of one shape together, at most `limit` scores (n * m) a run.
-std::vector<Run> runs_of(const AttentionSpan& span, bool causal, int64_t limit) {
+std::vector<Run> runs_of(const AttentionSpan& span, const Mask& mask, int64_t limit) {
   std::vector<Run> runs;
   for_documents(span, [&](int64_t, int64_t first_q, int64_t n, int64_t first_k, int64_t m) {
     if (n == 0) return;
@@ -47,7 +55,7 @@ std::vector<Run> runs_of(const AttentionSpan& span, bool causal, int64_t limit) 
         return;
       }
     }
-    runs.push_back({first_q, first_k, 1, n, m, causal});
+    runs.push_back({first_q, first_k, 1, n, m, mask});
   });
   return runs;
 }
@@ -56,16 +64,16 @@ std::vector<Run> runs_of(const AttentionSpan& span, bool causal, int64_t limit) 
 
 enum class Path { cudnn, flash, cpu, products };
 
-bool equal_documents(const AttentionSpan& span, bool causal) {
-  const auto runs = runs_of(span, causal, kNoLimit);
+bool equal_documents(const AttentionSpan& span, const Mask& mask) {
+  const auto runs = runs_of(span, mask, kNoLimit);
   return runs.size() == 1 && runs[0].count == span.cu_q_host.numel() - 1 &&
-         (!causal || runs[0].n == runs[0].m);
+         (!mask.causal || runs[0].n == runs[0].m);
 }
 
 bool round_length(int64_t length) { return length >= 128 && length % 128 == 0; }
 
-Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, bool causal = true) {
-  if (q.is_cpu()) return Path::cpu;
+Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, const Mask& mask) {
+  if (q.is_cpu()) return mask.before >= 0 ? Path::products : Path::cpu;
   const int64_t dim = q.size(2), v_dim = v.size(2), widest = std::max(dim, v_dim);
   const bool half = is_bf16(q) || q.scalar_type() == at::kHalf;
   const bool fits = dim % 8 == 0 && v_dim % 8 == 0 && widest <= 256;
@@ -74,14 +82,14 @@ Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, bo
   // 70 ms) for each new shape: so only for the fixed, round lengths of packed pretraining rows. It
   // takes the two head sizes of DeepSeek's latent attention as they are.
   const bool cudnn = (widest <= 128 || (dim == 192 && v_dim == 128)) && round_length(span.max_q) &&
-                     round_length(span.max_k) && equal_documents(span, causal) &&
+                     round_length(span.max_k) && equal_documents(span, mask) && mask.before < 0 &&
                      !at::globalContext().deterministicAlgorithms();
   return cudnn ? Path::cudnn : Path::flash;
 }
 
 // Scores that a run may hold: products keep all of them (256 MiB in FP32), the others none.
-std::vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span, bool causal) {
-  return runs_of(span, causal,
+std::vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span, const Mask& mask) {
+  return runs_of(span, mask,
       path == Path::products ? (int64_t{1} << 26) / std::max<int64_t>(1, q.size(1)) : kNoLimit);
 }
 
@@ -96,7 +104,7 @@ Tensor cut(const Tensor& x, int64_t dim) { return x.narrow(2, 0, dim).contiguous
 
 // LibTorch's blocked CPU kernel aligns causal documents at their beginnings.
 bool is_blocked(Path path, const Run& run) {
-  return path == Path::cpu && (run.n == run.m || !run.causal);
+  return path == Path::cpu && (run.n == run.m || !run.mask.causal);
 }
 
 // --- Heads as batches ---
@@ -129,12 +137,14 @@ Tensor unstack_heads(const Tensor& x, int64_t heads) {
   return unbatch_heads(x.reshape({x.size(0), heads, -1, x.size(3)}));
 }
 
-// q, k stacked -> scale * q k^T, -inf above the causal diagonal: (count, groups, q's rows, m).
+// q, k stacked -> scale * q k^T, -inf where the mask says: (count, groups, q's rows, m).
 Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double scale) {
   Tensor scores = at::matmul(q, k.transpose(2, 3)).mul_(scale);
   const int64_t n = run.n, m = run.m;
-  if (n > 1 && run.causal) {
-    const Tensor hidden = at::ones({n, m}, q.options().dtype(at::kBool)).triu(m - n + 1);
+  if (run.mask.causal && (n > 1 || run.mask.before >= 0)) {
+    const Tensor all = at::ones({n, m}, q.options().dtype(at::kBool));
+    Tensor hidden = all.triu(m - n + 1);
+    if (run.mask.before >= 0) hidden.logical_or_(all.tril(m - n - 1 - run.mask.before));
     scores.view({-1, n, m}).masked_fill_(hidden, -std::numeric_limits<double>::infinity());
   }
   return scores;
@@ -170,13 +180,14 @@ AttentionPart run_forward(
   if (path == Path::cudnn) {
     const auto result = at::_cudnn_attention_forward(batch_heads(q, count), batch_heads(k, count),
         batch_heads(v, count), {}, {}, {}, run.n, run.m, /*compute_log_sumexp=*/true, 0.0,
-        run.causal, false, scale);
+        run.mask.causal, false, scale);
     return {unbatch_heads(std::get<0>(result)),
         unbatch_heads(std::get<1>(result).view({count, q.size(1), run.n, 1}))};
   }
   if (!is_blocked(path, run)) return products_forward(q, k, v, run, scale);
   const auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(batch_heads(q, count),
-      batch_heads(k, count, repeat), batch_heads(v, count, repeat), 0.0, run.causal, {}, scale);
+      batch_heads(k, count, repeat), batch_heads(v, count, repeat), 0.0, run.mask.causal, {},
+      scale);
   return {unbatch_heads(out), unbatch_heads(lse.unsqueeze(3))};
 }
 
@@ -192,11 +203,11 @@ AttentionGradients run_backward(Path path, const Tensor& dout, const Tensor& q, 
     const Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // without dropout
     std::tie(dq, dk, dv) = at::_cudnn_attention_backward(batch(dout), batch(q), keys, values,
         batch(part.out), batch(part.lse).contiguous(), unused, unused, {}, {}, {}, run.n, run.m,
-        0.0, run.causal, scale);
+        0.0, run.mask.causal, scale);
   } else {
     std::tie(dq, dk, dv) =
         at::_scaled_dot_product_flash_attention_for_cpu_backward(batch(dout), batch(q), keys,
-            values, batch(part.out), batch(part.lse).squeeze(3), 0.0, run.causal, {}, scale);
+            values, batch(part.out), batch(part.lse).squeeze(3), 0.0, run.mask.causal, {}, scale);
   }
   return {unbatch_heads(dq), unbatch_heads(dk, repeat), unbatch_heads(dv, repeat)};
 }
@@ -208,12 +219,12 @@ Tensor rows_k(const Tensor& x, const Run& r) { return x.narrow(0, r.first_k, r.c
 
 // `record`: there will be a backward pass.
 AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor& v,
-    const AttentionSpan& span, bool causal, double scale, bool record) {
+    const AttentionSpan& span, const Mask& mask, double scale, bool record) {
   const at::NoGradGuard no_grad;
   if (needs_padding(path, q, v)) {
     const int64_t dim = std::max(q.size(2), v.size(2));
     const AttentionPart part =
-        forward(path, pad(q, dim), pad(k, dim), pad(v, dim), span, causal, scale, record);
+        forward(path, pad(q, dim), pad(k, dim), pad(v, dim), span, mask, scale, record);
     return {cut(part.out, v.size(2)), part.lse};
   }
   if (path == Path::flash) {
@@ -221,11 +232,11 @@ AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor&
     // query in every document, and unknown to its backward.
     const bool one_each = !record && q.size(0) == span.cu_q.numel() - 1;
     const auto result = at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k,
-        one_each ? span.max_q : std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, causal, false,
-        scale);
+        one_each ? span.max_q : std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal,
+        false, scale, mask.before);
     return {std::get<0>(result), std::get<1>(result).t().unsqueeze(2)};  // lse from (Hq, Tq)
   }
-  const auto runs = runs_for(path, q, span, causal);
+  const auto runs = runs_for(path, q, span, mask);
   if (runs.size() == 1)
     return run_forward(path, q, rows_k(k, runs[0]), rows_k(v, runs[0]), runs[0], scale);
   const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
@@ -241,22 +252,23 @@ AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor&
 }
 
 AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, const Tensor& k,
-    const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
+    const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, const Mask& mask,
     double scale) {
   if (needs_padding(path, q, v)) {
     const int64_t dim = std::max(q.size(2), v.size(2));
     const auto [dq, dk, dv] = backward(path, pad(dout, dim), pad(q, dim), pad(k, dim), pad(v, dim),
-        {pad(whole.out, dim), whole.lse}, span, causal, scale);
+        {pad(whole.out, dim), whole.lse}, span, mask, scale);
     return {cut(dq, q.size(2)), cut(dk, q.size(2)), cut(dv, v.size(2))};
   }
   if (path == Path::flash) {
     const Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // without dropout
     auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, whole.out,
         whole.lse.squeeze(2).t().contiguous(), span.cu_q, span.cu_k,
-        std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, causal, unused, unused, scale);
+        std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal, unused, unused, scale,
+        mask.before);
     return {dq, dk, dv};
   }
-  const auto runs = runs_for(path, q, span, causal);
+  const auto runs = runs_for(path, q, span, mask);
   if (runs.size() == 1 && runs[0].count * runs[0].m == k.size(0))
     return run_backward(path, dout, q, k, v, whole, runs[0], scale);
   // Zeros where no run will write: keys of documents without queries.
@@ -323,22 +335,46 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
       "attention: {} query heads over {} key heads", q.size(1), k.size(1));
 }
 
+// In the dtype and the shape of lse (Tq, Hq, 1).
+Tensor sink_logits(const Parameter& sinks, const Tensor& lse) {
+  check_shape(sinks.value, sinks.name, {lse.size(1)});
+  return sinks.value.detach().to(lse.scalar_type()).view({1, -1, 1});
+}
+
+AttentionPart with_sinks(const AttentionPart& part, const Parameter* sinks) {
+  if (sinks == nullptr) return part;
+  const at::NoGradGuard no_grad;
+  const Tensor s = sink_logits(*sinks, part.lse);
+  return {part.out * at::sigmoid(part.lse - s), at::logaddexp(part.lse, s)};
+}
+
+void add_sink_gradient(const Parameter* sinks, const Tensor& dout, const AttentionPart& whole) {
+  if (sinks == nullptr) return;
+  const Tensor share = (sink_logits(*sinks, whole.lse) - whole.lse).exp_();  // of the softmax
+  const Tensor product = (widen(dout) * whole.out).sum(-1, /*keepdim=*/true);
+  sinks->grad.sub_(share.mul_(product).sum(0).view(-1));
+}
+
 Tensor attention(const Tensor& given_q, const Tensor& given_k, const Tensor& given_v,
-    const AttentionSpan& given, double scale) {
+    const AttentionSpan& given, double scale, const AttentionOptions& options) {
   check_attention(given_q, given_k, given_v);
   check_borders(given, given_q.size(0), given_k.size(0));
   const auto packed = [](const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
   const Tensor q = packed(given_q), k = packed(given_k), v = packed(given_v);
   const bool needed =
       at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-  const Path path = choose_path(q, v, given);
+  // A window as long as the longest document is none.
+  const Mask mask{true, options.window < given.max_k ? options.window - 1 : -1};
+  const Path path = choose_path(q, v, given, mask);
   const AttentionSpan span = span_for(path, given, needed);
-  const AttentionPart part = forward(path, q, k, v, span, /*causal=*/true, scale, needed);
+  const Parameter* sinks = options.sinks;
+  const AttentionPart part =
+      with_sinks(forward(path, q, k, v, span, mask, scale, needed || sinks), sinks);
   const Tensor out = part.out.to(q.scalar_type());
   const AttentionPart kept{out.detach(), part.lse};
   return record(out, {q, k, v}, [=](const Tensor& dout) {
-    const auto grad =
-        backward(path, dout.contiguous(), q, k, v, kept, span, /*causal=*/true, scale);
+    add_sink_gradient(sinks, dout, kept);
+    const auto grad = backward(path, dout.contiguous(), q, k, v, kept, span, mask, scale);
     const auto dtype = q.scalar_type();
     return Tensors{grad[0].to(dtype), grad[1].to(dtype), grad[2].to(dtype)};
   });
@@ -349,24 +385,24 @@ Tensor of_part(const Tensor& x) { return x.is_cpu() ? widen(x) : x; }
 
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
     const AttentionSpan& span, bool causal, double scale) {
-  const Path path = choose_path(q, v, span, causal);
-  return forward(path, of_part(q), of_part(k), of_part(v), span_for(path, span, true), causal,
+  const Path path = choose_path(q, v, span, {causal});
+  return forward(path, of_part(q), of_part(k), of_part(v), span_for(path, span, true), {causal},
       scale, /*record=*/true);
 }
 
 AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
     const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
     double scale) {
-  const Path path = choose_path(q, v, span, causal);
+  const Path path = choose_path(q, v, span, {causal});
   return backward(path, of_part(dout), of_part(q), of_part(k), of_part(v),
-      {of_part(whole.out), whole.lse}, span_for(path, span, true), causal, scale);
+      {of_part(whole.out), whole.lse}, span_for(path, span, true), {causal}, scale);
 }
 
 const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan& span) {
   constexpr const char* kNames[] = {"cuDNN attention, dense batches of equal documents",
       "FlashAttention 2, packed documents", "blocked CPU attention per run of equal documents",
       "matrix products per document"};
-  return kNames[static_cast<size_t>(choose_path(q, v, span))];
+  return kNames[static_cast<size_t>(choose_path(q, v, span, {true}))];
 }
 
 }  // namespace pith

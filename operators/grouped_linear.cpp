@@ -29,20 +29,62 @@ Tensor multiply_grouped(const Tensor& x, const Tensor& matrices, const ExpertPla
   return y;
 }
 
-}  // namespace
+// Each row of y (S, N) += its expert's of bias (E, N).
+void add_bias(Tensor& y, const Tensor& bias, const ExpertPlan& plan) {
+  const at::NoGradGuard no_grad;
+  PITH_IF_CUDA (y) {
+    cuda::add_expert_bias(read(bias), read<int32_t>(plan.offsets), write(y), bias.size(0),
+        bias.size(1), is_bf16(y), current_stream());
+    return;
+  }
+  for_each_expert(plan.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
+    y.narrow(0, begin, count).add_(bias.select(0, e));
+  });
+}
 
-Tensor grouped_linear(const Tensor& given, Parameter& weight, const ExpertPlan& plan) {
+// gradient (E, N) += the sum of each expert's rows of dy (S, N).
+void add_bias_gradient(const Tensor& gradient, const Tensor& dy, const ExpertPlan& plan) {
+  PITH_IF_CUDA (dy) {
+    cuda::add_expert_sums(read(dy), read<int32_t>(plan.offsets), write<float>(gradient),
+        gradient.size(0), gradient.size(1), is_bf16(dy), current_stream());
+    return;
+  }
+  for_each_expert(plan.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
+    gradient.select(0, e).add_(
+        dy.narrow(0, begin, count).sum(0, /*keepdim=*/false, gradient.scalar_type()));
+  });
+}
+
+// Matrices of `weight` are (out, in), or, with a bias, (in, out).
+Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Parameter* bias,
+    const ExpertPlan& plan) {
   check_shape(weight.value, weight.name, {plan.offsets_host.numel(), -1, -1});
-  check_tensor(given, "grouped_linear: x", weight.value.scalar_type(),
-      {plan.num_slots, weight.value.size(2)});
+  const Tensor turned = weight.value.transpose(1, 2);
+  const Tensor matrices = bias ? weight.value : turned, backwards = bias ? turned : weight.value;
+  check_tensor(given, name, weight.value.scalar_type(), {plan.num_slots, matrices.size(1)});
+  if (bias) check_shape(bias->value, bias->name, {matrices.size(0), matrices.size(2)});
   const Tensor x = given.contiguous();
-  return record(multiply_grouped(x, weight.value.transpose(1, 2), plan), {x, weight.value},
-      [x, &weight, plan, trained = weight.value.requires_grad()](const Tensor& given_dy) {
+  Tensor y = multiply_grouped(x, matrices, plan);
+  if (bias) add_bias(y, bias->value, plan);
+  return record(y, {x, weight.value},
+      [=, &weight, trained = weight.value.requires_grad()](const Tensor& given_dy) {
         const Tensor dy = given_dy.contiguous();
-        const Tensor dx = x.requires_grad() ? multiply_grouped(dy, weight.value, plan) : Tensor();
-        if (trained) add_or_defer({&weight, dy, x, plan.offsets, plan.offsets_host});
+        const Tensor dx = x.requires_grad() ? multiply_grouped(dy, backwards, plan) : Tensor();
+        if (trained && bias) add_bias_gradient(bias->grad, dy, plan);
+        if (trained)
+          add_or_defer({&weight, bias ? x : dy, bias ? dy : x, plan.offsets, plan.offsets_host});
         return Tensors{dx, Tensor()};
       });
+}
+
+}  // namespace
+
+Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan) {
+  return apply("grouped_linear: x", x, weight, nullptr, plan);
+}
+Tensor grouped_affine(
+    const Tensor& x, Parameter& weight, const Parameter& bias, const ExpertPlan& plan) {
+  return apply("grouped_affine: x", x, weight, &bias, plan);
 }
 
 }  // namespace pith

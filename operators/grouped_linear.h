@@ -10,4 +10,9 @@ namespace pith {
 // dy^T x into weight.grad in FP32 without an intermediate in the compute dtype.
 Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan);
 
+// The same with a bias (E, out) for each expert, added to the rounded product, and the weight as
+// (E, in, out), which is how GPT-OSS keeps it: y[s] = x[s] weight[e] + bias[e].
+Tensor grouped_affine(
+    const Tensor& x, Parameter& weight, const Parameter& bias, const ExpertPlan& plan);
+
 }  // namespace pith

@@ -2,6 +2,7 @@
 // Matrices are contiguous, their data BF16 where is_bf16, otherwise FP32, if no type is given.
 #pragma once
 #include <cstdint>
+#include <limits>
 
 struct CUstream_st;
 
@@ -36,6 +37,15 @@ void sum_of_squares(
 // `position` (T) where each came from.
 void add_rows_by_token(const int64_t* sorted, const int64_t* position, const void* dy, float* grad,
     int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream);
+
+// --- grouped_bias ---
+// offsets (experts): the ends of the experts' rows. y (rows, columns) += bias (experts, columns) of
+// the row's expert.
+void add_expert_bias(const void* bias, const int32_t* offsets, void* y, int64_t experts,
+    int64_t columns, bool is_bf16, CUstream_st* stream);
+// sums (experts, columns) += each expert's rows of dy (rows, columns), in one order.
+void add_expert_sums(const void* dy, const int32_t* offsets, float* sums, int64_t experts,
+    int64_t columns, bool is_bf16, CUstream_st* stream);
 
 // --- grouped_wgrad ---
 // gradient (experts, out, in) float32 += dy^T x over each expert's rows; dy (rows, out), x (rows,
@@ -124,11 +134,17 @@ void balance_total(const float* sum, const int32_t* count, const int32_t* start,
     int64_t num_rows, CUstream_st* stream);
 
 // --- swiglu ---
+// g sigmoid(alpha g) (u + plus) of gates, at most `limit`, and ups between -limit and limit. They
+// alternate, or all gates of a row stand before its ups.
+struct SwigluForm {
+  float alpha = 1, limit = std::numeric_limits<float>::infinity(), plus = 0;
+  bool alternating = false;
+};
 // gate_up (rows, 2 width) -> y (rows, width).
-void swiglu_forward(
-    const void* gate_up, void* y, int64_t rows, int64_t width, bool is_bf16, CUstream_st* stream);
+void swiglu_forward(const void* gate_up, void* y, int64_t rows, int64_t width, SwigluForm form,
+    bool is_bf16, CUstream_st* stream);
 // gate_up (rows, 2 width), dy (rows, width) -> dgate_up (rows, 2 width).
 void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
-    int64_t width, bool is_bf16, CUstream_st* stream);
+    int64_t width, SwigluForm form, bool is_bf16, CUstream_st* stream);
 
 }  // namespace pith::cuda

@@ -31,21 +31,37 @@ Tensor backward(const Tensor& x, Parameter& weight, const Tensor& dy, bool needs
   return dx;
 }
 
-Tensor apply(const Tensor& x, Parameter& weight, at::ScalarType dtype) {
+// x W^T + b, rounded once.
+Tensor product(
+    const Tensor& x, const Parameter& weight, const Parameter* bias, at::ScalarType dtype) {
+  const at::NoGradGuard no_grad;
+  const Tensor transposed = weight.value.t();
+  if (!bias) return multiply(x, transposed, dtype);
+  if (x.is_cuda() && dtype == x.scalar_type()) return at::addmm(bias->value, x, transposed);
+  return multiply(x, transposed, wide_dtype(dtype)).add_(bias->value).to(dtype);
+}
+
+Tensor apply(const Tensor& x, Parameter& weight, const Parameter* bias, at::ScalarType dtype) {
   check_shape(weight.value, weight.name, {-1, -1});
   check_tensor(
       x, "linear: input of " + weight.name, weight.value.scalar_type(), {-1, weight.value.size(1)});
+  if (bias) check_shape(bias->value, bias->name, {weight.value.size(0)});
   const Tensor kept = weight.value.requires_grad() ? x : Tensor();
-  return record(multiply(x, weight.value.t(), dtype), {x, weight.value},
-      [kept, &weight, needs_dx = x.requires_grad()](
-          const Tensor& dy) { return Tensors{backward(kept, weight, dy, needs_dx), Tensor()}; });
+  return record(product(x, weight, bias, dtype), {x, weight.value},
+      [kept, &weight, bias, needs_dx = x.requires_grad()](const Tensor& dy) {
+        if (bias && kept.defined())
+          bias->grad.add_(dy.sum(0, /*keepdim=*/false, bias->grad.scalar_type()));
+        return Tensors{backward(kept, weight, dy, needs_dx), Tensor()};
+      });
 }
 
 }  // namespace
 
-Tensor linear(const Tensor& x, Parameter& weight) { return apply(x, weight, x.scalar_type()); }
-Tensor linear_fp32(const Tensor& x, Parameter& weight) {
-  return apply(x, weight, wide_dtype(x.scalar_type()));
+Tensor linear(const Tensor& x, Parameter& weight, const Parameter* bias) {
+  return apply(x, weight, bias, x.scalar_type());
+}
+Tensor linear_fp32(const Tensor& x, Parameter& weight, const Parameter* bias) {
+  return apply(x, weight, bias, wide_dtype(x.scalar_type()));
 }
 
 }  // namespace pith

@@ -4,11 +4,12 @@
 
 namespace pith {
 
-// x (T, in), weight (out, in) -> (T, out), in x's dtype. Backward: dx = dy W; weight.grad += dy^T x
-// with FP32 accumulation and no intermediate in the compute dtype. T may be 0.
-Tensor linear(const Tensor& x, Parameter& weight);
+// x (T, in), weight (out, in), bias (out) or null -> (T, out), in x's dtype, rounded once.
+// Backward: dx = dy W; weight.grad += dy^T x and bias.grad += the sum of dy's rows with FP32
+// accumulation and no intermediate in the compute dtype. T may be 0.
+Tensor linear(const Tensor& x, Parameter& weight, const Parameter* bias = nullptr);
 
 // The same with result and backward in FP32 (FP64 for FP64 inputs): router logits.
-Tensor linear_fp32(const Tensor& x, Parameter& weight);
+Tensor linear_fp32(const Tensor& x, Parameter& weight, const Parameter* bias = nullptr);
 
 }  // namespace pith

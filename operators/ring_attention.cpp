@@ -49,7 +49,7 @@ std::array<Tensor, 2> keys_values(const Tensor& block, int64_t dim) {
 
 // Out and lse over all keys; `own`: the block of this rank.
 AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<RingStep>& ring,
-    double scale, const Comm& context) {
+    double scale, const Comm& context, const Parameter* sinks) {
   const at::NoGradGuard no_grad;
   AttentionPart whole;
   Tensor block = own;
@@ -70,6 +70,7 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<Ring
     travel.wait();
     block = next;
   }
+  whole = with_sinks(whole, sinks);
   whole.out = whole.out.to(q.scalar_type());
   return whole;
 }
@@ -123,7 +124,7 @@ Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const A
 }  // namespace
 
 Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
-    const std::vector<RingStep>& ring, double scale, const Comm& context) {
+    const std::vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
   check_attention(given, k, v);
   const Tensor q = given.contiguous();
   PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
@@ -131,9 +132,10 @@ Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
       "tokens on {} ranks",
       q.size(0), context.size(), ring.empty() ? 0 : ring[0].queries.count, ring.size());
   const Tensor own = at::cat({k.detach(), v.detach()}, 2);
-  const AttentionPart whole = forward(q, own, ring, scale, context);
+  const AttentionPart whole = forward(q, own, ring, scale, context, sinks);
   const AttentionPart kept{whole.out.detach(), whole.lse};
   return record(whole.out, {q, k, v}, [=, &ring, &context](const Tensor& dout) {
+    add_sink_gradient(sinks, dout, kept);
     return backward(dout.contiguous(), q, own, kept, ring, scale, context);
   });
 }

@@ -1,48 +1,69 @@
 #include "operators/swiglu.h"
 
-#include <ATen/ops/silu.h>
-#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/sigmoid.h>
 
 #include "operators/function.h"
 
 namespace pith {
 namespace {
 
-Tensor forward(const Tensor& gate_up) {
+using cuda::SwigluForm;
+
+// Gates and ups (S, I) each, as views.
+std::array<Tensor, 2> halves(const Tensor& gate_up, const SwigluForm& form) {
+  if (form.alternating) return {gate_up.slice(1, 0, {}, 2), gate_up.slice(1, 1, {}, 2)};
+  const int64_t width = gate_up.size(1) / 2;
+  return {gate_up.narrow(1, 0, width), gate_up.narrow(1, width, width)};
+}
+
+Tensor forward(const Tensor& gate_up, const SwigluForm& form) {
   const at::NoGradGuard no_grad;
   PITH_IF_CUDA (gate_up) {
     Tensor y = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
     cuda::swiglu_forward(
-        read(gate_up), write(y), y.size(0), y.size(1), is_bf16(y), current_stream());
+        read(gate_up), write(y), y.size(0), y.size(1), form, is_bf16(y), current_stream());
     return y;
   }
-  const auto parts = widen(gate_up).chunk(2, 1);
-  return at::silu(parts[0]).mul_(parts[1]).to(gate_up.scalar_type());
+  const auto [gate, up] = halves(widen(gate_up), form);
+  const Tensor g = gate.clamp_max(form.limit), u = up.clamp(-form.limit, form.limit) + form.plus;
+  return at::sigmoid(g * form.alpha).mul_(g).mul_(u).to(gate_up.scalar_type());
 }
 
-Tensor backward(const Tensor& gate_up, const Tensor& given) {
+Tensor backward(const Tensor& gate_up, const Tensor& given, const SwigluForm& form) {
   PITH_IF_CUDA (gate_up) {
     const Tensor dy = given.contiguous();
     Tensor dgate_up = at::empty_like(gate_up);
-    cuda::swiglu_backward(read(gate_up), read(dy), write(dgate_up), dy.size(0), dy.size(1),
+    cuda::swiglu_backward(read(gate_up), read(dy), write(dgate_up), dy.size(0), dy.size(1), form,
         is_bf16(dy), current_stream());
     return dgate_up;
   }
-  const auto parts = widen(gate_up).chunk(2, 1);
-  const Tensor &gate = parts[0], &up = parts[1], dy = widen(given);
-  return at::cat({at::silu_backward(dy * up, gate), at::silu(gate).mul_(dy)}, 1)
-      .to(gate_up.scalar_type());
+  const Tensor wide = widen(gate_up), dy = widen(given), dgate_up = at::empty_like(wide);
+  const auto [gate, up] = halves(wide, form);
+  const auto [dgate, dup] = halves(dgate_up, form);
+  const Tensor g = gate.clamp_max(form.limit), u = up.clamp(-form.limit, form.limit) + form.plus;
+  const Tensor s = at::sigmoid(g * form.alpha);
+  dup.copy_(dy * g * s).masked_fill_(up.abs() > form.limit, 0);
+  dgate.copy_(dy * u * s * (g * form.alpha * (1 - s) + 1)).masked_fill_(gate > form.limit, 0);
+  return dgate_up.to(gate_up.scalar_type());
 }
 
-}  // namespace
-
-Tensor swiglu(const Tensor& gate_up) {
+Tensor apply(const Tensor& gate_up, const SwigluForm& form) {
   check_shape(gate_up, "swiglu: gate_up", {-1, -1});
   PITH_CHECK(gate_up.is_floating_point() && gate_up.size(1) % 2 == 0,
       "{}: gate and up must be floating-point numbers, as many of the one as of the other",
       describe(gate_up, "swiglu: gate_up"));
   const Tensor x = gate_up.contiguous();
-  return record(forward(x), {x}, [x](const Tensor& dy) { return Tensors{backward(x, dy)}; });
+  return record(forward(x, form), {x},
+      [x, form](const Tensor& dy) { return Tensors{backward(x, dy, form)}; });
+}
+
+}  // namespace
+
+Tensor swiglu(const Tensor& gate_up) { return apply(gate_up, {}); }
+
+Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit) {
+  PITH_CHECK(limit > 0, "clamped_swiglu: limit {}", limit);
+  return apply(gate_up, {static_cast<float>(alpha), static_cast<float>(limit), 1, true});
 }
 
 }  // namespace pith

@@ -8,4 +8,9 @@ namespace pith {
 // Saves gate_up only; the backward recomputes the activation.
 Tensor swiglu(const Tensor& gate_up);
 
+// GPT-OSS' form of it: gate_up (S, 2 I), gates and ups alternating -> (S, I): g sigmoid(alpha g)
+// (u + 1), where g is the gate, at most `limit`, and u the up, between -limit and limit; what is
+// clamped has no gradient. In FP32, rounded once.
+Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit);
+
 }  // namespace pith

@@ -27,6 +27,18 @@ TEST(Parameter, FusedFromSeveral) {
   EXPECT_EQ(k.data_ptr(), flat.narrow(0, 12, 6).data_ptr()) << "must be a view";
 }
 
+TEST(Parameter, HoldsRowsOfATensor) {
+  const HfTensor two_of_four{"experts", {2, 3, 2}, 6, 1, 4};
+  EXPECT_EQ(two_of_four.numel(), 12);
+  EXPECT_EQ(two_of_four.first_element(), 6);
+  EXPECT_EQ(two_of_four.whole_shape(), (std::vector<int64_t>{4, 3, 2}));
+  EXPECT_EQ(two_of_four.whole_numel(), 24);
+  const Parameter p("p", {18}, {{"a", {6}, 0}, two_of_four}, ParameterGroup::expert, Init::normal);
+  EXPECT_TRUE(at::equal(
+      Parameter::view_of(at::arange(18), p.tensors[1]), at::arange(6, 18).view({2, 3, 2})));
+  EXPECT_THROW(Parameter("p", {24}, {two_of_four}, ParameterGroup::expert, Init::normal), Error);
+}
+
 TEST(Parameter, TensorsMustCoverTheParameter) {
   const auto make = [](std::vector<HfTensor> tensors) {
     Parameter("qkv", {6, 3}, std::move(tensors), ParameterGroup::matrix, Init::normal);

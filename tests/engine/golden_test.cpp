@@ -5,6 +5,7 @@
 #include <ATen/ops/equal.h>
 
 #include "engine/batches.h"
+#include "tests/engine/scratch.h"
 #include "tests/engine/tiny_model.h"
 
 namespace pith {
@@ -66,6 +67,7 @@ template <class Check>
 void with_family(const std::string& name, const Check& check) {
   if (name.starts_with("qwen3_moe")) return check.template operator()<Qwen3MoeModel>();
   if (name.starts_with("deepseek_v2")) return check.template operator()<DeepseekV2Model>();
+  if (name.starts_with("gpt_oss")) return check.template operator()<GptOssModel>();
   FAIL() << name << " belongs to no family";
 }
 
@@ -187,9 +189,38 @@ TEST_P(Golden, Bf16WithinTransformersOwnError) {
   with_family(GetParam(), []<class Model> { check_bf16<Model>(GetParam()); });
 }
 
+// A folder in BF16 comes out as it went in: names, shapes, bytes.
+TEST_P(Golden, ExportsTheBytesItImported) {
+  const std::string name = GetParam();
+  with_family(name, [&]<class Model> {
+    const Scratch in, out;
+    const HfFolder source(golden(name));
+    std::vector<NamedTensor> rounded;
+    for (const std::string& tensor : source.names())
+      rounded.emplace_back(tensor, source.tensor(tensor).to(at::kBFloat16));
+    write_safetensors(in / "model.safetensors", rounded);
+
+    const auto config = Model::Config::parse_file(golden(name));
+    TinyModelOf<Model> tiny(config, at::kBFloat16, at::kCPU, 0.02);
+    restore_weights(tiny.groups, in.path, config.tie_embeddings);
+    CheckpointContent content;
+    collect_state(tiny.groups, content);
+    const WeightFiles files = split_weights(content.weights, 30'000);
+    ASSERT_GT(files.size(), 1u);
+    write_weight_index(out.path, write_weight_files(out.path, files, 0, files.size()));
+    const HfFolder before(in.path), after(out.path);
+    ASSERT_EQ(before.names(), after.names());
+    for (const std::string& tensor : before.names()) {
+      const Tensor a = before.tensor(tensor), b = after.tensor(tensor);
+      EXPECT_EQ(a.scalar_type(), b.scalar_type()) << tensor;
+      EXPECT_TRUE(at::equal(a.view(at::kShort), b.view(at::kShort))) << tensor;
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Families, Golden,
     testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d", "deepseek_v2_a",
-        "deepseek_v2_b", "deepseek_v2_c"),
+        "deepseek_v2_b", "deepseek_v2_c", "gpt_oss_a", "gpt_oss_b", "gpt_oss_c"),
     [](const auto& test) { return std::string(test.param); });
 
 }  // namespace

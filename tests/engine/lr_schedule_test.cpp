@@ -19,12 +19,12 @@ RunConfig::Training training(
   return t;
 }
 
-struct Row {
+struct Entry {
   int64_t step;
   const char* lr;  // nine digits, computed by hand from the closed form
 };
 
-void expect_table(const RunConfig::Training& t, const std::vector<Row>& rows) {
+void expect_table(const RunConfig::Training& t, const std::vector<Entry>& rows) {
   for (const auto& [step, lr] : rows) {
     EXPECT_EQ(fmt::format("{:.8e}", learning_rate(t, step)), lr) << t.schedule << " step " << step;
   }

@@ -186,6 +186,7 @@ void check_padding(const nlohmann::json& config) {
 TEST(Pipeline, PaddingIsInNoBalanceLoss) {
   check_padding<Qwen3MoeModel>(tiny_config());
   check_padding<DeepseekV2Model>(tiny_deepseek_config());
+  check_padding<GptOssModel>(tiny_gpt_oss_config());
 }
 
 TEST(Pipeline, ADocumentLongerThanTheRotaryTableIsRefused) {

@@ -8,6 +8,7 @@
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
 #include "models/deepseek_v2.h"
+#include "models/gpt_oss.h"
 #include "models/qwen3_moe.h"
 
 namespace pith {
@@ -32,6 +33,18 @@ inline nlohmann::json tiny_deepseek_config() {
       {"rope_theta", 10000.0}, {"max_position_embeddings", 512}, {"eos_token_id", 60},
       {"rope_scaling", {{"type", "yarn"}, {"factor", 4}, {"original_max_position_embeddings", 16},
                            {"mscale", 1.0}, {"mscale_all_dim", 0.5}}}};
+}
+
+// Windows shorter than most documents, in two of three layers.
+inline nlohmann::json tiny_gpt_oss_config() {
+  return {{"model_type", "gpt_oss"}, {"vocab_size", 61}, {"hidden_size", 32},
+      {"num_hidden_layers", 3}, {"num_attention_heads", 4}, {"num_key_value_heads", 2},
+      {"head_dim", 8}, {"num_local_experts", 8}, {"num_experts_per_tok", 2},
+      {"intermediate_size", 24}, {"sliding_window", 5}, {"swiglu_limit", 1.5},
+      {"rms_norm_eps", 1e-5}, {"rope_theta", 10000.0}, {"max_position_embeddings", 512},
+      {"eos_token_id", 60},
+      {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 4},
+                           {"original_max_position_embeddings", 16}, {"truncate", false}}}};
 }
 
 inline Mesh mesh_of_one(at::Device device) {

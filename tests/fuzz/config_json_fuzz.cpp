@@ -3,13 +3,18 @@
 
 #include "engine/hf_folder.h"
 #include "models/deepseek_v2.h"
+#include "models/gpt_oss.h"
 #include "models/qwen3_moe.h"
 #include "tests/fuzz/fuzz.h"
 
 PITH_FUZZ(text) {
   const nlohmann::json json = pith::parse_json(text, "fuzz");
-  if (json.is_object() && json.value("model_type", nlohmann::json()) == "deepseek_v2")
+  const auto family =
+      json.is_object() ? json.value("model_type", nlohmann::json()) : nlohmann::json();
+  if (family == "deepseek_v2")
     pith::DeepseekV2Config::parse(json, "fuzz");
+  else if (family == "gpt_oss")
+    pith::GptOssConfig::parse(json, "fuzz");
   else
     pith::Qwen3MoeConfig::parse(json, "fuzz");
 }

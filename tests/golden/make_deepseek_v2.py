@@ -148,6 +148,7 @@ def released_config(folder):
 
 FAMILY = SimpleNamespace(
     model=DeepseekV2ForCausalLM, make_model=make_model, rotary=Float64Rotary,
+    attention="sdpa", loaded=lambda model: None,
     precise=[(hf.DeepseekV2RMSNorm, "forward", common.precise_norm),
              (hf, "apply_rotary_emb", precise_rotary)],
     forced=[(hf.DeepseekV2TopkRouter, "forward", forced_router)],

@@ -112,9 +112,12 @@ def read_ids(ids):
     return rows, labels
 
 
-def checkpoint_names(name, tensor):
-    """(name, tensor) pairs as a saved checkpoint has them: one tensor for each expert."""
-    if name.endswith("experts.gate_up_proj"):
+def checkpoint_names(model, name, tensor):
+    """(name, tensor) pairs as a saved checkpoint has them: one tensor for each expert, but as they
+    are in memory for GPT-OSS."""
+    if model.config.model_type == "gpt_oss":
+        yield name, tensor
+    elif name.endswith("experts.gate_up_proj"):
         for i, expert in enumerate(tensor):
             gate, up = expert.chunk(2)
             yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate
@@ -208,7 +211,8 @@ def run(model, ids, family=None, dtype=torch.float32, routing=None, aux_coeffici
     for i, layer in layers:
         layer.register_forward_hook(lambda module, args, out, i=i: keep(f"hidden.{i}", out[0]))
     for i in sparse:
-        gate = model.model.layers[i].mlp.gate
+        mlp = model.model.layers[i].mlp
+        gate = mlp.gate if hasattr(mlp, "gate") else mlp.router
         gate.register_forward_hook(router_hook(i))
         if routing:
             gate.forced = iter(routing[i].split([len(doc) for doc in documents]))
@@ -234,7 +238,7 @@ def run(model, ids, family=None, dtype=torch.float32, routing=None, aux_coeffici
             total = total + aux_coefficient * aux
     total.backward()
     for name, weight in model.named_parameters():
-        out |= {f"grad.{saved}": grad for saved, grad in checkpoint_names(name, weight.grad)}
+        out |= {f"grad.{saved}": grad for saved, grad in checkpoint_names(model, name, weight.grad)}
     out = {name: value.detach().clone().contiguous() for name, value in out.items()}
     return out, {i: value.detach() for i, value in probabilities.items()}
 
@@ -269,7 +273,7 @@ def group_of(name):
     """The group under which tolerance.json sums up a tensor."""
     if not name.startswith("grad."):
         return ".".join(part for part in name.split(".") if not part.isdigit())
-    kinds = {"experts": "experts", "mlp.gate.": "router", "norm": "norms", "self_attn": "attention",
+    kinds = {"experts": "experts", "mlp.gate.": "router", "mlp.router.": "router", "norm": "norms", "self_attn": "attention",
              "embed": "embedding", "lm_head": "head"}
     return "grad " + next((group for key, group in kinds.items() if key in name), "dense mlp")
 
@@ -302,16 +306,18 @@ def save_model(model, folder):
     model.save_pretrained(folder)
     saved = load_file(folder / "model.safetensors")
     for name, weight in model.named_parameters():
-        for checkpoint_name, value in checkpoint_names(name, weight):
+        for checkpoint_name, value in checkpoint_names(model, name, weight):
             assert torch.equal(saved.pop(checkpoint_name), value), checkpoint_name
     assert not saved, f"not a parameter: {list(saved)}"
 
 
-# What a family's own script (make_FAMILY.py) replaces. `precise`: (owner, name, function) that take
-# the place of what rounds to FP32, in the FP64 run; `choosable`: probabilities with 0 where an
-# expert cannot be chosen, and the least distance that decided that.
+# What a family's own script (make_FAMILY.py) replaces. `loaded` changes the model that is read
+# back; `precise`: (owner, name, function) that take the place of what rounds to FP32, in the FP64
+# run; `choosable`: probabilities with 0 where an expert cannot be chosen, and the least distance
+# that decided that.
 FAMILY = SimpleNamespace(
-    model=Qwen3MoeForCausalLM, make_model=make_model, rotary=Float64Rotary,
+    model=Qwen3MoeForCausalLM, make_model=make_model, rotary=Float64Rotary, attention="sdpa",
+    loaded=lambda model: None,
     precise=[(hf.Qwen3MoeRMSNorm, "forward", precise_norm)],
     forced=[(hf.Qwen3MoeTopKRouter, "forward", forced_router)],
     choosable=lambda probabilities, config: (probabilities, 1.0), released=released_config)
@@ -324,7 +330,9 @@ def make_case(name, case, folder, family=FAMILY):
         family.released(folder)
     # The saved folder is the source of truth: the model that runs is the one read back.
     model = family.model.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager", attn_implementation="sdpa")
+        folder, dtype=torch.float32, experts_implementation="eager",
+        attn_implementation=family.attention)
+    family.loaded(model)
     ids = make_ids(case)
     (folder / "ids.json").write_text(json.dumps(ids) + "\n")
 

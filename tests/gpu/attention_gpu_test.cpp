@@ -54,6 +54,37 @@ std::vector<Tensor> inputs(const Case& c, at::ScalarType dtype) {
       random_tensor("v", {c.cu_k.back(), c.kv_heads, c.v_dim}, dtype)};
 }
 
+// Windows that cut documents and sinks, of GPT-OSS' head size and of one without a fused kernel.
+TEST(AttentionGpu, WindowsAndSinks) {
+  const Case cases[] = {{{0, 130, 131, 400}, {0, 130, 131, 400}, 16, 2, 64, ""},
+      {rows(2, 256), rows(2, 256), 8, 8, 64, ""}, {{0, 3, 8}, {0, 60, 93}, 8, 2, 64, ""},
+      {{0, 9, 17}, {0, 9, 17}, 6, 3, 20, ""}, {{0, 1, 2}, {0, 40, 140}, 8, 2, 64, ""}};
+  for (const Case& c : cases) {
+    for (const int64_t window : {0, 1, 5, 128}) {
+      SCOPED_TRACE(fmt::format("{} queries, {} heads, window {}", c.cu_q.back(), c.heads, window));
+      const Operator f = [&](const std::vector<Tensor>& x, std::vector<Parameter>& p) {
+        const AttentionSpan span = make_span(c.cu_q, c.cu_k, x[0].device());
+        return attention(x[0], x[1], x[2], span, 0.2, {window, &p[0]});
+      };
+      const std::vector<Tensor> sinks{random_tensor("sinks", {c.heads}, at::kBFloat16)};
+      for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+        const auto x = inputs(c, dtype);
+        const Tensor cotangent = random_tensor("cotangent", x[0].sizes().vec(), dtype);
+        const auto exact = run_operator(f, x, sinks, at::kDouble, at::kCPU, cotangent);
+        poison();
+        const auto got = run_operator(f, x, sinks, dtype, kGpu, cotangent);
+        for (size_t i = 0; i < exact.tensors.size(); ++i)
+          expect_close(
+              got.tensors[i], exact.tensors[i], dtype == at::kFloat ? 2e-5 : 0.02, exact.names[i]);
+        // Decoding, where no gradient is wanted, may take another kernel.
+        const at::NoGradGuard no_grad;
+        expect_close(run_operator(f, x, sinks, dtype, kGpu, {}).tensors[0], exact.tensors[0],
+            dtype == at::kFloat ? 2e-5 : 0.02, "without gradients");
+      }
+    }
+  }
+}
+
 // deterministicAlgorithms for a scope, without LibTorch's filling of new memory.
 struct Deterministic {
   explicit Deterministic(bool on) { at::globalContext().setDeterministicAlgorithms(on, false); }

@@ -33,6 +33,15 @@ TEST(GroupedLinearGpu, MatchesTheReference) {
         },
         {random_tensor("x", {idx.size(0), c.in})},
         {random_tensor("w", {num_experts, c.out, c.in})});
+    const Tensor x = random_tensor("x", {idx.size(0), c.in});
+    const std::vector<Tensor> weights{
+        random_tensor("w", {num_experts, c.in, c.out}), random_tensor("b", {num_experts, c.out})};
+    const auto affine = [&](const std::vector<Tensor>& in, std::vector<Parameter>& p) {
+      const ExpertPlan plan = make_expert_plan(idx.to(in[0].device()), num_experts);
+      return grouped_affine(in[0], p[0], p[1], plan);
+    };
+    // The product is rounded before the bias is added: a second half unit.
+    check_on_gpu(affine, {x}, weights, 0x1p-8);
   }
 }
 

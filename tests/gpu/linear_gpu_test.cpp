@@ -17,6 +17,9 @@ TEST(LinearGpu, AgreesWithCpu) {
     check_on_gpu([](const auto& in, auto& weights) { return linear(in[0], weights[0]); }, {x}, {w});
     check_on_gpu(
         [](const auto& in, auto& weights) { return linear_fp32(in[0], weights[0]); }, {x}, {w});
+    const Tensor b = random_tensor("b", {s.out});
+    for (const auto map : {linear, linear_fp32})
+      check_on_gpu([map](const auto& in, auto& p) { return map(in[0], p[0], &p[1]); }, {x}, {w, b});
   }
 }
 

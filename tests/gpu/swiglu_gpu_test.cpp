@@ -12,8 +12,11 @@ TEST(SwiGluGpu, AgreesWithCpu) {
   for (int64_t width : {1, 3, 8, 20, 768, 1000, 1024, 2881, 4104}) {
     for (int64_t rows : {0, 1, 2, 3, 131}) {
       SCOPED_TRACE(fmt::format("{} rows of {}", rows, width));
-      check_on_gpu([](const auto& in, auto&) { return swiglu(in[0]); },
-          {random_tensor("x", {rows, 2 * width}, at::kDouble, 3.0)}, {});
+      const Tensor x = random_tensor("x", {rows, 2 * width}, at::kDouble, 3.0);
+      check_on_gpu([](const auto& in, auto&) { return swiglu(in[0]); }, {x}, {});
+      // A limit that no input of either dtype equals.
+      check_on_gpu(
+          [](const auto& in, auto&) { return clamped_swiglu(in[0], 1.702, 2.512345); }, {x}, {});
     }
   }
 }

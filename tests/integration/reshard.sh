@@ -3,8 +3,6 @@
 # same bytes, in each layout of a chain; training goes on from it with the losses of the layout it came from; and back
 # there, it ends with the very bytes of the run that was never moved.
 set -eu
-fail() { echo "FAIL: $*"; exit 1; }
-unset MPIRUN  # launch has to find the one of .deps
 # processes pp cp ep weights, of each link of the chain; the run itself is pp 2, dp 4, ep 2
 links=("8 1 1 4 reshard" "8 4 1 1 keep" "8 2 2 4 reshard" "1 1 1 1 keep")
 
@@ -41,11 +39,6 @@ train() {  # train FOLDER PROCESSES PP CP EP WEIGHTS
   [ "$2" -gt 1 ] && job=(launch "$2")
   "$PITHTRAIN" "${job[@]}" pretrain run.toml --set run.folder="$1" --set parallel.pp="$3" --set parallel.cp="$4" \
     --set parallel.ep="$5" --set parallel.weights="$6" --set parallel.head_share="$(share_of "$3")" >"$1.log" 2>&1 || { tail "$1.log"; fail "training $1"; }
-}
-share_of() { [ "$1" = 2 ] && echo 0.3 || echo 0; }  # of two stages, the head is shared
-save_again() {  # save_again FROM ROOT PROCESSES PP CP EP
-  PITH_TEST_SAVE_AGAIN="$1 $2 $4 $5 $6 $(share_of "$4")" "$PITHTRAIN" launch "$3" --program "$PITH_BUILD_DIR/test_parallel" again \
-    >again.log 2>&1 || { tail again.log; fail "$1 loaded as $3 processes, pp $4 cp $5 ep $6"; }
 }
 resume_of() {  # resume_of FOLDER CHECKPOINT: a run folder that goes on from it
   mkdir -p "$1/checkpoints"

@@ -13,8 +13,8 @@ namespace pith::test {
 namespace {
 
 // Straight from the definition, one query at a time, in FP64.
-Tensor naive_attention(
-    const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span, double scale) {
+Tensor naive_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span,
+    double scale, int64_t window = 0, const Tensor& sinks = {}) {
   const Tensor query = q.to(at::kDouble).contiguous(), key = k.to(at::kDouble).contiguous();
   const Tensor value = v.to(at::kDouble).contiguous();
   const int64_t heads = q.size(1), kv_heads = k.size(1), dim = q.size(2), v_dim = v.size(2);
@@ -29,9 +29,11 @@ Tensor naive_attention(
     for (int64_t i = cu_q[d]; i < cu_q[d + 1]; ++i) {
       for (int64_t h = 0; h < heads; ++h) {
         const int64_t g = h / (heads / kv_heads);
-        double total = 0;
+        double total = sinks.defined() ? std::exp(sinks[h].item<double>()) : 0;
         double* o = at(out, i, h);
-        for (int64_t j = cu_k[d]; j <= cu_k[d] + (i - cu_q[d]) + extra; ++j) {
+        const int64_t own = cu_k[d] + (i - cu_q[d]) + extra;
+        const int64_t first = window > 0 ? std::max<int64_t>(cu_k[d], own - window + 1) : cu_k[d];
+        for (int64_t j = first; j <= own; ++j) {
           double score = 0;
           for (int64_t c = 0; c < dim; ++c) score += at(query, i, h)[c] * at(key, j, g)[c];
           const double weight = std::exp(scale * score);
@@ -96,6 +98,66 @@ TEST(Attention, GradientsMatchFiniteDifferences) {
     const Inputs x = inputs(c, at::kDouble);
     check_gradients([&] { return attention(x.q, x.k, x.v, span, 0.4); }, {x.q, x.k, x.v}, {});
   }
+}
+
+TEST(Attention, WindowsAndSinksMatchTheDefinition) {
+  const OneThread scope;
+  for (const Case& c : kCases) {
+    const AttentionSpan span = make_span(c.cu_q, c.cu_k);
+    for (const int64_t window : {0, 1, 2, 4, 9, 100}) {
+      SCOPED_TRACE(fmt::format("{} queries, window {}", c.cu_q.back(), window));
+      Parameter sinks = make_parameter("sinks", {c.heads});
+      const Inputs x = inputs(c, at::kDouble);
+      const auto with = [&](Parameter* s) {
+        return attention(x.q, x.k, x.v, span, 0.4, {.window = window, .sinks = s});
+      };
+      EXPECT_LE(
+          max_difference(with(nullptr), naive_attention(x.q, x.k, x.v, span, 0.4, window)), 1e-13);
+      EXPECT_LE(max_difference(with(&sinks),
+                    naive_attention(x.q, x.k, x.v, span, 0.4, window, sinks.value.detach())),
+          1e-13);
+      check_gradients([&] { return with(&sinks); }, {x.q, x.k, x.v}, {&sinks});
+      const Inputs b = inputs(c, at::kBFloat16);
+      Parameter rounded = make_parameter("sinks", {c.heads}, at::kBFloat16);
+      EXPECT_LE(max_difference(attention(b.q, b.k, b.v, span, 0.4, {window, &rounded}),
+                    naive_attention(
+                        b.q, b.k, b.v, span, 0.4, window, rounded.value.detach().to(at::kDouble))),
+          0.04);
+    }
+  }
+}
+
+// Known fault 13: a window counts the token itself.
+TEST(Attention, AWindowHoldsAsManyKeysAsItSays) {
+  Tensor q = random_tensor("q", {6, 1, 4}, at::kFloat),
+         k = random_tensor("k", {6, 1, 4}, at::kFloat);
+  Tensor v = random_tensor("v", {6, 1, 4}, at::kFloat);
+  const AttentionSpan span = make_span({0, 6});
+  const auto run = [&](int64_t window) {
+    return attention(q, k, v, span, 0.5, {.window = window});
+  };
+  const Tensor before = run(4), whole = run(0);
+  EXPECT_TRUE(at::equal(run(6), whole));
+  k.select(0, 0).add_(1.0);
+  v.select(0, 0).sub_(2.0);
+  const Tensor after = run(4);
+  for (int64_t t = 0; t < 6; ++t)
+    EXPECT_EQ(at::equal(before.select(0, t), after.select(0, t)), t >= 4) << t;
+}
+
+// With a sink far above all scores nothing is left of the values; far below, everything.
+TEST(Attention, ExtremeSinks) {
+  const Inputs x = inputs({{0, 5}, {0, 5}, 2, 2, 4}, at::kFloat);
+  const AttentionSpan span = make_span({0, 5});
+  Parameter sinks = make_parameter("sinks", {2}, at::kFloat);
+  sinks.value.detach().fill_(300.0);
+  const auto run = [&] { return attention(x.q, x.k, x.v, span, 0.4, {.sinks = &sinks}); };
+  EXPECT_EQ(run().abs().max().item<float>(), 0);
+  sinks.value.detach().fill_(-300.0);
+  EXPECT_LE(max_difference(run(), attention(x.q, x.k, x.v, span, 0.4)), 1e-6);
+  x.q.set_requires_grad(true);
+  run().sum().backward();
+  EXPECT_EQ(sinks.grad.abs().max().item<float>(), 0);
 }
 
 TEST(Attention, Bfloat16GradientsAgreeWithFloat) {
@@ -180,6 +242,9 @@ TEST(Attention, NamesWhatDoesNotFit) {
   EXPECT_TRUE(contains(error(q, k, odd, span), "attention: v"));
   EXPECT_TRUE(contains(error(q, k.to(at::kDouble), k, span), "attention: k"));
   EXPECT_TRUE(contains(error(q, k, k, make_span({0, 5})), "q has 6 rows"));
+  Parameter sinks = make_parameter("layers.3.sinks", {3}, at::kFloat);
+  EXPECT_TRUE(contains(
+      error_text([&] { attention(q, k, k, span, 1.0, {.sinks = &sinks}); }), "layers.3.sinks"));
   EXPECT_TRUE(
       contains(error(q, k, k, make_span({0, 4, 6}, {0, 3, 6})), "document 0 has 4 queries and 3"));
 }

@@ -32,6 +32,40 @@ TEST(GroupedLinear, GradientsMatchFiniteDifferences) {
   }
 }
 
+TEST(GroupedLinear, AffineGradientsMatchFiniteDifferences) {
+  const OneThread scope;
+  for (const auto& counts : kCounts) {
+    const ExpertPlan plan = plan_of(counts);
+    const auto experts = static_cast<int64_t>(counts.size());
+    Parameter weight = make_parameter("w", {experts, 5, 3}),
+              bias = make_parameter("b", {experts, 3});
+    const Tensor x = random_tensor("x", {plan.num_slots, 5});
+    check_gradients([&] { return grouped_affine(x, weight, bias, plan); }, {x}, {&weight, &bias});
+  }
+}
+
+// The transposed weight with no bias is grouped_linear.
+TEST(GroupedLinear, AffineEqualsLinear) {
+  const ExpertPlan plan = plan_of({0, 29, 1, 17, 0, 7});
+  for (auto dtype : {at::kFloat, at::kBFloat16}) {
+    Parameter weight = make_parameter("w", {6, 17, 33}, dtype),
+              turned = make_parameter("t", {6, 33, 17}, dtype);
+    Parameter bias = make_parameter("b", {6, 17}, dtype, 0.0);
+    turned.value.detach().copy_(weight.value.detach().transpose(1, 2));
+    Tensor x = random_tensor("x", {plan.num_slots, 33}, dtype), x2 = x.clone();
+    x.set_requires_grad(true), x2.set_requires_grad(true);
+    const Tensor y = grouped_linear(x, weight, plan), y2 = grouped_affine(x2, turned, bias, plan);
+    const Tensor dy = random_tensor("dy", y.sizes().vec(), dtype);
+    y.backward(dy), y2.backward(dy);
+    const double tolerance = dtype == at::kFloat ? 1e-6 : 1.0 / 256;
+    EXPECT_LE(relative_difference(y2, y), tolerance);
+    EXPECT_LE(relative_difference(x2.grad(), x.grad()), tolerance);
+    EXPECT_LE(relative_difference(turned.grad, weight.grad.transpose(1, 2)), 2e-6);
+    EXPECT_EQ(bias.grad[0].abs().max().item<double>(), 0);  // no rows
+    EXPECT_LE(relative_difference(bias.grad[5], dy.narrow(0, 47, 7).to(at::kDouble).sum(0)), 1e-6);
+  }
+}
+
 TEST(GroupedLinear, EqualsOneProductPerExpert) {
   const ExpertPlan plan = plan_of({0, 129, 1, 127, 0, 7});
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
@@ -86,6 +120,11 @@ TEST(GroupedLinear, NamesWhatDoesNotFit) {
   EXPECT_TRUE(
       contains(error_text([&] { grouped_linear(x.to(at::kBFloat16), weight, plan); }), "bfloat16"));
   EXPECT_TRUE(contains(error_text([&] { grouped_linear(x, other, plan); }), "w: "));
+  Parameter bias = make_parameter("experts.bias", {2, 4}, at::kFloat);
+  EXPECT_TRUE(
+      contains(error_text([&] { grouped_affine(x, weight, bias, plan); }), "grouped_affine: x"));
+  EXPECT_TRUE(contains(
+      error_text([&] { grouped_affine(x.narrow(1, 0, 4), weight, bias, plan); }), "experts.bias"));
 }
 
 }  // namespace

@@ -21,6 +21,10 @@ TEST(Linear, GradientsMatchFiniteDifferences) {
     check_gradients([&] { return linear(x, w); }, {x}, {&w});
     check_gradients([&] { return linear_fp32(x, w); }, {x}, {&w});
     EXPECT_LE(max_difference(linear(x, w), at::matmul(x, w.value.t())), 1e-14);
+    Parameter b = make_parameter("b", {s.out});
+    check_gradients([&] { return linear(x, w, &b); }, {x}, {&w, &b});
+    check_gradients([&] { return linear_fp32(x, w, &b); }, {x}, {&w, &b});
+    EXPECT_LE(max_difference(linear(x, w, &b), at::matmul(x, w.value.t()) + b.value), 1e-14);
   }
 }
 
@@ -46,12 +50,14 @@ TEST(Linear, BFloat16IsRoundedOnceAndItsWeightGradientNotAtAll) {
   const int64_t tokens = 65, in = 128, out = 31;
   const Tensor x = random_tensor("x", {tokens, in}, at::kBFloat16).set_requires_grad(true);
   Parameter w = make_parameter("w", {out, in}, at::kBFloat16);
+  Parameter b = make_parameter("b", {out}, at::kBFloat16);
   const Tensor dy = random_tensor("dy", {tokens, out}, at::kBFloat16);
-  const Tensor y = linear(x, w);
+  const Tensor y = linear(x, w, &b);
   y.backward(dy);
   const Tensor x64 = x.detach().to(at::kDouble), w64 = w.value.detach().to(at::kDouble);
-  const Tensor dy64 = dy.to(at::kDouble);
-  EXPECT_LE(relative_difference(y, x64.matmul(w64.t())), 0x1p-8);
+  const Tensor dy64 = dy.to(at::kDouble), b64 = b.value.detach().to(at::kDouble);
+  EXPECT_LE(relative_difference(y, x64.matmul(w64.t()) + b64), 0x1p-8);
+  EXPECT_LE(relative_difference(b.grad, dy64.sum(0)), 1e-6);
   EXPECT_LE(relative_difference(x.grad(), dy64.matmul(w64)), 0x1p-8);
   EXPECT_LE(relative_difference(w.grad, dy64.t().matmul(x64)), 1e-6);
   EXPECT_EQ(w.grad.scalar_type(), at::kFloat);
@@ -93,6 +99,8 @@ TEST(Linear, Refuses) {
   EXPECT_THROW(linear(random_tensor("x", {3, 4}, at::kFloat), w), Error);
   EXPECT_THROW(linear_fp32(random_tensor("x", {12}), w), Error);
   EXPECT_THROW(linear(Tensor(), w), Error);
+  Parameter b = make_parameter("b", {4});
+  EXPECT_THROW(linear(random_tensor("x", {3, 4}), w, &b), Error);
 }
 
 }  // namespace

@@ -127,6 +127,57 @@ MicroBatch split(const MicroBatch& whole, const Mesh& mesh) {
   return split_context(whole, mesh.context.rank(), mesh.context.size(), device());
 }
 
+// Sinks, windows, documents and ranks together against attention() on the whole rows.
+TEST(Context, SinksAndWindowsEqualAttention) {
+  for (const Mesh& mesh : meshes()) {
+    for (const Case& c : kCases) {
+      for (const int64_t window : {0, 1, 3, 7, 200}) {
+        const MicroBatch whole = whole_batch(c.length, c.documents);
+        const MicroBatch part =
+            split_context(whole, mesh.context.rank(), mesh.context.size(), device(), window);
+        const Tensor mine = part.tokens.cpu();
+        const int64_t tokens = whole.num_tokens();
+        Parameter sinks("sinks", {c.heads}, ParameterGroup::bias, Init::normal);
+        sinks.allocate(at::kDouble, at::kCPU);
+        sinks.value.detach().copy_(random_tensor("sinks", {c.heads}));
+        std::vector<Tensor> x{random_tensor("q", {tokens, c.heads, c.dim}),
+            random_tensor("k", {tokens, c.kv_heads, c.dim}),
+            random_tensor("v", {tokens, c.kv_heads, c.v_dim})};
+        const Tensor cotangent = random_tensor("cotangent", {tokens, c.heads, c.v_dim});
+        for (Tensor& t : x) t.set_requires_grad(true);
+        const Tensor expected =
+            attention(x[0], x[1], x[2], span_of(whole), 0.3, {.window = window, .sinks = &sinks});
+        expected.backward(cotangent);
+        const Tensor sink_gradient = sinks.grad.clone();
+        for (const at::ScalarType dtype : {at::kDouble, at::kBFloat16}) {
+          SCOPED_TRACE(fmt::format(
+              "CP {}, {}, window {}, {}", mesh.context.size(), c.name, window, dtype_name(dtype)));
+          std::vector<Tensor> local;
+          for (const Tensor& t : x)
+            local.push_back(
+                t.detach().index_select(0, mine).to(device(), dtype).set_requires_grad(true));
+          Parameter copy("sinks", {c.heads}, ParameterGroup::bias, Init::normal);
+          copy.allocate(dtype, device());
+          copy.value.detach().copy_(sinks.value.detach());
+          const Tensor out = window == 0
+                                 ? ring_attention(local[0], local[1], local[2], part.ring, 0.3,
+                                       mesh.context, &copy)
+                                 : window_attention(local[0], local[1], local[2], part.halo, 0.3,
+                                       {.window = window, .sinks = &copy}, mesh.context);
+          out.backward(cotangent.index_select(0, mine).to(device(), dtype));
+          mesh.context.all_reduce(copy.grad);
+          const double tolerance = dtype == at::kDouble ? 1e-10 : 0.05;
+          EXPECT_LE(relative_error(out, expected.index_select(0, mine)), tolerance);
+          for (size_t i = 0; i < 3; ++i)
+            EXPECT_LE(relative_error(local[i].grad(), x[i].grad().index_select(0, mine)), tolerance)
+                << "gradient " << i;
+          EXPECT_LE(relative_error(copy.grad, sink_gradient), tolerance);
+        }
+      }
+    }
+  }
+}
+
 // Forward and every gradient against attention() on the whole rows, in FP64.
 TEST(Context, RingAttentionEqualsAttention) {
   for (const Mesh& mesh : meshes()) {

@@ -16,10 +16,9 @@ namespace {
 constexpr int64_t kRows = 32, kLength = 24;
 
 // Five layers: no number of chunks divides them. An odd vocabulary.
-Problem usual_problem(bool deepseek = false) {
-  nlohmann::json config = deepseek ? tiny_deepseek_config() : tiny_config();
+Problem usual_problem(nlohmann::json config = tiny_config()) {
   config["num_hidden_layers"] = 5;
-  config[deepseek ? "n_routed_experts" : "num_experts"] = 8;
+  if (config.contains("num_experts")) config["num_experts"] = 8;  // as the others have
   return {config, ragged_rows(kRows, kLength, 61)};
 }
 
@@ -65,7 +64,10 @@ TEST(Layout, EveryLayoutComputesTheSame) {
 }
 // The engine is the same for all families: of a second one fewer layouts show what is its own.
 TEST(Layout, EveryLayoutComputesTheSameOfDeepseekV2) {
-  check_layouts(usual_problem(true), world().size() < 8 ? 7 : 13);
+  check_layouts(usual_problem(tiny_deepseek_config()), world().size() < 8 ? 7 : 13);
+}
+TEST(Layout, EveryLayoutComputesTheSameOfGptOss) {
+  check_layouts(usual_problem(tiny_gpt_oss_config()), world().size() < 8 ? 7 : 13);
 }
 
 // Recomputed layers: with experts, stages and rows that are cut.
@@ -83,7 +85,10 @@ void check_recomputed(Problem problem) {
 
 TEST(Layout, RecomputedActivationsGiveTheSameGradients) { check_recomputed(usual_problem()); }
 TEST(Layout, RecomputedActivationsGiveTheSameGradientsOfDeepseekV2) {
-  check_recomputed(usual_problem(true));
+  check_recomputed(usual_problem(tiny_deepseek_config()));
+}
+TEST(Layout, RecomputedActivationsGiveTheSameGradientsOfGptOss) {
+  check_recomputed(usual_problem(tiny_gpt_oss_config()));
 }
 
 struct PeakMemory : c10::MemoryReportingInfoBase {

@@ -1,0 +1,195 @@
+#include "models/gpt_oss.h"
+
+#include <ATen/ops/split_with_sizes.h>
+
+#include <nlohmann/json.hpp>
+#include <ranges>
+
+#include "operators/grouped_linear.h"
+#include "operators/linear.h"
+#include "operators/swiglu.h"
+
+namespace pith {
+namespace {
+
+using nlohmann::json;
+
+// Without the field every second layer has a window, the first among them.
+std::vector<bool> read_windowed(Fields& fields, int64_t num_layers) {
+  std::vector<bool> windowed(static_cast<size_t>(std::min<int64_t>(num_layers, 1 << 16)));
+  for (size_t i = 0; i < windowed.size(); ++i) windowed[i] = i % 2 == 0;
+  if (!fields.has("layer_types")) return windowed;
+  const json& types = fields["layer_types"];
+  if (!types.is_array() || types.size() < windowed.size())
+    return fields.problem("layer_types", "must list every layer"), windowed;
+  for (size_t i = 0; i < windowed.size(); ++i) {
+    windowed[i] = types[i] == "sliding_attention";
+    if (!windowed[i] && types[i] != "full_attention")
+      fields.problem("layer_types", fmt::format("holds {}", types[i].dump()));
+  }
+  return windowed;
+}
+
+}  // namespace
+
+GptOssConfig GptOssConfig::parse(const json& object, const std::string& source) {
+  PITH_CHECK(object.is_object(), "{}: a model configuration must be a JSON object", source);
+  Fields fields(object);
+  GptOssConfig c;
+  read_common(fields, c, "gpt_oss", "intermediate_size");
+  c.intermediate_size = c.moe_intermediate_size;  // no layer is dense
+  c.rms_norm_eps = fields.number("rms_norm_eps", 1e-5);
+  c.num_kv_heads = fields.count_or("num_key_value_heads", 8);
+  c.head_dim = fields.count_or("head_dim", 64);
+  c.max_positions = fields.count_or("max_position_embeddings", 131072);
+  c.num_experts =
+      fields.count(fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
+  c.window = fields.count_or("sliding_window", 128);
+  c.windowed = read_windowed(fields, c.num_layers);
+  c.swiglu_alpha = fields.number("swiglu_alpha", 1.702);
+  c.swiglu_limit = fields.number("swiglu_limit", 7.0);
+  const RopeFields rope = read_rope(fields, /*yarn=*/true);
+  c.rope_theta = rope.theta;
+  c.yarn = rope.yarn;
+  if (c.num_heads % c.num_kv_heads != 0)
+    fields.problem("num_key_value_heads", "must divide num_attention_heads");
+  if (c.head_dim % 2 != 0) fields.problem("head_dim", "must be even (rotary embedding)");
+  if (c.experts_per_token > c.num_experts)
+    fields.problem("num_experts_per_tok", "must not be larger than the number of experts");
+  if (rope.softmax_factor != 1) fields.problem("rope_scaling.mscale_all_dim", "is not supported");
+  fields.only("attention_bias", true);
+  if (fields.has("quantization_config")) {
+    Fields packed(fields["quantization_config"], "quantization_config.");
+    packed.only("quant_method", "mxfp4");
+    fields.add_problems(packed);
+  }
+  PITH_CHECK(fields.problems().empty(), "{}: not a usable gpt_oss configuration:{}", source,
+      fields.problems());
+  c.source_json = object.dump();
+  return c;
+}
+
+GptOssConfig GptOssConfig::parse_file(const std::filesystem::path& path) {
+  return parse(read_config(path), path.string());
+}
+
+std::string GptOssConfig::to_json(at::ScalarType dtype) const {
+  json object = config_for_export(source_json, "GptOssForCausalLM", num_layers, dtype);
+  object.erase("quantization_config");  // of what was read; what is written is not packed
+  if (object.contains("layer_types") && object["layer_types"].is_array()) {
+    json& types = object["layer_types"];
+    types.erase(types.begin() + num_layers, types.end());
+  }
+  return object.dump(2) + "\n";
+}
+
+ModelSize GptOssConfig::size(int64_t sequence_length) const {
+  const int64_t h = hidden_size, q = num_heads * head_dim, kv = num_kv_heads * head_dim;
+  const int64_t attention = h * (q + 2 * kv) + q * h, router = num_experts * h;
+  const int64_t width = moe_intermediate_size, expert = 3 * h * width;
+  const int64_t vectors = q + 2 * kv + num_heads + h + 2 * h + num_experts;  // biases, sinks, norms
+  const int64_t expert_biases = 2 * width + h, slots = experts_per_token;
+  ModelSize total;
+  const int64_t ends = (tie_embeddings ? 1 : 2) * vocab_size * h + h;
+  const int64_t layer = attention + router + vectors;
+  total.parameters = ends + num_layers * (layer + num_experts * (expert + expert_biases));
+  total.active_parameters = ends + num_layers * (layer + slots * (expert + expert_biases));
+  // hidden, norm output, residual, rows, experts' sum, output; q and k before and after rotary, v,
+  // attention output; each slot's row, gate and up, activation, result.
+  total.activations_per_token = num_layers * (6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width));
+  double keys = 0;  // that a token meets, the mean over positions, all layers
+  const auto length = static_cast<double>(sequence_length), w = static_cast<double>(window);
+  for (const bool has_window : windowed | std::views::take(num_layers))
+    keys += has_window && w < length ? w - w * w / (2 * length) : length / 2;
+  const int64_t matrices = vocab_size * h + num_layers * (attention + router + slots * expert);
+  // Attention: 2 x 2 x keys x heads x head_dim forward, three times that with the backward pass.
+  total.flops_per_token =
+      6.0 * static_cast<double>(matrices) + 12.0 * keys * static_cast<double>(q);
+  return total;
+}
+
+GptOssLayer::GptOssLayer(
+    const GptOssConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end)
+    : config_(config), window_(config.windowed.at(static_cast<size_t>(index)) ? config.window : 0) {
+  const std::string prefix = layer_prefix(index), attention = prefix + "self_attn.",
+                    router = prefix + "mlp.router.", experts = prefix + "mlp.experts.";
+  const int64_t h = config.hidden_size, q = config.num_heads * config.head_dim,
+                kv = config.num_kv_heads * config.head_dim, width = config.moe_intermediate_size,
+                count = config.num_experts;
+  input_norm_ = norm_weight(prefix + "input_layernorm.weight", h);
+  qkv_ = qkv_weight(attention, q, kv, h);
+  qkv_bias_ = Parameter(attention + "qkv_proj.bias", {q + 2 * kv},
+      {{attention + "q_proj.bias", {q}, 0}, {attention + "k_proj.bias", {kv}, q},
+          {attention + "v_proj.bias", {kv}, q + kv}},
+      ParameterGroup::bias, Init::zeros);
+  const auto bias = [](const std::string& name, int64_t size, Init init) {
+    return Parameter(name, {size}, ParameterGroup::bias, init);
+  };
+  sinks_ = bias(attention + "sinks", config.num_heads, Init::normal);
+  o_ = Parameter(attention + "o_proj.weight", {h, q}, ParameterGroup::matrix, Init::output_normal);
+  o_bias_ = bias(attention + "o_proj.bias", h, Init::zeros);
+  post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
+  router_ = Parameter(router + "weight", {count, h}, ParameterGroup::router, Init::normal);
+  router_bias_ = bias(router + "bias", count, Init::normal);
+  const auto held = [&](const char* name, std::vector<int64_t> shape, Init init) {
+    shape.insert(shape.begin(), expert_end - expert_begin);
+    return Parameter(experts + name, shape, {{experts + name, shape, 0, expert_begin, count}},
+        ParameterGroup::expert, init);
+  };
+  gate_up_ = held("gate_up_proj", {h, 2 * width}, Init::normal);
+  gate_up_bias_ = held("gate_up_proj_bias", {2 * width}, Init::zeros);
+  down_ = held("down_proj", {width, h}, Init::output_normal);
+  down_bias_ = held("down_proj_bias", {h}, Init::zeros);
+}
+
+std::vector<Parameter*> GptOssLayer::parameters() {
+  return {&input_norm_, &qkv_, &qkv_bias_, &sinks_, &o_, &o_bias_, &post_norm_, &router_,
+      &router_bias_, &gate_up_, &gate_up_bias_, &down_, &down_bias_};
+}
+
+Attended GptOssLayer::attend(const LayerContext& context, const Tensor& hidden) {
+  const int64_t tokens = hidden.size(0), d = config_.head_dim;
+  const int64_t q_size = config_.num_heads * d, kv_size = config_.num_kv_heads * d;
+  const Tensor qkv = linear(rms_norm(hidden, input_norm_, config_.rms_norm_eps), qkv_, &qkv_bias_);
+  const std::vector<Tensor> parts = at::split_with_sizes(qkv, {q_size, kv_size, kv_size}, 1);
+  const auto heads = [&](const Tensor& x) { return x.view({tokens, x.size(1) / d, d}); };
+  const auto turned = [&](const Tensor& x) {
+    return rotary(heads(x), context.batch.positions, context.rotary);
+  };
+  const Tensor mixed = attend_documents(context, turned(parts[0]), turned(parts[1]),
+      heads(parts[2]), 1 / std::sqrt(static_cast<double>(d)),
+      {.window = window_, .sinks = &sinks_});  // (T, Hq, D)
+
+  Attended out;
+  out.residual = hidden + linear(mixed.reshape({tokens, q_size}), o_, &o_bias_);
+  out.rows = rms_norm(out.residual, post_norm_, config_.rms_norm_eps);
+  // The softmax over the chosen logits is that over all, divided by the sum of the chosen.
+  choose_routes(context, linear_fp32(out.rows, router_, &router_bias_),
+      {.k = config_.experts_per_token, .num_experts = config_.num_experts, .normalize = true}, out);
+  return out;
+}
+
+Tensor GptOssLayer::experts(
+    const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
+  const Tensor gate_up = grouped_affine(permute(rows, plan), gate_up_, gate_up_bias_, plan);
+  const Tensor activated = clamped_swiglu(gate_up, config_.swiglu_alpha, config_.swiglu_limit);
+  return unpermute(grouped_affine(activated, down_, down_bias_, plan), row_weight, plan);
+}
+
+Tensor GptOssLayer::aggregate(
+    const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor&) {
+  return attended.residual + returned;
+}
+
+GptOssModel::GptOssModel(Config config, const ModelPart& part)
+    : config_(std::move(config)), part_(part), ends_(config_, part) {
+  for (const int64_t index : part.layers)
+    layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
+}
+
+RotaryTable GptOssModel::rotary(int64_t num_positions, at::Device device) const {
+  return make_rotary_table(
+      num_positions, config_.head_dim, config_.rope_theta, device, config_.yarn);
+}
+
+}  // namespace pith

@@ -1,0 +1,68 @@
+// GPT-OSS (arXiv 2508.10925): attention with sinks and, in some layers, a sliding window, YaRN,
+// biases, softmax over the chosen experts, clamped SwiGLU.
+#pragma once
+#include "models/common.h"
+#include "operators/embedding.h"
+#include "operators/rms_norm.h"
+
+namespace pith {
+
+struct GptOssConfig : ModelConfig {
+  int64_t num_kv_heads, head_dim;
+  std::vector<bool> windowed;  // per layer (before cut_layers)
+  double swiglu_alpha, swiglu_limit;
+  Yarn yarn;
+
+  // Reads a Hugging Face config.json in either style (num_experts or num_local_experts; rope_theta
+  // and rope_scaling or rope_parameters), of BF16 weights or of released ones with experts in
+  // MXFP4. Every missing, ill-typed or unsupported field is listed in one Error.
+  static GptOssConfig parse(const nlohmann::json& json, const std::string& source);
+  static GptOssConfig parse_file(const std::filesystem::path& path);
+  std::string to_json(at::ScalarType dtype) const;  // never of MXFP4
+  ModelSize size(int64_t sequence_length) const;
+};
+
+class GptOssLayer {
+ public:
+  GptOssLayer(const GptOssConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end);
+
+  Attended attend(const LayerContext& context, const Tensor& hidden);
+  Tensor shared(const LayerContext&, const Attended&) { return {}; }
+  Tensor experts(const LayerContext& context, const Tensor& rows, const Tensor& row_weight,
+      const ExpertPlan& plan);
+  Tensor aggregate(const LayerContext& context, const Tensor& returned, const Attended& attended,
+      const Tensor& shared);
+  std::vector<Parameter*> parameters();
+ private:
+  GptOssConfig config_;
+  int64_t window_;  // 0: none
+  Parameter input_norm_, qkv_, qkv_bias_, sinks_, o_, o_bias_, post_norm_;
+  Parameter router_, router_bias_;  // (E, H), (E)
+  // Gates and ups alternate: (E, H, 2 I), (E, 2 I), (E, I, H), (E, H); of E the experts held.
+  Parameter gate_up_, gate_up_bias_, down_, down_bias_;
+};
+
+class GptOssModel {
+ public:
+  using Config = GptOssConfig;
+  using Layer = GptOssLayer;
+
+  GptOssModel(Config config, const ModelPart& part);
+  const Config& config() const { return config_; }
+  Tensor embed(const Tensor& tokens) { return embedding(tokens, ends_.embedding); }
+  Layer& layer(int64_t index) { return layers_[part_.place_of(index)]; }
+  Tensor final_norm(const Tensor& hidden) {
+    return rms_norm(hidden, ends_.norm, config_.rms_norm_eps);
+  }
+  Parameter& head_weight() { return ends_.head_weight(); }
+  RotaryTable rotary(int64_t num_positions, at::Device device) const;
+  std::vector<std::vector<Parameter*>> parameter_units() { return units_of(ends_, layers_); }
+ private:
+  Config config_;
+  ModelPart part_;
+  ModelEnds ends_;
+  std::deque<Layer> layers_;  // a deque: operators keep the addresses of parameters
+};
+static_assert(DecoderModel<GptOssModel>);
+
+}  // namespace pith

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Every run configuration of examples/ is accepted by --dry-run, on as many processes as it says, and the released models
+# have as many parameters as their papers say.
+set -eu
+. "$PITH_SOURCE_DIR/tests/tiny_run.sh"
+tiny_text 60
+"$PITHTRAIN" corpus build --out corpus text >/dev/null
+check() {  # check NAME PROCESSES PARAMETERS
+  env -C "$PITH_SOURCE_DIR" "$PITHTRAIN" pretrain "examples/$1.toml" --dry-run --processes "$2" --set data.train="$PWD/corpus" \
+    --set run.folder="$PWD/$1" --set run.device=cpu "${@:4}" >"$1.log" 2>&1 || { cat "$1.log"; fail "$1"; }
+  grep -q "^# parameters *$3" "$1.log" || { cat "$1.log"; fail "$1 does not have $3"; }
+}
+check demo 1 ''
+check qwen3_30b_a3b_8layers 1 ''
+check deepseek_v2_lite 8 '15\.7'
+check deepseek_v2_lite_8layers 1 ''
+check gpt_oss_20b 8 '20\.9'
+check gpt_oss_20b_6layers 1 ''
+check gpt_oss_120b 32 '116\.8'
+[ "$(ls *.log | wc -l)" -eq "$(ls "$PITH_SOURCE_DIR"/examples/*.toml | wc -l)" ] || fail "an example is not checked"
+echo PASS
