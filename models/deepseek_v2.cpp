@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 
 #include "operators/grouped_linear.h"
-#include "operators/latent_attention.h"
 #include "operators/linear.h"
 #include "operators/swiglu.h"
 
@@ -175,8 +174,10 @@ Tensor DeepseekV2Layer::mix_tokens(const LayerContext& context, const Tensor& no
   q = turn(q.view({tokens, heads, c.qk_dim()}), c.plain_dim);
   const Tensor latent = latent_norm(parts[1], kv_norm_);                // (T, R)
   const Tensor rotary_key = turn(parts[2].unsqueeze(1), 0).squeeze(1);  // (T, Dr)
-  if (context.cache == nullptr && context.mesh.context.size() == 1)
-    return latent_attention(q, latent, rotary_key, kv_up_, c.v_dim, span_of(batch), c.softmax_scale)
+  if (context.cache == nullptr)
+    return latent_attention(q, latent, rotary_key, kv_up_, c.v_dim,
+        batch.ring.empty() ? whole_ring(span_of(batch), tokens) : batch.ring, c.softmax_scale,
+        context.mesh.context)
         .flatten(1);
   const auto [k, v] = expand_latent(latent, rotary_key, kv_up_, heads, c.v_dim);
   return attend_documents(context, q, k, v, c.softmax_scale).flatten(1);

@@ -3,8 +3,8 @@
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/sigmoid.h>
 
-#include "operators/attention.h"
 #include "operators/function.h"
+#include "operators/linear.h"
 
 namespace pith {
 namespace {
@@ -42,14 +42,66 @@ Work pass_on(const Comm& context, const Tensor& sent, Tensor& received) {
       {{(rank + 1) % size, sent, true}, {(rank + size - 1) % size, received, false}});
 }
 
-// A block (T, Hkv, D + Dv) holds keys of D elements, then values.
-std::array<Tensor, 2> keys_values(const Tensor& block, int64_t dim) {
-  return {block.narrow(2, 0, dim), block.narrow(2, dim, block.size(2) - dim)};
+// at::cat along the last dimension. On CUDA it moves element by element, so in elements of 16 bytes
+// where they fit: four times as fast.
+Tensor cat_last(const Tensor& a, const Tensor& b) {
+  const int64_t each = 16 / a.element_size();
+  const auto fits = [&](const Tensor& x) {
+    const auto whole = [&](int64_t n) { return n % each == 0; };
+    return x.stride(-1) == 1 && whole(x.size(-1)) && whole(x.storage_offset()) &&
+           std::ranges::all_of(x.strides().slice(0, static_cast<size_t>(x.dim() - 1)), whole);
+  };
+  if (!a.is_cuda() || !fits(a) || !fits(b)) return at::cat({a, b}, -1);
+  return at::cat({a.view(at::kComplexDouble), b.view(at::kComplexDouble)}, -1)
+      .view(a.scalar_type());
 }
 
-// Out and lse over all keys; `own`: the block of this rank.
-AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<RingStep>& ring,
-    double scale, const Comm& context, const Parameter* sinks) {
+// What goes round, a row a token: keys of `dim` elements, then values, (T, Hkv, D + Dv) ...
+struct PlainKeys {
+  int64_t dim;
+
+  std::array<Tensor, 2> expand(const Tensor& rows) const {
+    return {rows.narrow(2, 0, dim), rows.narrow(2, dim, rows.size(2) - dim)};
+  }
+  // The gradient of rows.
+  static Tensor contract(const Tensor&, const Tensor& dk, const Tensor& dv, at::ScalarType dtype) {
+    return at::cat({dk.to(dtype), dv.to(dtype)}, 2);
+  }
+};
+
+// ... or latents and rotary keys, (T, R + Dr), of which every rank makes keys and values itself.
+struct LatentRows {
+  Parameter* up;
+  int64_t heads, v_dim;
+
+  std::array<Tensor, 2> parts(const Tensor& rows) const {
+    const int64_t rank = up->value.size(1);
+    return {rows.narrow(1, 0, rank), rows.narrow(1, rank, rows.size(1) - rank)};
+  }
+  std::array<Tensor, 2> expand(const Tensor& rows) const {
+    const auto [latent, rotary_key] = parts(rows);
+    const LatentKeys keys = expand_latent(latent.contiguous(), rotary_key, *up, heads, v_dim);
+    return {keys.k, keys.v};
+  }
+  Tensor contract(
+      const Tensor& rows, const Tensor& dk, const Tensor& dv, at::ScalarType dtype) const {
+    const auto [latent, rotary_key] = parts(rows);
+    const int64_t shared = rotary_key.size(1), plain = dk.size(2) - shared;
+    const Tensor dkv = cat_last(dk.narrow(2, 0, plain), dv).flatten(1).to(rows.scalar_type());
+    if (up->value.requires_grad()) add_or_defer({up, dkv, latent.contiguous(), {}, {}});
+    return cat_last(
+        multiply(dkv, up->value, dtype), widen(dk.narrow(2, plain, shared)).sum(1).to(dtype));
+  }
+};
+
+// Out and lse over all keys; `own`: the rows of this rank.
+template <class Keys>
+AttentionPart forward(const Tensor& q, const Tensor& own, const Keys& keys,
+    const std::vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
+  PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
+      "ring_attention: q has {} tokens on {} ranks, but the micro-batch was split for {} "
+      "tokens on {} ranks",
+      q.size(0), context.size(), ring.empty() ? 0 : ring[0].queries.count, ring.size());
   const at::NoGradGuard no_grad;
   AttentionPart whole;
   Tensor block = own;
@@ -58,14 +110,15 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<Ring
     Tensor next;
     Work travel;
     if (i + 1 < ring.size()) travel = pass_on(context, block, next);
-    const auto [k, v] = keys_values(block, q.size(2));
-    if (i == 0) {
-      whole = attention_part(q, k, v, step.span, /*causal=*/true, scale);
-      whole = {widen(whole.out), whole.lse.contiguous()};
-    } else if (step.queries.count > 0) {
-      merge(whole, step.queries,
-          attention_part(take(q, step.queries), take(k, step.keys), take(v, step.keys), step.span,
-              /*causal=*/false, scale));
+    if (step.queries.count > 0 || i == 0) {
+      const auto [k, v] = keys.expand(take(block, step.keys));
+      check_attention(q, k, v);
+      const AttentionPart part =
+          attention_part(take(q, step.queries), k, v, step.span, /*causal=*/i == 0, scale);
+      if (i > 0)
+        merge(whole, step.queries, part);
+      else
+        whole = {ring.size() > 1 ? widen(part.out) : part.out, part.lse.contiguous()};
     }
     travel.wait();
     block = next;
@@ -75,37 +128,40 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const std::vector<Ring
   return whole;
 }
 
-// Gradients of q, k and v. What others add to a block's gradient follows it, one step behind.
-Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const AttentionPart& whole,
-    const std::vector<RingStep>& ring, double scale, const Comm& context) {
+// Gradients of q and of this rank's rows. What others add to those follows them, one step behind.
+template <class Keys>
+std::array<Tensor, 2> backward(const Tensor& dout, const Tensor& q, const Tensor& own,
+    const AttentionPart& whole, const Keys& keys, const std::vector<RingStep>& ring, double scale,
+    const Comm& context) {
   // Sums in FP32. The GPU kernels give BF16: of two ranks' shares the sum in BF16 is the same.
-  const bool pair = q.is_cuda() && ring.size() == 2;
+  const bool pair = q.is_cuda() && ring.size() <= 2;
   const at::ScalarType sums = pair ? q.scalar_type() : wide_dtype(q.scalar_type());
-  Tensor block = own, dq, down, dblock;  // down: this rank's share of its own block's gradient
+  Tensor block = own, dq, down, dblock;  // down: this rank's share of its own rows' gradient
   Work travel_back;
   for (size_t i = 0; i < ring.size(); ++i) {
     const RingStep& step = ring[i];
-    Tensor next;
+    Tensor next, dstep, drows;
     Work travel;
     if (i + 1 < ring.size()) travel = pass_on(context, block, next);
-    std::array<Tensor, 3> grad;
-    const auto [k, v] = keys_values(block, q.size(2));
-    if (step.queries.count > 0)
-      grad = attention_part_backward(take(dout, step.queries), take(q, step.queries),
-          take(k, step.keys), take(v, step.keys),
-          {take(whole.out, step.queries), take(whole.lse, step.queries)}, step.span,
-          /*causal=*/i == 0, scale);
+    if (step.queries.count > 0 || i == 0) {
+      const Tensor rows = take(block, step.keys);
+      const auto [k, v] = keys.expand(rows);
+      const auto [dq_step, dk, dv] =
+          attention_part_backward(take(dout, step.queries), take(q, step.queries), k, v,
+              {take(whole.out, step.queries), take(whole.lse, step.queries)}, step.span,
+              /*causal=*/i == 0, scale);
+      dstep = dq_step;
+      drows = keys.contract(rows, dk, dv, sums);
+    }
     if (i == 0) {
-      dq = grad[0].to(sums);
-      down = at::cat({grad[1].to(sums), grad[2].to(sums)}, 2);
-      dblock = at::zeros_like(down);
+      dq = dstep.to(sums);
+      down = drows;
+      if (ring.size() > 1) dblock = at::zeros_like(down);
     } else {
       travel_back.wait();
       if (step.queries.count > 0) {
-        add_rows(dq, step.queries, grad[0]);
-        const auto [dk, dv] = keys_values(dblock, q.size(2));
-        add_rows(dk, step.keys, grad[1]);
-        add_rows(dv, step.keys, grad[2]);
+        add_rows(dq, step.queries, dstep);
+        add_rows(dblock, step.keys, drows);
       }
       Tensor arriving;
       travel_back = pass_on(context, dblock, arriving);
@@ -115,28 +171,55 @@ Tensors backward(const Tensor& dout, const Tensor& q, const Tensor& own, const A
     block = next;
   }
   travel_back.wait();
-  down.add_(dblock);
-  const auto dtype = q.scalar_type();
-  const auto [dk, dv] = keys_values(down, q.size(2));
-  return {dq.to(dtype), dk.to(dtype), dv.to(dtype)};
+  if (dblock.defined()) down.add_(dblock);
+  return {dq.to(q.scalar_type()), down.to(q.scalar_type())};
 }
 
 }  // namespace
 
+std::vector<RingStep> whole_ring(const AttentionSpan& span, int64_t tokens) {
+  check_borders(span, tokens, tokens);
+  return {{{0, tokens, {}}, {0, tokens, {}}, span}};
+}
+
 Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
     const std::vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
   check_attention(given, k, v);
-  const Tensor q = given.contiguous();
-  PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
-      "ring_attention: q has {} tokens on {} ranks, but the micro-batch was split for {} "
-      "tokens on {} ranks",
-      q.size(0), context.size(), ring.empty() ? 0 : ring[0].queries.count, ring.size());
-  const Tensor own = at::cat({k.detach(), v.detach()}, 2);
-  const AttentionPart whole = forward(q, own, ring, scale, context, sinks);
+  const Tensor q = given.contiguous(), own = at::cat({k.detach(), v.detach()}, 2);
+  const PlainKeys keys{k.size(2)};
+  const AttentionPart whole = forward(q, own, keys, ring, scale, context, sinks);
   const AttentionPart kept{whole.out.detach(), whole.lse};
-  return record(whole.out, {q, k, v}, [=, &ring, &context](const Tensor& dout) {
+  return record(whole.out, {q, k, v}, [=](const Tensor& dout) {
     add_sink_gradient(sinks, dout, kept);
-    return backward(dout.contiguous(), q, own, kept, ring, scale, context);
+    const auto [dq, down] = backward(dout.contiguous(), q, own, kept, keys, ring, scale, context);
+    const auto [dk, dv] = keys.expand(down);
+    return Tensors{dq, dk, dv};
+  });
+}
+
+LatentKeys expand_latent(
+    const Tensor& latent, const Tensor& rotary_key, Parameter& up, int64_t heads, int64_t v_dim) {
+  check_shape(rotary_key, "expand_latent: rotary_key", {latent.size(0), -1});
+  PITH_CHECK(up.value.size(0) % heads == 0 && up.value.size(0) / heads > v_dim,
+      "{} does not hold keys and values of {} elements for {} heads", describe(up.value, up.name),
+      v_dim, heads);
+  const Tensor kv = linear(latent, up).view({latent.size(0), heads, up.value.size(0) / heads});
+  const int64_t plain = kv.size(2) - v_dim;  // Dn
+  const Tensor shared = rotary_key.unsqueeze(1).expand({-1, heads, -1});
+  return {cat_last(kv.narrow(2, 0, plain), shared), kv.narrow(2, plain, v_dim)};
+}
+
+Tensor latent_attention(const Tensor& given, const Tensor& latent, const Tensor& rotary_key,
+    Parameter& up, int64_t v_dim, const std::vector<RingStep>& ring, double scale,
+    const Comm& context) {
+  const Tensor q = given.contiguous(), own = cat_last(latent.detach(), rotary_key.detach());
+  const LatentRows keys{&up, q.size(1), v_dim};
+  const AttentionPart whole = forward(q, own, keys, ring, scale, context, nullptr);
+  const AttentionPart kept{whole.out.detach(), whole.lse};
+  return record(whole.out, {q, latent, rotary_key, up.value}, [=](const Tensor& dout) {
+    const auto [dq, down] = backward(dout.contiguous(), q, own, kept, keys, ring, scale, context);
+    const auto [dlatent, dkey] = keys.parts(down);
+    return Tensors{dq, dlatent, dkey, Tensor()};
   });
 }
 

@@ -1,10 +1,8 @@
-// Attention of rows that are split over context-parallel ranks: keys and values go round a ring.
+// Attention of rows that are split over context-parallel ranks: keys and values go round a ring, or
+// the latents of which they are made (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434).
 #pragma once
-#include <vector>
-
 #include "core/comm.h"
-#include "core/microbatch.h"
-#include "core/parameter.h"
+#include "operators/attention.h"
 
 namespace pith {
 
@@ -12,10 +10,28 @@ namespace pith {
 // (T, Hkv, Dv): the local tokens of a micro-batch that was split over `context`, `ring` its steps
 // -> (T, Hq, Dv). `sinks` as in attention(), counted once all keys are. The same values as
 // attention() on the unsplit rows. Partial results are merged in FP32 (FP64 for FP64). Collective:
-// every member calls it, and the backward pass, in the same order. `ring` and `context` must
-// outlive the backward pass.
+// every member calls it, and the backward pass, in the same order.
 Tensor ring_attention(const Tensor& q, const Tensor& k, const Tensor& v,
     const std::vector<RingStep>& ring, double scale, const Comm& context,
     const Parameter* sinks = nullptr);
+
+// The one step of rows that are not split, for a `context` of one process.
+std::vector<RingStep> whole_ring(const AttentionSpan& span, int64_t tokens);
+
+struct LatentKeys {
+  Tensor k, v;  // (T, H, Dn + Dr), (T, H, Dv)
+};
+// latent (T, R), rotary_key (T, Dr) shared by all heads, up (H (Dn + Dv), R): for each head the
+// rows of its key's first Dn elements, then of its value. Differentiable.
+LatentKeys expand_latent(
+    const Tensor& latent, const Tensor& rotary_key, Parameter& up, int64_t heads, int64_t v_dim);
+
+// ring_attention() of q (T, H, Dn + Dr) over expand_latent's keys and values -> (T, H, Dv).
+// Latents and rotary keys travel and are saved, with q, the result and its log-sum-exp; keys and
+// values are made from them where they are used, in the backward pass again, which adds into
+// up.grad in FP32.
+Tensor latent_attention(const Tensor& q, const Tensor& latent, const Tensor& rotary_key,
+    Parameter& up, int64_t v_dim, const std::vector<RingStep>& ring, double scale,
+    const Comm& context = {});
 
 }  // namespace pith

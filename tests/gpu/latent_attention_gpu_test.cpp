@@ -1,4 +1,4 @@
-#include "operators/latent_attention.h"
+#include "operators/ring_attention.h"
 
 #include "tests/gpu/gpu_check.h"
 #include "tests/operators/spans.h"
@@ -22,7 +22,8 @@ TEST(LatentAttentionGpu, MatchesTheReference) {
     const Tensor up = random_tensor("up", {c.heads * (c.plain + c.v_dim), c.rank}, at::kDouble,
         1 / std::sqrt(static_cast<double>(c.rank)));
     const Operator attend = [&](const std::vector<Tensor>& x, std::vector<Parameter>& w) {
-      return latent_attention(x[0], x[1], x[2], w[0], c.v_dim, make_span(c.cu, x[0].device()), 0.1);
+      return latent_attention(
+          x[0], x[1], x[2], w[0], c.v_dim, whole_ring(make_span(c.cu, x[0].device()), tokens), 0.1);
     };
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       SCOPED_TRACE(fmt::format("{} tokens, {}", tokens, dtype_name(dtype)));

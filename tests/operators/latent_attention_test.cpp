@@ -1,4 +1,4 @@
-#include "operators/latent_attention.h"
+#include "operators/ring_attention.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>
@@ -25,7 +25,7 @@ struct Inputs {
         rotary_key(random_tensor("rotary_key", {tokens, kShared}, dtype)),
         up(make_parameter("up", {kHeads * (kPlain + kV), kRank}, dtype, 0.5)) {}
   Tensor attend(const AttentionSpan& span) {
-    return latent_attention(q, latent, rotary_key, up, kV, span, 0.4);
+    return latent_attention(q, latent, rotary_key, up, kV, whole_ring(span, q.size(0)), 0.4);
   }
 };
 
@@ -81,7 +81,8 @@ TEST(LatentAttention, BFloat16AgreesWithFloat) {
     std::vector<Tensor> leaves{x.q, x.latent, x.rotary_key};
     for (Tensor& t : leaves) t = (wide ? t.to(at::kFloat) : t).set_requires_grad(true);
     x.up.grad.zero_();
-    const Tensor out = latent_attention(leaves[0], leaves[1], leaves[2], x.up, kV, span, 0.4);
+    const Tensor out =
+        latent_attention(leaves[0], leaves[1], leaves[2], x.up, kV, whole_ring(span, 33), 0.4);
     out.backward(random_tensor("dout", out.sizes().vec(), at::kBFloat16).to(out.scalar_type()));
     results[wide] = {out.detach(), leaves[0].grad(), leaves[1].grad(), leaves[2].grad(), x.up.grad};
   }

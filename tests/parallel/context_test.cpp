@@ -212,6 +212,51 @@ TEST(Context, RingAttentionEqualsAttention) {
   }
 }
 
+// The same where latents go round and every rank makes keys and values of them.
+TEST(Context, LatentAttentionEqualsAttention) {
+  constexpr int64_t kHeads = 3, kPlain = 4, kShared = 2, kV = 3, kRank = 5;
+  for (const Mesh& mesh : meshes()) {
+    for (const Case& c : kCases) {
+      const MicroBatch whole = whole_batch(c.length, c.documents), part = split(whole, mesh);
+      const Tensor mine = part.tokens.cpu();
+      const int64_t tokens = whole.num_tokens();
+      std::vector<Tensor> x{random_tensor("q", {tokens, kHeads, kPlain + kShared}),
+          random_tensor("latent", {tokens, kRank}), random_tensor("rotary_key", {tokens, kShared})};
+      const Tensor cotangent = random_tensor("cotangent", {tokens, kHeads, kV});
+      const Tensor weight = random_tensor("up", {kHeads * (kPlain + kV), kRank});
+      const auto parameter = [&](at::ScalarType dtype, at::Device where) {
+        Parameter up("up", weight.sizes().vec(), ParameterGroup::matrix, Init::normal);
+        up.allocate(dtype, where);
+        up.value.detach().copy_(weight);
+        return up;
+      };
+      Parameter whole_up = parameter(at::kDouble, at::kCPU);
+      for (Tensor& t : x) t.set_requires_grad(true);
+      const auto [k, v] = expand_latent(x[1], x[2], whole_up, kHeads, kV);
+      const Tensor expected = attention(x[0], k, v, span_of(whole), 0.3);
+      expected.backward(cotangent);
+      for (const at::ScalarType dtype : {at::kDouble, at::kFloat, at::kBFloat16}) {
+        SCOPED_TRACE(fmt::format("CP {}, {}, {}", mesh.context.size(), c.name, dtype_name(dtype)));
+        Parameter up = parameter(dtype, device());
+        std::vector<Tensor> local;
+        for (const Tensor& t : x)
+          local.push_back(
+              t.detach().index_select(0, mine).to(device(), dtype).set_requires_grad(true));
+        const Tensor out =
+            latent_attention(local[0], local[1], local[2], up, kV, part.ring, 0.3, mesh.context);
+        out.backward(cotangent.index_select(0, mine).to(device(), dtype));
+        mesh.context.all_reduce(up.grad);
+        const double tolerance = dtype == at::kDouble ? 1e-10 : dtype == at::kFloat ? 1e-5 : 0.03;
+        EXPECT_LE(relative_error(out, expected.index_select(0, mine)), tolerance);
+        for (size_t i = 0; i < 3; ++i)
+          EXPECT_LE(relative_error(local[i].grad(), x[i].grad().index_select(0, mine)), tolerance)
+              << "gradient " << i;
+        EXPECT_LE(relative_error(up.grad, whole_up.grad), tolerance);
+      }
+    }
+  }
+}
+
 // Known fault 14: a changed token reaches no other document and no earlier position.
 TEST(Context, RingAttentionStopsAtDocuments) {
   for (const Mesh& mesh : meshes()) {
