@@ -24,12 +24,14 @@ void add_rows(const Tensor& x, const RowSet& rows, const Tensor& values) {
   put_back(x, rows, sum.add_(values));
 }
 
-// With weights w = exp(lse) of each: out = (w out + w' out') / (w + w').
-void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& part) {
-  Tensor out = take(whole.out, rows), lse = take(whole.lse, rows);
-  out.lerp_(part.out.to(out.scalar_type()), at::sigmoid(part.lse - lse));
-  put_back(whole.out, rows, out);
-  put_back(whole.lse, rows, lse.copy_(at::logaddexp(lse, part.lse)));
+// out += weight (part - out)
+void move_towards(Tensor out, const Tensor& part, const Tensor& weight) {
+  PITH_IF_CUDA (part) {
+    if (is_bf16(part))
+      return cuda::merge_rows(write(out), read<float>(weight), read(part), weight.numel(),
+          out.size(2), is_bf16(out), current_stream());
+  }
+  out.lerp_(part.to(out.scalar_type()), weight);
 }
 
 // Sends a block to the next member while that of the one before arrives in `received`.
@@ -94,6 +96,11 @@ struct LatentRows {
   }
 };
 
+// Sums in FP32. The GPU kernels give BF16: of two ranks' parts the sum in BF16 is the same.
+at::ScalarType sum_dtype(const Tensor& q, const std::vector<RingStep>& ring) {
+  return q.is_cuda() && ring.size() <= 2 ? q.scalar_type() : wide_dtype(q.scalar_type());
+}
+
 // Out and lse over all keys; `own`: the rows of this rank.
 template <class Keys>
 AttentionPart forward(const Tensor& q, const Tensor& own, const Keys& keys,
@@ -118,7 +125,7 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const Keys& keys,
       if (i > 0)
         merge(whole, step.queries, part);
       else
-        whole = {ring.size() > 1 ? widen(part.out) : part.out, part.lse.contiguous()};
+        whole = {part.out.to(sum_dtype(q, ring)), part.lse.contiguous()};
     }
     travel.wait();
     block = next;
@@ -133,9 +140,7 @@ template <class Keys>
 std::array<Tensor, 2> backward(const Tensor& dout, const Tensor& q, const Tensor& own,
     const AttentionPart& whole, const Keys& keys, const std::vector<RingStep>& ring, double scale,
     const Comm& context) {
-  // Sums in FP32. The GPU kernels give BF16: of two ranks' shares the sum in BF16 is the same.
-  const bool pair = q.is_cuda() && ring.size() <= 2;
-  const at::ScalarType sums = pair ? q.scalar_type() : wide_dtype(q.scalar_type());
+  const at::ScalarType sums = sum_dtype(q, ring);
   Tensor block = own, dq, down, dblock;  // down: this rank's share of its own rows' gradient
   Work travel_back;
   for (size_t i = 0; i < ring.size(); ++i) {
@@ -176,6 +181,13 @@ std::array<Tensor, 2> backward(const Tensor& dout, const Tensor& q, const Tensor
 }
 
 }  // namespace
+
+void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& part) {
+  Tensor out = take(whole.out, rows), lse = take(whole.lse, rows);
+  move_towards(out, part.out.contiguous(), at::sigmoid(part.lse - lse).contiguous());
+  put_back(whole.out, rows, out);
+  put_back(whole.lse, rows, lse.copy_(at::logaddexp(lse, part.lse)));
+}
 
 std::vector<RingStep> whole_ring(const AttentionSpan& span, int64_t tokens) {
   check_borders(span, tokens, tokens);

@@ -15,6 +15,10 @@ Tensor ring_attention(const Tensor& q, const Tensor& k, const Tensor& v,
     const std::vector<RingStep>& ring, double scale, const Comm& context,
     const Parameter* sinks = nullptr);
 
+// Adds to `whole`, in place, what these rows of it get from other keys, with weights w = exp(lse):
+// out = (w out + w' out') / (w + w').
+void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& part);
+
 // The one step of rows that are not split, for a `context` of one process.
 std::vector<RingStep> whole_ring(const AttentionSpan& span, int64_t tokens);
 
