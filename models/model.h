@@ -22,7 +22,6 @@
 #include "operators/permute.h"
 #include "operators/ring_attention.h"
 #include "operators/rotary.h"
-#include "operators/window_attention.h"
 
 namespace pith {
 

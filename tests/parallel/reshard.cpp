@@ -1,6 +1,7 @@
 // Not a test: a job that loads a checkpoint of the program on some layout and saves it again
 // without a step; see tests/integration/reshard.sh.
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "engine/checkpoint.h"
