@@ -114,12 +114,9 @@ Gather gather_of(const std::vector<int64_t>& from, int64_t rows, at::Device devi
 
 Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank, int64_t size,
     int64_t window, at::Device device) {
-  struct Home {
-    int64_t rank, token;
-  };
-  std::vector<Home> homes(static_cast<size_t>(rows.back()));  // of each position
-  const auto home = [&](int64_t position) -> Home& { return homes[static_cast<size_t>(position)]; };
-  for (int64_t member = 0; member < size; ++member) {
+  std::vector<std::pair<int64_t, int64_t>> homes(static_cast<size_t>(rows.back()));
+  const auto home = [&](int64_t position) -> auto& { return homes[static_cast<size_t>(position)]; };
+  for (int64_t member = 0; member < size; ++member) {  // rank and token of each position
     int64_t token = 0;
     for (const int64_t position : tokens_of(rows, member, size)) home(position) = {member, token++};
   }
@@ -135,13 +132,13 @@ Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t 
       const Range reached{first, its[end - 1] + 1};
       if (member == rank) queries.add({its[i], reached.end}), keys.add(reached);
       for (int64_t key = first; key < reached.end; ++key)
-        if (home(key).rank == rank)
-          sent.push_back(home(key).token), ++send[static_cast<size_t>(member)];
+        if (home(key).first == rank)
+          sent.push_back(home(key).second), ++send[static_cast<size_t>(member)];
     }
   }
-  for (const int64_t key : keys.index) ++received[static_cast<size_t>(home(key).rank)];
+  for (const int64_t key : keys.index) ++received[static_cast<size_t>(home(key).first)];
   std::exclusive_scan(received.begin(), received.end(), next.begin(), int64_t{0});
-  for (int64_t& key : keys.index) key = next[static_cast<size_t>(home(key).rank)]++;
+  for (int64_t& key : keys.index) key = next[static_cast<size_t>(home(key).first)]++;
   return {window, gather_of(sent, rows.back() / size, device), send, received,
       gather_of(keys.index, std::ssize(keys.index), device), span_between(queries, keys, device)};
 }
