@@ -114,34 +114,31 @@ Gather gather_of(const std::vector<int64_t>& from, int64_t rows, at::Device devi
 
 Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank, int64_t size,
     int64_t window, at::Device device) {
-  struct Home {
-    int64_t rank, token;
-  };
-  std::vector<Home> homes(static_cast<size_t>(rows.back()));  // of each position
-  const auto home = [&](int64_t position) -> Home& { return homes[static_cast<size_t>(position)]; };
-  std::vector<std::vector<int64_t>> tokens;  // of each rank
-  for (int64_t member = 0; member < size; ++member) {
-    tokens.push_back(tokens_of(rows, member, size));
-    int64_t next = 0;
-    for (const int64_t position : tokens.back()) home(position) = {member, next++};
+  std::vector<std::pair<int64_t, int64_t>> homes(static_cast<size_t>(rows.back()));
+  const auto home = [&](int64_t position) -> auto& { return homes[static_cast<size_t>(position)]; };
+  for (int64_t member = 0; member < size; ++member) {  // rank and token of each position
+    int64_t token = 0;
+    for (const int64_t position : tokens_of(rows, member, size)) home(position) = {member, token++};
   }
   const int32_t* in_document = whole.positions.const_data_ptr<int32_t>();
-  std::vector<int64_t> sent, send(tokens.size()), received(tokens.size()), next(tokens.size());
+  const auto ranks = static_cast<size_t>(size);
+  std::vector<int64_t> sent, send(ranks), received(ranks), next(ranks);
   Side queries, keys;  // of this rank, in the unsplit rows
-  for (size_t member = 0; member < tokens.size(); ++member) {
-    const std::vector<int64_t>& its = tokens[member];
+  for (int64_t member = 0; member < size; ++member) {
+    const std::vector<int64_t> its = tokens_of(rows, member, size);
     for (size_t i = 0, end = 1; i < its.size(); i = end++) {  // neighbours in a document
       while (end < its.size() && its[end] == its[end - 1] + 1 && in_document[its[end]] > 0) ++end;
       const int64_t first = its[i] - std::min<int64_t>(in_document[its[i]], window - 1);
       const Range reached{first, its[end - 1] + 1};
-      if (std::cmp_equal(member, rank)) queries.add({its[i], reached.end}), keys.add(reached);
+      if (member == rank) queries.add({its[i], reached.end}), keys.add(reached);
       for (int64_t key = first; key < reached.end; ++key)
-        if (home(key).rank == rank) sent.push_back(home(key).token), ++send[member];
+        if (home(key).first == rank)
+          sent.push_back(home(key).second), ++send[static_cast<size_t>(member)];
     }
   }
-  for (const int64_t key : keys.index) ++received[static_cast<size_t>(home(key).rank)];
+  for (const int64_t key : keys.index) ++received[static_cast<size_t>(home(key).first)];
   std::exclusive_scan(received.begin(), received.end(), next.begin(), int64_t{0});
-  for (int64_t& key : keys.index) key = next[static_cast<size_t>(home(key).rank)]++;
+  for (int64_t& key : keys.index) key = next[static_cast<size_t>(home(key).first)]++;
   return {window, gather_of(sent, rows.back() / size, device), send, received,
       gather_of(keys.index, std::ssize(keys.index), device), span_between(queries, keys, device)};
 }

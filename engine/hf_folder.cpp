@@ -206,12 +206,10 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
   };
   for (const auto& [tensor, first, target] : targets) {
     std::vector<int64_t> shape = tensor->whole_shape();
-    if (!is_packed(folder, *tensor)) {
-      use(tensor->name, shape, false);
-      continue;
-    }
-    shape = {shape[0], shape[2], shape[1] / kGroup};
-    use(tensor->name + kScales, shape, true);
+    const bool packed = is_packed(folder, *tensor);
+    if (packed) shape = {shape[0], shape[2], shape[1] / kGroup};
+    use(tensor->name + (packed ? kScales : ""), shape, packed);
+    if (!packed) continue;
     shape.push_back(kGroup / 2);
     use(tensor->name + kBlocks, shape, true);
   }

@@ -3,7 +3,6 @@
 #include <ATen/ops/split_with_sizes.h>
 
 #include <nlohmann/json.hpp>
-#include <ranges>
 
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"
@@ -16,15 +15,14 @@ using nlohmann::json;
 
 // Without the field every second layer has a window, the first among them.
 std::vector<bool> read_windowed(Fields& fields, int64_t num_layers) {
+  const bool stated = fields.has("layer_types");
+  const json types = stated ? fields["layer_types"] : json::array();
   std::vector<bool> windowed(static_cast<size_t>(std::min<int64_t>(num_layers, 1 << 16)));
-  for (size_t i = 0; i < windowed.size(); ++i) windowed[i] = i % 2 == 0;
-  if (!fields.has("layer_types")) return windowed;
-  const json& types = fields["layer_types"];
-  if (!types.is_array() || types.size() < windowed.size())
+  if (stated && (!types.is_array() || types.size() < windowed.size()))
     return fields.problem("layer_types", "must list every layer"), windowed;
   for (size_t i = 0; i < windowed.size(); ++i) {
-    windowed[i] = types[i] == "sliding_attention";
-    if (!windowed[i] && types[i] != "full_attention")
+    windowed[i] = stated ? types[i] == "sliding_attention" : i % 2 == 0;
+    if (stated && !windowed[i] && types[i] != "full_attention")
       fields.problem("layer_types", fmt::format("holds {}", types[i].dump()));
   }
   return windowed;
@@ -42,8 +40,7 @@ GptOssConfig GptOssConfig::parse(const json& object, const std::string& source) 
   c.num_kv_heads = fields.count_or("num_key_value_heads", 8);
   c.head_dim = fields.count_or("head_dim", 64);
   c.max_positions = fields.count_or("max_position_embeddings", 131072);
-  c.num_experts =
-      fields.count(fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
+  c.num_experts = fields.count("num_local_experts");
   c.window = fields.count_or("sliding_window", 128);
   c.windowed = read_windowed(fields, c.num_layers);
   c.swiglu_alpha = fields.number("swiglu_alpha", 1.702);
@@ -85,26 +82,24 @@ std::string GptOssConfig::to_json(at::ScalarType dtype) const {
 
 ModelSize GptOssConfig::size(int64_t sequence_length) const {
   const int64_t h = hidden_size, q = num_heads * head_dim, kv = num_kv_heads * head_dim;
-  const int64_t attention = h * (q + 2 * kv) + q * h, router = num_experts * h;
-  const int64_t width = moe_intermediate_size, expert = 3 * h * width;
+  const int64_t width = moe_intermediate_size, slots = experts_per_token;
+  const int64_t matrices = h * (q + 2 * kv) + q * h + num_experts * h;       // attention, router
   const int64_t vectors = q + 2 * kv + num_heads + h + 2 * h + num_experts;  // biases, sinks, norms
-  const int64_t expert_biases = 2 * width + h, slots = experts_per_token;
+  const int64_t expert = 3 * h * width, held = expert + 2 * width + h;
   ModelSize total;
-  const int64_t ends = (tie_embeddings ? 1 : 2) * vocab_size * h + h;
-  const int64_t layer = attention + router + vectors;
-  total.parameters = ends + num_layers * (layer + num_experts * (expert + expert_biases));
-  total.active_parameters = ends + num_layers * (layer + slots * (expert + expert_biases));
+  total.parameters = (tie_embeddings ? 1 : 2) * vocab_size * h + h;
+  total.active_parameters = total.parameters + num_layers * (matrices + vectors + slots * held);
+  total.parameters += num_layers * (matrices + vectors + num_experts * held);
   // hidden, norm output, residual, rows, experts' sum, output; q and k before and after rotary, v,
   // attention output; each slot's row, gate and up, activation, result.
   total.activations_per_token = num_layers * (6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width));
   double keys = 0;  // that a token meets, the mean over positions, all layers
   const auto length = static_cast<double>(sequence_length), w = static_cast<double>(window);
-  for (const bool has_window : windowed | std::views::take(num_layers))
-    keys += has_window && w < length ? w - w * w / (2 * length) : length / 2;
-  const int64_t matrices = vocab_size * h + num_layers * (attention + router + slots * expert);
+  for (size_t i = 0; i < static_cast<size_t>(num_layers); ++i)
+    keys += windowed[i] && w < length ? w - w * w / (2 * length) : length / 2;
+  const int64_t passed = vocab_size * h + num_layers * (matrices + slots * expert);
   // Attention: 2 x 2 x keys x heads x head_dim forward, three times that with the backward pass.
-  total.flops_per_token =
-      6.0 * static_cast<double>(matrices) + 12.0 * keys * static_cast<double>(q);
+  total.flops_per_token = 6.0 * static_cast<double>(passed) + 12.0 * keys * static_cast<double>(q);
   return total;
 }
 

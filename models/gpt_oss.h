@@ -13,9 +13,9 @@ struct GptOssConfig : ModelConfig {
   double swiglu_alpha, swiglu_limit;
   Yarn yarn;
 
-  // Reads a Hugging Face config.json in either style (num_experts or num_local_experts; rope_theta
-  // and rope_scaling or rope_parameters), of BF16 weights or of released ones with experts in
-  // MXFP4. Every missing, ill-typed or unsupported field is listed in one Error.
+  // Reads a Hugging Face config.json in either style (rope_theta and rope_scaling, or
+  // rope_parameters), of weights in MXFP4 or not. Every missing, ill-typed or unsupported field is
+  // listed in one Error.
   static GptOssConfig parse(const nlohmann::json& json, const std::string& source);
   static GptOssConfig parse_file(const std::filesystem::path& path);
   std::string to_json(at::ScalarType dtype) const;  // never of MXFP4

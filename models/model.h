@@ -22,7 +22,6 @@
 #include "operators/permute.h"
 #include "operators/ring_attention.h"
 #include "operators/rotary.h"
-#include "operators/window_attention.h"
 
 namespace pith {
 
@@ -59,9 +58,8 @@ inline AttentionSpan span_of(const MicroBatch& batch) {
       batch.max_seqlen, batch.max_seqlen};
 }
 
-// attention() inside the micro-batch's documents: where rows are split over context-parallel ranks
-// round the ring, or, in a window, with the keys before each chunk; the keys of earlier positions
-// while generating.
+// attention() inside the micro-batch's documents: over context-parallel ranks where rows are split,
+// with the keys of earlier positions while generating.
 inline Tensor attend_documents(const LayerContext& context, const Tensor& q, const Tensor& k,
     const Tensor& v, double scale, const AttentionOptions& options = {}) {
   const MicroBatch& batch = context.batch;

@@ -10,8 +10,8 @@ namespace pith {
 // What a family's attention has besides: a window and sinks (GPT-OSS).
 struct AttentionOptions {
   int64_t window = 0;  // keys that a query sees, its own the last of them; 0: all before it
-  const Parameter* sinks =
-      nullptr;  // (Hq): each head's logit that the softmax counts, without a value
+  // (Hq): a logit of each head that the softmax counts, without a value; its gradient is added.
+  const Parameter* sinks = nullptr;
 };
 
 // q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), Hkv divides Hq -> (Tq, Hq, Dv). Query head h
@@ -19,8 +19,7 @@ struct AttentionOptions {
 // .. i + (keys - n). A document has at least as many keys as queries; both may be 0. Softmax in
 // FP32 (FP64 for FP64 inputs, CPU). Backward recomputes from the saved log-sum-exp. Inputs may be
 // strided views with a contiguous last dimension. The CUDA backward gives the same bits every time
-// only while at::globalContext().deterministicAlgorithms() is set; the path then avoids cuDNN. The
-// gradient of sinks is added to theirs in FP32.
+// only while at::globalContext().deterministicAlgorithms() is set; the path then avoids cuDNN.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span,
     double scale, const AttentionOptions& options = {});
 

@@ -42,17 +42,14 @@ void add_bias(Tensor& y, const Tensor& bias, const ExpertPlan& plan) {
   });
 }
 
-// gradient (E, N) += the sum of each expert's rows of dy (S, N).
+// gradient (E, N) += the sum of each expert's rows of dy (S, N): that of a weight whose input is 1,
+// in 8 columns, as many as the kernel takes at least.
 void add_bias_gradient(const Tensor& gradient, const Tensor& dy, const ExpertPlan& plan) {
-  PITH_IF_CUDA (dy) {
-    cuda::add_expert_sums(read(dy), read<int32_t>(plan.offsets), write<float>(gradient),
-        gradient.size(0), gradient.size(1), is_bf16(dy), current_stream());
-    return;
-  }
-  for_each_expert(plan.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
-    gradient.select(0, e).add_(
-        dy.narrow(0, begin, count).sum(0, /*keepdim=*/false, gradient.scalar_type()));
-  });
+  Parameter columns;
+  columns.grad = at::zeros({gradient.size(0), gradient.size(1), 8}, gradient.options());
+  const Tensor ones = at::ones({dy.size(0), 8}, dy.options());
+  add_weight_gradient({&columns, dy, ones, plan.offsets, plan.offsets_host});
+  gradient.add_(columns.grad.select(2, 0));
 }
 
 // Matrices of `weight` are (out, in), or, with a bias, (in, out).

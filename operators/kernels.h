@@ -43,9 +43,6 @@ void add_rows_by_token(const int64_t* sorted, const int64_t* position, const voi
 // the row's expert.
 void add_expert_bias(const void* bias, const int32_t* offsets, void* y, int64_t experts,
     int64_t columns, bool is_bf16, CUstream_st* stream);
-// sums (experts, columns) += each expert's rows of dy (rows, columns), in one order.
-void add_expert_sums(const void* dy, const int32_t* offsets, float* sums, int64_t experts,
-    int64_t columns, bool is_bf16, CUstream_st* stream);
 
 // --- grouped_wgrad ---
 // gradient (experts, out, in) float32 += dy^T x over each expert's rows; dy (rows, out), x (rows,

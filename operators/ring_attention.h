@@ -1,5 +1,6 @@
 // Attention of rows that are split over context-parallel ranks: keys and values go round a ring, or
-// the latents of which they are made (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434).
+// the latents of which they are made (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434);
+// in a window they come from those who hold them.
 #pragma once
 #include "core/comm.h"
 #include "operators/attention.h"
@@ -14,6 +15,12 @@ namespace pith {
 Tensor ring_attention(const Tensor& q, const Tensor& k, const Tensor& v,
     const std::vector<RingStep>& ring, double scale, const Comm& context,
     const Parameter* sinks = nullptr);
+
+// The same with options.window, of a micro-batch that was split for it, without a ring: keys and
+// values that the window reaches come from the ranks that hold them; their gradients go back and
+// are added in one order. `halo` and `context` must outlive the backward pass.
+Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Halo& halo,
+    double scale, const AttentionOptions& options, const Comm& context);
 
 // Adds to `whole`, in place, what these rows of it get from other keys, with weights w = exp(lse):
 // out = (w out + w' out') / (w + w').

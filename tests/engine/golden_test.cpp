@@ -205,7 +205,7 @@ TEST_P(Golden, ExportsTheBytesItImported) {
     restore_weights(tiny.groups, in.path, config.tie_embeddings);
     CheckpointContent content;
     collect_state(tiny.groups, content);
-    const WeightFiles files = split_weights(content.weights, 30'000);
+    const WeightFiles files = split_weights(content.weights, 10'000);
     ASSERT_GT(files.size(), 1u);
     write_weight_index(out.path, write_weight_files(out.path, files, 0, files.size()));
     const HfFolder before(in.path), after(out.path);

@@ -12,10 +12,10 @@ check() {  # check NAME PROCESSES PARAMETERS
 }
 check demo 1 ''
 check qwen3_30b_a3b_8layers 1 ''
-check deepseek_v2_lite 8 '15\.7'
+check deepseek_v2_lite 8 '15\.7G total'
 check deepseek_v2_lite_8layers 1 ''
-check gpt_oss_20b 8 '20\.9'
-check gpt_oss_20b_6layers 1 ''
-check gpt_oss_120b 32 '116\.8'
+check gpt_oss_20b 8 '20\.9G total'
+check gpt_oss_20b_6layers 1 '.*8\.34G FLOP'
+check gpt_oss_120b 32 '117G total'
 [ "$(ls *.log | wc -l)" -eq "$(ls "$PITH_SOURCE_DIR"/examples/*.toml | wc -l)" ] || fail "an example is not checked"
 echo PASS
