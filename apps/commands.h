@@ -33,6 +33,19 @@ void inspect_corpus(const std::string& prefix, bool quick);
 
 inline double real(std::integral auto number) { return static_cast<double>(number); }
 std::string human_bytes(uint64_t bytes);  // "1.42MB", decimal units
-std::string grouped(int64_t number);      // "1,234,567"
+inline std::string grouped(int64_t number) {  // "1,234,567"
+  return fmt::to_string(fmt::group_digits(number));
+}
+
+// A line of a report: two columns.
+template <class... Values>
+void line(const std::string& label, fmt::format_string<Values...> text, Values&&... values) {
+  fmt::print("  {:<12} {}\n", label, fmt::format(text, std::forward<Values>(values)...));
+}
+
+// Do two paths, of which the last parts need not exist, name one place?
+inline bool same_place(const std::filesystem::path& a, const std::filesystem::path& b) {
+  return std::filesystem::weakly_canonical(a) == std::filesystem::weakly_canonical(b);
+}
 
 }  // namespace pith

@@ -38,9 +38,7 @@ void finish(
 void copy_corpora(const CopyOptions& options) {
   std::vector<Corpus> corpora;
   for (const std::string& prefix : options.inputs) {
-    PITH_CHECK(
-        fs::absolute(prefix).lexically_normal() != fs::absolute(options.out).lexically_normal(),
-        "--out is the input {}", prefix);
+    PITH_CHECK(!same_place(prefix, options.out), "--out is the input {}", prefix);
     corpora.emplace_back(prefix);
   }
   check_same_tokenizer(corpora);

@@ -17,12 +17,12 @@
 #include "core/error.h"
 #include "core/random.h"
 #include "engine/corpus.h"
-#include "text/corpus_encoder.h"
+#include "text/corpus_reader.h"
 
 namespace pith {
 
 namespace fs = std::filesystem;
-using Kind = EncodedDocument::Kind;
+using Kind = Document::Kind;
 using Fingerprint = std::array<uint64_t, 2>;
 using Clock = std::chrono::steady_clock;
 
@@ -143,8 +143,7 @@ class Build {
         outs_{options_.out} {
     PITH_CHECK(fs::path(options_.out).has_filename(), "--out {} names a folder", options_.out);
     if (!options_.validation_out.empty()) outs_.push_back(options_.validation_out);
-    PITH_CHECK(outs_.size() == 1 || fs::absolute(outs_[0]).lexically_normal() !=
-                                        fs::absolute(outs_[1]).lexically_normal(),
+    PITH_CHECK(outs_.size() == 1 || !same_place(outs_[0], outs_[1]),
         "--out and --validation-out are the same: {}", options_.out);
     EncodeSettings& encode = options_.encode;
     encode.bytes_in_flight = options_.memory / 40;  // measured: JSON of many numbers
@@ -290,7 +289,7 @@ class Build {
           grouped(total(&Side::tokens)), left / 3600, left / 60 % 60, left % 60);
     };
     CorpusEncoder encoder(files_, tokenizer_, options_.encode, journal_.position);
-    const auto next = [&](EncodedChunk& chunk) {
+    const auto next = [&](Chunk& chunk) {
       try {
         return encoder.next(chunk);
       } catch (const Error&) {
@@ -299,8 +298,8 @@ class Build {
         throw;
       }
     };
-    for (EncodedChunk chunk; !journal_.full && next(chunk);) {
-      for (const EncodedDocument& document : chunk.documents) {
+    for (Chunk chunk; !journal_.full && next(chunk);) {
+      for (const Document& document : chunk.documents) {
         take(chunk.path, document);
         if (journal_.full) break;
         text += document.bytes;
@@ -313,7 +312,7 @@ class Build {
     }
   }
 
-  void take(const std::string& path, const EncodedDocument& document) {
+  void take(const std::string& path, const Document& document) {
     const std::string place =
         (document.line > 0 ? fmt::format("{}:{}", path, document.line) : path) +
         (document.id.empty() ? "" : fmt::format(" ({})", document.id));
@@ -363,33 +362,29 @@ class Build {
 
   void print_skipped() const {
     const auto [good, bad, binary, empty, small, big] = journal_.kinds;
-    fmt::print("{:<11} {}: {} duplicates, {} empty, {} not UTF-8 text, {} too short, {} too long\n",
-        "skipped", grouped(journal_.duplicates + empty + binary + small + big),
-        grouped(journal_.duplicates), grouped(empty), grouped(binary), grouped(small),
-        grouped(big));
-    if (bad > 0) fmt::print("{:<11} {} lines; the first:\n", "bad", grouped(bad));
+    line("skipped", "{}: {} duplicates, {} empty, {} not UTF-8 text, {} too short, {} too long",
+        grouped(journal_.duplicates + empty + binary + small + big), grouped(journal_.duplicates),
+        grouped(empty), grouped(binary), grouped(small), grouped(big));
+    if (bad > 0) line("bad", "{} lines; the first:", grouped(bad));
     for (const std::string& problem : journal_.problems) fmt::print("  {}\n", problem);
   }
 
   void print_summary() const {
     for (size_t i = 0; i < outs_.size(); ++i) {
       const Side& side = journal_.sides[i];
-      fmt::print(
-          "{:<11} {} documents, {} of text, {} tokens, {:.2f} bytes a token -> {}{}.bin, "
-          ".idx, .json\n",
-          kNames[i], grouped(side.documents), human_bytes(side.bytes), grouped(side.tokens),
+      line(kNames[i],
+          "{} documents, {} of text, {} tokens, {:.2f} bytes a token -> {}{}.bin, .idx, .json",
+          grouped(side.documents), human_bytes(side.bytes), grouped(side.tokens),
           real(side.bytes) / real(side.tokens), outs_[i],
           side.shards > 0 ? fmt::format("-*-of-{:05}", side.shards) : "");
     }
-    fmt::print(
-        "{:<11} {} tokens: {}\n", "longest", grouped(journal_.longest), journal_.longest_place);
+    line("longest", "{} tokens: {}", grouped(journal_.longest), journal_.longest_place);
     print_skipped();
-    if (journal_.dropped_characters > 0)
-      fmt::print("{:<11} {} characters that the tokenizer has no token for\n", "dropped",
-          grouped(journal_.dropped_characters));
+    if (const int64_t dropped = journal_.dropped_characters; dropped > 0)
+      line("dropped", "{} characters that the tokenizer has no token for", grouped(dropped));
     if (journal_.full)
-      fmt::print("{:<11} {} of {} files read; the next document would pass --max-bytes\n",
-          "stopped", grouped(journal_.position.file), files_.size());
+      line("stopped", "{} of {} files read; the next document would pass --max-bytes",
+          grouped(journal_.position.file), files_.size());
   }
 
   BuildOptions options_;

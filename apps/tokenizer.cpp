@@ -2,7 +2,6 @@
 #include "text/tokenizer.h"
 
 #include <iostream>
-#include <iterator>
 
 #include "apps/commands.h"
 #include "core/error.h"
@@ -63,17 +62,16 @@ void for_each_batch(const Options& options, Sink sink) {
   const ReadOptions read{.text_field = options.field, .max_line = UINT64_MAX};
   InputReader reader(list_inputs(options.inputs, {}), read);
   for (Chunk chunk; reader.next(chunk);) {
-    if (chunk.layout != Chunk::Layout::kWhole) {
-      for (Document& d : read_documents(chunk, read)) {
-        PITH_CHECK(d.problem.empty(), "{}:{}: {}", chunk.path, d.line, d.problem);
-        add(std::move(d.text));
+    read_lines(chunk, read);
+    for (const Document& document : chunk.documents) {
+      PITH_CHECK(
+          document.problem.empty(), "{}:{}: {}", chunk.path, document.line, document.problem);
+      const std::string& text = document.text;
+      const bool whole = options.whole_files || document.line > 0;
+      for (size_t begin = 0, end; begin < text.size(); begin = end) {
+        end = std::min(whole ? text.npos : text.find('\n', begin), text.size() - 1) + 1;
+        add(text.substr(begin, end - begin));
       }
-      continue;
-    }
-    const std::string& text = chunk.bytes;
-    for (size_t begin = 0, end; begin < text.size(); begin = end) {
-      end = std::min(options.whole_files ? text.npos : text.find('\n', begin), text.size() - 1) + 1;
-      add(text.substr(begin, end - begin));
     }
   }
   if (!batch.empty()) sink(batch);

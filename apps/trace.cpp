@@ -1,18 +1,15 @@
 // pithtrain trace: one batch through a model folder, everything written down, to check one program
 // against another.
-#include "apps/commands.h"
 #include "apps/families.h"
-#include "core/device.h"
 #include "engine/batches.h"
-#include "engine/checkpoint.h"
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
 
 namespace pith {
 namespace {
 
-struct TraceOptions {
-  std::string folder, tokens, out, dtype = "fp32", device = "auto", routes;
+struct TraceOptions : ModelOptions {
+  std::string tokens, out, routes;
   bool grads = false, stages = false, routing = false;
   double balance_loss = 0;
 };
@@ -31,15 +28,8 @@ RoutingTape read_routes(const std::string& path, int64_t num_layers, at::Device 
 
 template <class Model>
 void trace(const TraceOptions& options) {
-  PITH_CHECK(options.dtype == "fp32" || options.dtype == "bf16",
-      "--dtype must be fp32 or bf16, not {}", options.dtype);
-  Mesh mesh;
-  mesh.device = select_device(options.device);
-  const auto config = Model::Config::parse_file(options.folder);
-  Model model(config, whole_model(config.num_layers, config.num_experts));
-  std::vector<ShardGroup> groups = make_shard_groups(model.parameter_units(),
-      options.dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh, ShardGroup::Use::training);
-  restore_weights(groups, options.folder, config.tie_embeddings);
+  LoadedModel<Model> loaded(options, ShardGroup::Use::training);
+  auto& [mesh, config, model, groups] = loaded;
   const std::vector<Row> rows = read_token_rows(options.tokens, config.vocab_size);
   int64_t trained = 0;
   for (const Row& row : rows) trained += row.trained_tokens();
@@ -95,7 +85,8 @@ void add_trace_command(CLI::App& app) {
       [](const TraceOptions& options) {
         with_family(options.folder, [&]<class Model>() { return trace<Model>(options); });
       });
-  sub->add_option("folder", o->folder, "Hugging Face folder or checkpoint")->required();
+  o->dtype = "fp32";
+  o->add_to(*sub);
   sub->add_option("--out", o->out, "safetensors file to write")->required();
   sub->add_option("--tokens", o->tokens,
          "JSON: a list of rows, each a list of documents, each a list of ids; or an object with "
@@ -108,8 +99,6 @@ void add_trace_command(CLI::App& app) {
       "Take the expert ids from such a file instead of choosing (to compare dtypes)");
   sub->add_option("--balance-loss", o->balance_loss,
       "Coefficient of the load-balance loss in the gradients (default 0)");
-  sub->add_option("--dtype", o->dtype, "Compute dtype: fp32 (default) or bf16");
-  sub->add_option("--device", o->device, "auto (default), cpu, cuda");
   sub->footer(
       "Example: pithtrain trace runs/demo/checkpoints/step-00000300 --tokens ids.json "
       "--out trace.safetensors --grads --routing");

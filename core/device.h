@@ -1,7 +1,5 @@
 // Which device this process computes on, and LibTorch's CUDA half loaded only where a GPU is.
 #pragma once
-#include <string>
-
 #include "core/tensor.h"
 
 namespace pith {

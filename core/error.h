@@ -1,11 +1,5 @@
 // The one error layer: what failed, where, what to do next. Provides Error, PITH_CHECK, PITH_FAIL.
 #pragma once
-#include <fmt/format.h>
-
-#include <cstdint>
-#include <stdexcept>
-#include <string>
-#include <string_view>
 
 namespace pith {
 

@@ -1,9 +1,5 @@
 // A trained tensor: how it is computed with, accumulated, initialised, named on disk.
 #pragma once
-#include <cstdint>
-#include <string>
-#include <vector>
-
 #include "core/tensor.h"
 
 namespace pith {

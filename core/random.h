@@ -1,8 +1,5 @@
 // Counter-based random numbers: an element's value depends on (seed, tensor name, index) alone.
 #pragma once
-#include <cstdint>
-#include <string_view>
-
 #include "core/philox.h"
 #include "core/tensor.h"
 

@@ -2,12 +2,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include <initializer_list>
-#include <limits>
-#include <string>
-#include <string_view>
-#include <type_traits>
-
 #include "core/error.h"
 
 namespace pith {

@@ -5,8 +5,6 @@
 #include <c10/util/Flags.h>
 #include <unistd.h>
 
-#include <charconv>
-#include <condition_variable>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 

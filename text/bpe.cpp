@@ -2,12 +2,6 @@
 
 #include <xxhash.h>
 
-#include <algorithm>
-#include <bit>
-#include <cstring>
-#include <functional>
-#include <utility>
-
 #include "core/error.h"
 #include "text/unicode.h"
 

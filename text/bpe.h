@@ -1,10 +1,5 @@
 // The byte pair encoding model: from a piece of text to ids.
 #pragma once
-#include <cstdint>
-#include <string>
-#include <string_view>
-#include <unordered_map>
-#include <vector>
 
 namespace pith {
 

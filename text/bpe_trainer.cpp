@@ -1,9 +1,6 @@
 #include "text/bpe_trainer.h"
 
-#include <algorithm>
-#include <atomic>
 #include <queue>
-#include <utility>
 
 #include "core/error.h"
 #include "text/tokenizer_state.h"

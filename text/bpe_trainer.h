@@ -1,11 +1,5 @@
 // Trains a byte-level BPE: the merges of Hugging Face's BpeTrainer for the same text and settings.
 #pragma once
-#include <span>
-#include <string>
-#include <string_view>
-#include <unordered_map>
-#include <vector>
-
 #include "text/tokenizer.h"
 
 namespace pith {

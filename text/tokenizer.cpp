@@ -1,10 +1,5 @@
 #include "text/tokenizer.h"
 
-#include <fmt/ranges.h>
-
-#include <algorithm>
-#include <atomic>
-
 #include "core/error.h"
 #include "text/tokenizer_state.h"
 

@@ -1,14 +1,6 @@
 // From text to token ids and back: any BPE tokenizer.json, the ids of Hugging Face `tokenizers`.
 // Provides Tokenizer, EncodeOptions, Encoding, StreamingDecoder.
 #pragma once
-#include <cstdint>
-#include <filesystem>
-#include <memory>
-#include <optional>
-#include <span>
-#include <string>
-#include <string_view>
-#include <vector>
 
 namespace pith {
 

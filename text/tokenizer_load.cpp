@@ -2,9 +2,7 @@
 // an option that would change ids, is refused by its name.
 #include <xxhash.h>
 
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "core/error.h"
 #include "text/tokenizer_state.h"

@@ -1,10 +1,5 @@
 #include "text/tokenizer_regex.h"
 
-#include <algorithm>
-#include <charconv>
-#include <optional>
-#include <vector>
-
 #include "core/error.h"
 
 namespace pith {

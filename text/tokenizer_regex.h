@@ -3,10 +3,6 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 
-#include <memory>
-#include <string>
-#include <string_view>
-
 #include "text/unicode.h"
 
 namespace pith {

@@ -1,9 +1,6 @@
 // What happens to text before the model, and to tokens when they are decoded.
 #include <utf8proc.h>
 
-#include <algorithm>
-#include <charconv>
-
 #include "text/tokenizer_state.h"
 
 namespace pith {

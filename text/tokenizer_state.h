@@ -1,15 +1,6 @@
 // What a loaded tokenizer consists of. Private to text/: tokenizer_load.cpp makes a State from
 // files, tokenizer.cpp runs it, tokenizer_stages.cpp holds its steps.
 #pragma once
-#include <bitset>
-#include <functional>
-#include <future>
-#include <list>
-#include <map>
-#include <mutex>
-#include <numeric>
-#include <variant>
-
 #include "text/bpe.h"
 #include "text/tokenizer.h"
 #include "text/tokenizer_regex.h"

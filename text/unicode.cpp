@@ -3,11 +3,6 @@
 #include <simdjson.h>
 #include <utf8proc.h>
 
-#include <algorithm>
-#include <bitset>
-#include <sstream>
-#include <vector>
-
 #include "text/unicode_tables.h"
 
 namespace pith {

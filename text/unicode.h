@@ -1,9 +1,5 @@
 // UTF-8 and the Unicode facts the tokenizer stands on.
 #pragma once
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <string_view>
 
 namespace pith {
 
