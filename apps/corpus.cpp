@@ -1,8 +1,5 @@
 // pithtrain corpus: makes corpora from text, joins and cuts them, and looks into them.
-#include <regex>
-
 #include "apps/commands.h"
-#include "core/error.h"
 #include "engine/batches.h"
 #include "text/corpus_reader.h"
 #include "text/tokenizer.h"
@@ -10,15 +7,13 @@
 namespace pith {
 namespace {
 
-namespace fs = std::filesystem;
-
 struct CopyOptions {
   std::vector<std::string> inputs;
   std::string out, tokenizer;
   int64_t shard_tokens = 0;
 };
 
-// The tokenizer named, or else that beside a corpus, if there is one.
+// The tokenizer named, or that beside a corpus, if any.
 std::optional<Tokenizer> find_tokenizer(const std::string& named, const std::string& prefix) {
   if (!named.empty()) return Tokenizer::load(named);
   if (!fs::is_directory(prefix + ".tokenizer")) return std::nullopt;
@@ -63,7 +58,7 @@ struct NumpyArray {
   bool is_signed;
   int64_t operator[](int64_t i) const {
     uint64_t value = 0;
-    std::memcpy(&value, &bytes[static_cast<size_t>(i * width)], static_cast<size_t>(width));
+    std::memcpy(&value, &bytes[index(i * width)], index(width));
     const int gap = 64 - 8 * static_cast<int>(width);
     return is_signed ? static_cast<int64_t>(value << gap) >> gap : static_cast<int64_t>(value);
   }
@@ -88,7 +83,7 @@ NumpyArray read_numpy(std::string_view& bytes, const std::string& source) {
   PITH_CHECK(array.size <= std::ssize(bytes) / array.width,
       "{}: {} elements of {} bytes do not fit the {} bytes that follow", source, array.size,
       array.width, bytes.size());
-  bytes.remove_prefix(static_cast<size_t>(array.size * array.width));
+  bytes.remove_prefix(index(array.size * array.width));
   return array;
 }
 
@@ -121,14 +116,14 @@ void import_numpy(const CopyOptions& options) {
   finish(writer, options, tokenizer);
 }
 
-struct LookOptions {
+struct ShowOptions {
   std::string prefix, tokenizer;
   int64_t document = 0;
   bool ids = false, tokens = false;
 };
 
 // A document's text; or one line a token: place, id, text; or its ids.
-void show(const LookOptions& options) {
+void show(const ShowOptions& options) {
   const std::vector<int32_t> ids = Corpus(options.prefix).ids(options.document);
   const auto tokenizer = find_tokenizer(options.tokenizer, options.prefix);
   PITH_CHECK(tokenizer || !options.tokens, "{} has no tokenizer: give --tokenizer", options.prefix);
@@ -171,16 +166,11 @@ void add_corpus_command(CLI::App& app) {
   add_copy("split", "Cut corpora into shards", copy_corpora);
   add_copy("import", "Read .bin files of the Python PithTrain: two numpy arrays", import_numpy);
 
-  const auto add_look = [&](const char* name, const char* what, auto look) {
-    const auto added = add_command<LookOptions>(*corpus, name, what, look);
-    added.first->add_option("corpus", added.second->prefix, "path without extension")->required();
-    return added;
-  };
-  add_look("inspect", "Say what a corpus is, without reading all of it",
-      [](const LookOptions& options) { inspect_corpus(options.prefix, true); });
-  add_look("verify", "Compare every byte with the checksums, every id with the vocabulary",
-      [](const LookOptions& options) { inspect_corpus(options.prefix, false); });
-  const auto [sub, o] = add_look("show", "Print one document", show);
+  add_inspect_command(*corpus, "inspect", "Say what a corpus is, without reading all of it", true);
+  add_inspect_command(
+      *corpus, "verify", "Compare every byte with the checksums, every id with the vocabulary");
+  const auto [sub, o] = add_command<ShowOptions>(*corpus, "show", "Print one document", show);
+  sub->add_option("corpus", o->prefix, "path without extension")->required();
   sub->add_option("document", o->document, "its number, from 0")->required();
   sub->add_flag("--ids", o->ids, "print ids, one a line");
   sub->add_flag("--tokens", o->tokens, "print a line a token: place, id, text");

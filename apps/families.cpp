@@ -6,12 +6,12 @@
 
 namespace pith {
 
-std::string read_model_type(const std::filesystem::path& path) {
-  const auto file = std::filesystem::is_directory(path) ? path / "config.json" : path;
+std::string read_model_type(const fs::path& path) {
+  const auto file = fs::is_directory(path) ? path / "config.json" : path;
   const nlohmann::json config = read_json(file);
   const auto type = config.is_object() ? config.value("model_type", nlohmann::json()) : config;
-  PITH_CHECK(type.is_string(), "{} has no \"model_type\": it is not a model configuration",
-      file.string());
+  PITH_CHECK(
+      type.is_string(), "{} has no \"model_type\": it is not a model configuration", file.string());
   return type.get<std::string>();
 }
 

@@ -8,12 +8,12 @@
 namespace pith {
 
 // The model_type of a config.json, or of the one in a folder.
-std::string read_model_type(const std::filesystem::path& path);
+std::string read_model_type(const fs::path& path);
 
 // Calls use.operator()<Model>() with the family that the model_type of a config.json names. `path`:
 // the file or its folder.
 template <class Use>
-auto with_family(const std::filesystem::path& path, Use&& use) {
+auto with_family(const fs::path& path, Use&& use) {
   const std::string family = read_model_type(path);
   if (family == "qwen3_moe") return use.template operator()<Qwen3MoeModel>();
   if (family == "deepseek_v2") return use.template operator()<DeepseekV2Model>();
@@ -35,8 +35,8 @@ struct LoadedModel {
       : mesh(options.mesh()),
         config(Model::Config::parse_file(options.folder)),
         model(config, whole_model(config.num_layers, config.num_experts)),
-        groups(make_shard_groups(
-            model.parameter_units(), options.dtype_on(mesh.device), mesh, use)) {
+        groups(
+            make_shard_groups(model.parameter_units(), options.dtype_on(mesh.device), mesh, use)) {
     restore_weights(groups, options.folder, config.tie_embeddings);
   }
   Mesh mesh;

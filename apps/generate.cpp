@@ -10,8 +10,6 @@
 namespace pith {
 namespace {
 
-namespace fs = std::filesystem;
-
 struct GenerateOptions : ModelOptions {
   std::vector<std::string> prompts, prompt_files;
   int64_t max_tokens = 200, threads = 0;
@@ -84,17 +82,17 @@ void generate(const GenerateOptions& options) {
 
   Pipeline<Model> pipeline(model, mesh, positions, {});
   const std::set<int64_t> ends = end_ids(options.folder, tokenizer);
-  std::vector<LayerCache> caches(options.no_cache ? 0 : static_cast<size_t>(config.num_layers));
-  const auto start = std::chrono::steady_clock::now();
+  std::vector<LayerCache> caches(options.no_cache ? 0 : index(config.num_layers));
+  const auto start = Clock::now();
   int64_t produced = 0;
   const bool stream = sequences.size() == 1;
   if (stream) fmt::print("{}", prompts[0]);
   for (int64_t n = 0; n < options.max_tokens && !std::ranges::all_of(sequences, &Sequence::ended);
-       ++n) {
+      ++n) {
     const std::vector<MicroBatch> batch{pack(sequences, mesh.device)};
     const BatchResult result = pipeline.forward_only(batch, LastTokenLogits(), caches);
     const Tensor logits = result.per_token[0].to(at::kCPU).contiguous();  // (B, V)
-    const auto vocab = static_cast<size_t>(logits.size(1));
+    const auto vocab = index(logits.size(1));
     for (size_t i = 0; i < sequences.size(); ++i) {
       Sequence& sequence = sequences[i];
       if (!options.no_cache) sequence.cached = sequence.ids.size();
@@ -115,10 +113,10 @@ void generate(const GenerateOptions& options) {
   if (stream) fmt::print("{}\n", sequences[0].decoder.finish());
   for (size_t i = 0; !stream && i < sequences.size(); ++i)
     fmt::print("=== {}\n{}{}\n", i + 1, sequences[i].text, sequences[i].decoder.finish());
-  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  const double seconds = seconds_since(start);
   if (!options.quiet)
-    fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, elapsed.count(),
-        real(produced) / elapsed.count());
+    fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, seconds,
+        real(produced) / seconds);
 }
 
 }  // namespace

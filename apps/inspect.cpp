@@ -12,7 +12,6 @@ namespace pith {
 namespace {
 
 using nlohmann::json;
-namespace fs = std::filesystem;
 
 constexpr const char* kKnown =
     "known are checkpoints, run folders, model folders, safetensors files and corpora";
@@ -217,25 +216,18 @@ std::string human_bytes(uint64_t bytes) {
   return bytes < 1000 ? fmt::format("{} bytes", bytes) : human(real(bytes)) + "B";
 }
 
-void inspect_corpus(const std::string& prefix, bool quick) {
-  Inspection inspection{.quick = quick};
-  inspection.corpus(prefix);
-  inspection.report();
-}
-
-void add_inspect_command(CLI::App& app) {
-  const auto [sub, o] = add_command<Inspection>(app, "inspect",
-      "Explain a corpus, checkpoint, run folder, model folder or safetensors file",
-      [](Inspection& inspection) {
-        inspection.look_at(inspection.target);
-        inspection.report();
-      });
+void add_inspect_command(
+    CLI::App& app, const std::string& name, const std::string& what, bool quick) {
+  const auto [sub, o] = add_command<Inspection>(app, name, what, [](Inspection& inspection) {
+    inspection.look_at(inspection.target);
+    inspection.report();
+  });
+  o->quick = quick;
   sub->add_option("path", o->target, "what to explain")->required();
   sub->add_flag("--tensors", o->tensors, "list every tensor, not patterns of names");
   sub->add_flag("--quick", o->quick, "do not read all data to verify checksums");
   sub->footer(
-      "Says what PATH is, its sizes and tensors, and what is damaged in it (then the exit status "
-      "is 1).\n"
+      "Says what PATH is, its sizes, and what is damaged in it (then the exit status is 1).\n"
       "Example: pithtrain inspect runs/demo/checkpoints/step-00000300");
 }
 

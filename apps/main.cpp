@@ -2,14 +2,9 @@
 #include <c10/util/Exception.h>
 #include <torch/version.h>
 
-#include <CLI/CLI.hpp>
-#include <cstdio>
-#include <new>
-
 #include "apps/commands.h"
 #include "build_info.h"
 #include "core/comm.h"
-#include "core/error.h"
 #include "engine/config.h"
 
 namespace {

@@ -1,18 +1,13 @@
 // pithtrain tokenizer: trains tokenizers, and looks at what they make of text.
 #include "text/tokenizer.h"
 
-#include <iostream>
-
 #include "apps/commands.h"
-#include "core/error.h"
 #include "engine/file_io.h"
 #include "text/bpe_trainer.h"
 #include "text/corpus_reader.h"
 
 namespace pith {
 namespace {
-
-namespace fs = std::filesystem;
 
 struct Options {
   std::string tokenizer, other, out, field = "text", pattern;

@@ -1,17 +1,9 @@
 // A process group and its collectives: MPI for CPU tensors, NCCL for CUDA tensors. Also World, the
 // processes of the job. No header of a transport is included here.
 #pragma once
-#include <memory>
-#include <span>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "core/tensor.h"
 
 namespace pith {
-
-enum class Reduce { sum, max, min };
 
 // How this process was started: alone, by mpirun or srun (MPI), or with torchrun's environment.
 struct Launch {
@@ -66,8 +58,8 @@ class Comm {
   const std::vector<int64_t>& ranks() const;  // world ranks of the members, ascending
   const std::string& name() const;
 
-  // In place. float64, float32, bfloat16, int64, int32.
-  [[nodiscard]] Work all_reduce_async(Tensor& tensor, Reduce op = Reduce::sum) const;
+  // The sum, in place. float64, float32, bfloat16, int64, int32.
+  [[nodiscard]] Work all_reduce_async(Tensor& tensor) const;
   // `in` of member i becomes part i of `out`, both seen flat. sizes: elements of each member's
   // part; empty: all equal. `in` may be this member's part of `out` itself.
   [[nodiscard]] Work all_gather_async(
@@ -85,9 +77,7 @@ class Comm {
   // whose sender waits for a later batch of this group.
   [[nodiscard]] Work exchange_async(const std::vector<P2P>& messages) const;
 
-  void all_reduce(Tensor& tensor, Reduce op = Reduce::sum) const {
-    all_reduce_async(tensor, op).wait();
-  }
+  void all_reduce(Tensor& tensor) const { all_reduce_async(tensor).wait(); }
 
   // Small host data through the job's store, about a millisecond each; of all members, in order.
   std::vector<std::string> all_gather_strings(const std::string& mine) const;

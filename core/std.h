@@ -1,46 +1,5 @@
-// The standard library and fmt: precompiled for every room, whose files do not repeat this list.
+// The standard library and fmt: precompiled for every room, whose files do not repeat its headers.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <bit>
-#include <bitset>
-#include <charconv>
-#include <chrono>
-#include <cmath>
-#include <concepts>
-#include <condition_variable>
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
-#include <exception>
-#include <filesystem>
-#include <fstream>
-#include <functional>
-#include <future>
-#include <limits>
-#include <list>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <numeric>
-#include <optional>
-#include <set>
-#include <span>
-#include <sstream>
-#include <stdexcept>
-#include <string>
-#include <string_view>
-#include <system_error>
-#include <thread>
-#include <tuple>
-#include <type_traits>
-#include <unordered_map>
-#include <utility>
-#include <variant>
-#include <vector>
-
+#include <bits/stdc++.h>  // libstdc++'s own header for this; LibTorch's wheel needs libstdc++
 #include <fmt/format.h>
 #include <fmt/ranges.h>

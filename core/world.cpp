@@ -310,6 +310,12 @@ void watch(std::string what, double limit_s, std::function<bool()> done) {
   job->watches.push_back({std::move(what), limit_s, std::move(done)});
 }
 
+std::shared_ptr<void> watch(std::string what, double limit_s) {
+  const auto call = std::make_shared<char>();
+  watch(std::move(what), limit_s, [alive = std::weak_ptr(call)] { return alive.expired(); });
+  return call;
+}
+
 std::vector<std::string> store_gather(
     const std::string& place, int64_t round, int64_t rank, int64_t size, const std::string& mine) {
   const auto key = [&](int64_t of_round, int64_t member) {

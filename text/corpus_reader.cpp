@@ -58,7 +58,78 @@ bool has_lines(std::string_view path) {
   return path.ends_with(".jsonl") || path.ends_with(".ndjson");
 }
 
+// The plugin that `./pith setup --parquet` makes possible; this program does not link libparquet.
+const ParquetPlugin& parquet() {
+  static void* library = ::dlopen("libpith_parquet.so", RTLD_NOW | RTLD_LOCAL);
+  static void* symbol = library ? ::dlsym(library, "pith_parquet_plugin") : nullptr;
+  if (!symbol) {
+    const char* why = ::dlerror();
+    PITH_FAIL_HINT("run ./pith setup --parquet, then ./pith build",
+        "Parquet files cannot be read: {}", why ? why : "the plugin is damaged");
+  }
+  return *static_cast<const ParquetPlugin*>(symbol);
+}
+
+void refuse(Document& document, std::string problem) {
+  document.kind = Kind::kBad;
+  document.text.clear();
+  document.problem = std::move(problem);
+}
+
+void refuse_long(Document& document, const char* what, uint64_t limit) {
+  refuse(document, fmt::format("{} is longer than {} bytes (--max-line)", what, limit));
+}
+
+bool is_utf8(std::string_view text) { return simdjson::validate_utf8(text.data(), text.size()); }
+
+// --- JSON ---
+
+using Element = simdjson::dom::element;
+
+simdjson::simdjson_result<Element> find(Element element, std::string_view path) {
+  while (true) {
+    const size_t dot = path.find('.');
+    const auto inner = element[path.substr(0, dot)];
+    if (inner.error() || dot == path.npos) return inner;
+    element = inner.value_unsafe();
+    path.remove_prefix(dot + 1);
+  }
+}
+
+// `line` has SIMDJSON_PADDING readable bytes behind it.
+void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadOptions& options,
+    Document& out) {
+  Element root, id, field;
+  std::string_view text;
+  if (const auto error = parser.parse(line.data(), line.size(), false).get(root))
+    return refuse(out, fmt::format("not JSON: {}", simdjson::error_message(error)));
+  if (!options.id_field.empty() && !find(root, options.id_field).get(id))
+    out.id = id.get(text) ? simdjson::minify(id) : std::string(text);
+  const std::string& name = options.text_field;
+  if (find(root, name).get(field)) return refuse(out, fmt::format("no field \"{}\"", name));
+  if (field.get(text))
+    return refuse(
+        out, fmt::format("field \"{}\" is {:.40}, not text", name, simdjson::minify(field)));
+  out.text = text;
+}
+
 }  // namespace
+
+std::vector<InputFile> list_inputs(
+    const std::vector<std::string>& paths, const std::vector<std::string>& endings) {
+  std::vector<InputFile> files;
+  for (const std::string& pattern : paths)
+    for (const std::string& path : expand(pattern))  // named singly: whatever its ending
+      for (const std::string& file :
+          fs::is_directory(path) ? files_below(path, endings) : std::vector{path}) {
+        struct stat info{};
+        PITH_CHECK(::stat(file.c_str(), &info) == 0 && ::access(file.c_str(), R_OK) == 0,
+            "cannot read {}: {}", file, std::generic_category().message(errno));
+        files.push_back({file, static_cast<uint64_t>(info.st_size),
+            info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec});
+      }
+  return files;
+}
 
 // --- their bytes ---
 
@@ -132,81 +203,6 @@ class ByteSource {
   ZSTD_inBuffer input_{};
   size_t more_ = 1;  // not 0 inside a frame, and before the first
 };
-
-namespace {
-
-// The plugin that `./pith setup --parquet` makes possible; this program does not link libparquet.
-const ParquetPlugin& parquet() {
-  static void* library = ::dlopen("libpith_parquet.so", RTLD_NOW | RTLD_LOCAL);
-  static void* symbol = library ? ::dlsym(library, "pith_parquet_plugin") : nullptr;
-  if (!symbol) {
-    const char* why = ::dlerror();
-    PITH_FAIL_HINT("run ./pith setup --parquet, then ./pith build",
-        "Parquet files cannot be read: {}", why ? why : "the plugin is damaged");
-  }
-  return *static_cast<const ParquetPlugin*>(symbol);
-}
-
-void refuse(Document& document, std::string problem) {
-  document.kind = Kind::kBad;
-  document.text.clear();
-  document.problem = std::move(problem);
-}
-
-void refuse_long(Document& document, const char* what, uint64_t limit) {
-  refuse(document, fmt::format("{} is longer than {} bytes (--max-line)", what, limit));
-}
-
-bool is_utf8(std::string_view text) { return simdjson::validate_utf8(text.data(), text.size()); }
-
-// --- JSON ---
-
-using Element = simdjson::dom::element;
-
-simdjson::simdjson_result<Element> find(Element element, std::string_view path) {
-  while (true) {
-    const size_t dot = path.find('.');
-    const auto inner = element[path.substr(0, dot)];
-    if (inner.error() || dot == path.npos) return inner;
-    element = inner.value_unsafe();
-    path.remove_prefix(dot + 1);
-  }
-}
-
-// `line` has SIMDJSON_PADDING readable bytes behind it.
-void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadOptions& options,
-    Document& out) {
-  Element root, id, field;
-  std::string_view text;
-  if (const auto error = parser.parse(line.data(), line.size(), false).get(root))
-    return refuse(out, fmt::format("not JSON: {}", simdjson::error_message(error)));
-  if (!options.id_field.empty() && !find(root, options.id_field).get(id))
-    out.id = id.get(text) ? simdjson::minify(id) : std::string(text);
-  const std::string& name = options.text_field;
-  if (find(root, name).get(field)) return refuse(out, fmt::format("no field \"{}\"", name));
-  if (field.get(text))
-    return refuse(
-        out, fmt::format("field \"{}\" is {:.40}, not text", name, simdjson::minify(field)));
-  out.text = text;
-}
-
-}  // namespace
-
-std::vector<InputFile> list_inputs(
-    const std::vector<std::string>& paths, const std::vector<std::string>& endings) {
-  std::vector<InputFile> files;
-  for (const std::string& pattern : paths)
-    for (const std::string& path : expand(pattern))  // named singly: whatever its ending
-      for (const std::string& file :
-          fs::is_directory(path) ? files_below(path, endings) : std::vector{path}) {
-        struct stat info{};
-        PITH_CHECK(::stat(file.c_str(), &info) == 0 && ::access(file.c_str(), R_OK) == 0,
-            "cannot read {}: {}", file, std::generic_category().message(errno));
-        files.push_back({file, static_cast<uint64_t>(info.st_size),
-            info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec});
-      }
-  return files;
-}
 
 InputReader::InputReader(std::vector<InputFile> files, ReadOptions options, InputPosition start)
     : files_(std::move(files)), options_(std::move(options)), at_(start) {

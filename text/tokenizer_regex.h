@@ -9,13 +9,12 @@ namespace pith {
 
 class Regex {
  public:
-  // tokenizer.json is written for Oniguruma, .tiktoken patterns for Rust's fancy-regex: what PCRE2
-  // would read otherwise is translated, or refused by name. kPcre2 is for tables of this program
-  // that know every code point: it matches the text as it is, the others see stand-ins.
+  // tokenizer.json is written for Oniguruma, .tiktoken for Rust's fancy-regex: what PCRE2 would
+  // read otherwise is translated or refused by name, and text is seen with stand-ins. kPcre2, for
+  // this program's own tables, sees it as it is.
   enum class Dialect { kOniguruma, kRust, kPcre2 };
   explicit Regex(std::string_view pattern, Dialect dialect = Dialect::kOniguruma);
-  // Matches this text and nothing else. `text` is not empty.
-  static Regex literal(std::string text);
+  static Regex literal(std::string text);  // matches this text, which is not empty, alone
 
   // Calls match(begin, end) for every match in well-formed UTF-8, from left to right.
   template <class Match>
@@ -32,9 +31,10 @@ class Regex {
       while (from < text.size() && utf8_continues(text[from]));
     }
   }
+  // The first match from a place on; `text` is seen as it is.
+  bool find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
  private:
   Regex() = default;
-  bool find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
   std::string literal_;  // instead of code_
   std::shared_ptr<pcre2_code> code_;
   bool jit_ = false, stand_ins_ = false;
