@@ -2,8 +2,6 @@
 #pragma once
 #include <CLI/CLI.hpp>
 
-#include "core/error.h"
-
 namespace pith {
 
 namespace fs = std::filesystem;

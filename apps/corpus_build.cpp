@@ -261,38 +261,33 @@ class Build {
     for (const InputFile& file : files_) all += file.bytes;
     const auto begin = Clock::now();
     auto shown = begin;
-    const auto show_progress = [&](uint64_t bytes_read) {  // every ten seconds
-      already = std::min(already, bytes_read);
-      if (Clock::now() - shown < std::chrono::seconds(10)) return;
-      shown = Clock::now();
-      const double seconds = std::chrono::duration<double>(shown - begin).count();
-      const double done = real(bytes_read - already + 1);
-      const auto left = static_cast<int64_t>(seconds / done * real(all - bytes_read));
-      fmt::print(stderr, "{}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}\n",
-          100 * bytes_read / all, real(text) / 1e6 / seconds, grouped(total(&Side::documents)),
-          grouped(total(&Side::tokens)), left / 3600, left / 60 % 60, left % 60);
-    };
     CorpusEncoder encoder(files_, tokenizer_, options_.encode, journal_.position);
-    const auto next = [&](Chunk& chunk) {
+    for (Chunk chunk; !journal_.full;) {
       try {
-        return encoder.next(chunk);
+        if (!encoder.next(chunk)) return;
       } catch (const Error&) {
         save_journal();
         fmt::print(stderr, "what was done is kept: the same command goes on from there\n");
         throw;
       }
-    };
-    for (Chunk chunk; !journal_.full && next(chunk);) {
       for (const Document& document : chunk.documents) {
         take(chunk.path, document);
         if (journal_.full) break;
         text += document.bytes;
       }
       journal_.dropped_characters += chunk.dropped_characters;
-      if (journal_.full) break;
+      if (journal_.full) return;
       journal_.position = chunk.end;
-      show_progress(chunk.bytes_read);
       save_journal_sometimes();
+      already = std::min(already, chunk.bytes_read);
+      if (Clock::now() - shown < std::chrono::seconds(10)) continue;
+      shown = Clock::now();
+      const double seconds = seconds_since(begin), done = real(chunk.bytes_read - already + 1);
+      const auto left = static_cast<int64_t>(seconds / done * real(all - chunk.bytes_read));
+      fmt::print(stderr, "{}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}\n",
+          100 * chunk.bytes_read / all, real(text) / 1e6 / seconds,
+          grouped(total(&Side::documents)), grouped(total(&Side::tokens)), left / 3600,
+          left / 60 % 60, left % 60);
     }
   }
 

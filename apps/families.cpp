@@ -2,8 +2,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include "core/device.h"
-
 namespace pith {
 
 std::string read_model_type(const fs::path& path) {
@@ -21,16 +19,6 @@ void ModelOptions::add_to(CLI::App& command) {
       ->check(CLI::IsMember({"auto", "fp32", "bf16"}))
       ->capture_default_str();
   command.add_option("--device", device, "auto, cpu, cuda")->capture_default_str();
-}
-
-Mesh ModelOptions::mesh() const {
-  Mesh alone;
-  alone.device = select_device(device);
-  return alone;
-}
-
-at::ScalarType ModelOptions::dtype_on(at::Device where) const {
-  return dtype == "bf16" || (dtype == "auto" && where.is_cuda()) ? at::kBFloat16 : at::kFloat;
 }
 
 }  // namespace pith

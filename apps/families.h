@@ -1,6 +1,7 @@
 // The one switch from model_type to a model family, and the loading of a whole model.
 #pragma once
 #include "apps/commands.h"
+#include "core/device.h"
 #include "engine/checkpoint.h"
 #include "models/deepseek_v2.h"
 #include "models/qwen3_moe.h"
@@ -10,8 +11,7 @@ namespace pith {
 // The model_type of a config.json, or of the one in a folder.
 std::string read_model_type(const fs::path& path);
 
-// Calls use.operator()<Model>() with the family that the model_type of a config.json names. `path`:
-// the file or its folder.
+// Calls use.operator()<Model>() with the family of a config.json, or of the one in a folder.
 template <class Use>
 auto with_family(const fs::path& path, Use&& use) {
   const std::string family = read_model_type(path);
@@ -21,27 +21,28 @@ auto with_family(const fs::path& path, Use&& use) {
       path.string(), family);
 }
 
-// Options of the commands that run a whole model in one process.
+// A whole model in one process: what generate and trace share.
 struct ModelOptions {
   std::string folder, dtype = "auto", device = "auto";
   void add_to(CLI::App& command);
-  Mesh mesh() const;  // of this process, on the device
-  at::ScalarType dtype_on(at::Device device) const;
 };
 
 template <class Model>
 struct LoadedModel {
   LoadedModel(const ModelOptions& options, ShardGroup::Use use)
-      : mesh(options.mesh()),
+      : device(select_device(options.device)),
         config(Model::Config::parse_file(options.folder)),
-        model(config, whole_model(config.num_layers, config.num_experts)),
-        groups(
-            make_shard_groups(model.parameter_units(), options.dtype_on(mesh.device), mesh, use)) {
+        model(config, whole_model(config.num_layers, config.num_experts)) {
+    mesh.device = device;
+    const bool bf16 = options.dtype == "bf16" || (options.dtype == "auto" && device.is_cuda());
+    groups =
+        make_shard_groups(model.parameter_units(), bf16 ? at::kBFloat16 : at::kFloat, mesh, use);
     restore_weights(groups, options.folder, config.tie_embeddings);
   }
-  Mesh mesh;
+  at::Device device;
   typename Model::Config config;
   Model model;
+  Mesh mesh;
   std::vector<ShardGroup> groups;
 };
 

@@ -17,8 +17,6 @@ struct GenerateOptions : ModelOptions {
   SamplingOptions sampling;
 };
 
-using Ids = std::vector<int64_t>;
-
 // Ids that end a document: of generation_config.json, config.json and the tokenizer.
 std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
   std::set<int64_t> ids;
@@ -34,14 +32,13 @@ std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
 
 struct Sequence {
   std::string text;  // prompt and continuation
-  Ids ids;
+  std::vector<int64_t> ids;
   StreamingDecoder decoder;
   size_t cached = 0;   // tokens that the caches hold
   bool ended = false;  // it runs along unseen, so that rows stay aligned
 };
 
-// The new tokens of every sequence as one micro-batch, each a document that begins behind what is
-// cached.
+// What is not cached of every sequence as one micro-batch, each a document.
 MicroBatch pack(const std::vector<Sequence>& sequences, at::Device device) {
   std::vector<Row> rows;
   for (const Sequence& sequence : sequences) {
@@ -60,7 +57,7 @@ template <class Model>
 void generate(const GenerateOptions& options) {
   if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
   LoadedModel<Model> loaded(options, ShardGroup::Use::inference);
-  auto& [mesh, config, model, groups] = loaded;
+  auto& [device, config, model, mesh, groups] = loaded;
   const Tokenizer tokenizer = Tokenizer::load(options.folder);
   PITH_CHECK(tokenizer.vocab_size() <= config.vocab_size, "the tokenizer has {} ids, the model {}",
       tokenizer.vocab_size(), config.vocab_size);
@@ -89,7 +86,7 @@ void generate(const GenerateOptions& options) {
   if (stream) fmt::print("{}", prompts[0]);
   for (int64_t n = 0; n < options.max_tokens && !std::ranges::all_of(sequences, &Sequence::ended);
       ++n) {
-    const std::vector<MicroBatch> batch{pack(sequences, mesh.device)};
+    const std::vector<MicroBatch> batch{pack(sequences, device)};
     const BatchResult result = pipeline.forward_only(batch, LastTokenLogits(), caches);
     const Tensor logits = result.per_token[0].to(at::kCPU).contiguous();  // (B, V)
     const auto vocab = index(logits.size(1));

@@ -1,5 +1,4 @@
-// pithtrain inspect: explains any corpus, checkpoint, run folder, Hugging Face folder or
-// safetensors file.
+// pithtrain inspect: explains a corpus, checkpoint, run folder, model folder or safetensors file.
 #include <nlohmann/json.hpp>
 
 #include "apps/commands.h"
@@ -43,8 +42,7 @@ struct Inspection {
     problems.insert(problems.end(), more.begin(), more.end());
   }
 
-  // Counts, then tensors by pattern; one a line where a line stands for one anyway, or when all are
-  // wanted. Returns their bytes.
+  // Counts, then tensors by pattern, or one a line. Returns their bytes.
   uint64_t print_tensors(const std::vector<SafetensorsFile>& files) const {
     std::map<std::string, std::vector<std::string>> kinds;  // dtype and shape: names
     std::map<std::string, uint64_t> elements;               // by dtype
@@ -193,13 +191,14 @@ struct Inspection {
         title(path, "Hugging Face model folder");
         return model(path);
       }
-      PITH_FAIL_HINT(kKnown, "{}: nothing in it that this program knows", path.string());
     }
     if (path.extension() == ".safetensors") return safetensors(path);
     for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
       if (!corpus_shards(prefix.string()).empty()) return corpus(prefix.string());
-    PITH_FAIL_HINT(kKnown, "{} {}", path.string(),
-        fs::exists(path) ? "is of no known kind" : "does not exist");
+    PITH_FAIL_HINT(kKnown, "{}{}", path.string(),
+        !fs::exists(path)        ? " does not exist"
+        : fs::is_directory(path) ? ": nothing in it that this program knows"
+                                 : " is of no known kind");
   }
 
   // Prints the problems, then ends the command with status 1 if there are any.

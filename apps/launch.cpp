@@ -44,8 +44,7 @@ void launch(const Options& options) {
   const int64_t cores = std::max(1U, std::thread::hardware_concurrency());
   // The mpirun of the wheels this program was built with, else that of PATH; MPIRUN goes first.
   const fs::path self = fs::read_symlink("/proc/self/exe");
-  const fs::path own =
-      (self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun").lexically_normal();
+  const fs::path own = self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun";
   const char* chosen = std::getenv("MPIRUN");
   const std::string mpirun = chosen ? chosen : fs::exists(own) ? own.string() : "mpirun";
   std::vector<std::string> words{mpirun, "-n", std::to_string(processes), "--oversubscribe",

@@ -4,7 +4,6 @@
 
 #include "apps/families.h"
 #include "build_info.h"
-#include "core/device.h"
 #include "engine/batches.h"
 #include "engine/context_parallel.h"
 #include "engine/metrics.h"

@@ -19,13 +19,6 @@ struct Options {
   int threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 };
 
-std::string read_text(const std::string& path) {
-  if (path != "-") return read_file(path);
-  std::string text{std::istreambuf_iterator<char>(std::cin), {}};
-  PITH_CHECK(!std::cin.bad(), "cannot read standard input");
-  return text;
-}
-
 Tokenizer open(const std::string& path, const Options& options) {
   if (!path.ends_with(".tiktoken")) return Tokenizer::load(path);
   PITH_CHECK(!options.pattern.empty(), "{} has ranks only: give its regex as --pattern", path);
@@ -93,7 +86,9 @@ void run_train(Options& options) {
 void run_encode(const Options& options) {
   const Tokenizer tokenizer = open(options.tokenizer, options);
   for (const std::string& input : options.inputs) {
-    const std::string text = read_text(input);
+    const auto text =
+        input != "-" ? read_file(input) : std::string{std::istreambuf_iterator<char>(std::cin), {}};
+    PITH_CHECK(!std::cin.bad(), "cannot read standard input");
     const Encoding encoding = tokenizer.encode(text, options.encode);
     if (!options.encode.offsets)
       fmt::print("{}\n", fmt::join(encoding.ids, " "));

@@ -212,15 +212,12 @@ void check_same_everywhere(
     }
     std::vector<int64_t> others;
     const std::vector<std::string> all = comm.all_gather_strings(difference);
-    for (size_t i = all.size(); i-- > 0;) {
-      if (all[i].empty()) continue;
-      others.insert(others.begin(), comm.ranks()[i]);
-      difference = all[i];
-    }
+    for (size_t i = 0; i < all.size(); ++i)
+      if (!all[i].empty()) others.push_back(comm.ranks()[i]);
     if (others.empty()) continue;
     PITH_FAIL_HINT("start every rank with the same program, files and options",
         "{} of rank {} and of ranks [{}] differ; {}", name, comm.ranks()[0],
-        fmt::join(others, ", "), difference);
+        fmt::join(others, ", "), *std::ranges::find_if_not(all, &std::string::empty));
   }
 }
 

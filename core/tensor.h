@@ -2,8 +2,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include "core/error.h"
-
 namespace pith {
 
 using at::Tensor;

@@ -2,7 +2,6 @@
 
 #include <xxhash.h>
 
-#include "core/error.h"
 #include "text/unicode.h"
 
 namespace pith {
@@ -29,12 +28,10 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
     merges_[place(m.left, m.right)] = {pair_key(m.left, m.right), m.rank, m.merged};
 
   // Parts of a piece are independent where symbols depend on nothing before them.
-  const auto has = [](const auto& ids) {
-    return std::ranges::all_of(ids, [](int32_t id) { return id >= 0; });
-  };
-  const bool independent = config_.prefix.empty() && !config_.ignore_merges &&
-                           (has(config_.byte_level ? byte_ids_[0] : fallback_ids_) ||
-                               (config_.unk_id >= 0 && !config_.fuse_unk));
+  const bool independent =
+      config_.prefix.empty() && !config_.ignore_merges &&
+      (std::ranges::min(config_.byte_level ? byte_ids_[0] : fallback_ids_) >= 0 ||
+          (config_.unk_id >= 0 && !config_.fuse_unk));
   std::set<int32_t> stand_ins(fallback_ids_, fallback_ids_ + 256);
   stand_ins.insert(config_.unk_id);
   const bool joined = std::ranges::any_of(merges,

@@ -1,6 +1,5 @@
 #include "text/bpe_trainer.h"
 
-#include "core/error.h"
 #include "text/tokenizer_state.h"
 
 namespace pith {
@@ -72,8 +71,8 @@ void BpeTrainer::add(std::span<const std::string> texts) {
     Counts& counts = counts_[static_cast<size_t>(thread)];
     std::string text;
     utf8_replace_invalid(texts[i], text);
-    split_text(pieces, text,
-        [&](size_t begin, size_t end) { ++counts[text.substr(begin, end - begin)]; });
+    split_text(
+        pieces, text, [&](size_t begin, size_t end) { ++counts[text.substr(begin, end - begin)]; });
   });
 }
 

@@ -9,8 +9,6 @@
 #include <zlib.h>
 #include <zstd.h>
 
-#include "core/error.h"
-
 namespace pith {
 namespace {
 
@@ -221,7 +219,7 @@ bool InputReader::next_rows(Chunk& chunk) {
   for (auto& text : texts) {
     Document& document = chunk.documents.emplace_back();
     document.line = ++at_.line;
-    document.text = std::move(text).value_or("");
+    if (text) document.text = std::move(*text);
     if (!text)
       refuse(document, fmt::format("column \"{}\" is null", options_.text_field));
     else if (document.text.size() > options_.max_line)
@@ -378,7 +376,7 @@ void CorpusEncoder::work() {
     {
       const std::lock_guard lock(mutex_);
       ended_ = ended_ || !found || error;
-      if (found) slots_.push_back({task.get_future(), bytes});
+      if (found) slots_.emplace_back(task.get_future(), bytes);
       in_flight_ += bytes;
       changed_.notify_all();
     }
@@ -391,12 +389,12 @@ bool CorpusEncoder::next(Chunk& chunk) {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return ended_ || !slots_.empty(); });
   if (slots_.empty()) return false;
-  const Slot& first = slots_.front();  // in line, where it counts, until it is done
+  auto& first = slots_.front();  // in line, where it counts, until it is done
   lock.unlock();
-  first.encoded.wait();
+  first.first.wait();
   lock.lock();
-  std::future<Chunk> encoded = std::move(slots_.front().encoded);
-  in_flight_ -= first.bytes;
+  auto [encoded, bytes] = std::move(first);
+  in_flight_ -= bytes;
   slots_.pop_front();
   changed_.notify_all();
   chunk = encoded.get();

@@ -95,10 +95,6 @@ class CorpusEncoder {
   // end. An Error of the reader comes after all chunks before it.
   bool next(Chunk& chunk);
  private:
-  struct Slot {
-    std::future<Chunk> encoded;
-    uint64_t bytes;  // of its text
-  };
   void work();
   void encode(Chunk& chunk) const;
 
@@ -108,7 +104,8 @@ class CorpusEncoder {
   std::mutex reading_;  // a worker's turn: it reads a chunk and puts a slot for it in line
   std::mutex mutex_;    // of what follows
   std::condition_variable changed_;
-  std::deque<Slot> slots_;  // in the order of the files
+  // In the order of the files: chunks and the bytes of their texts.
+  std::deque<std::pair<std::future<Chunk>, uint64_t>> slots_;
   uint64_t in_flight_ = 0;
   bool ended_ = false;
   std::vector<std::jthread> threads_;  // the last member: the first to go

@@ -4,7 +4,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include "core/error.h"
 #include "text/tokenizer_state.h"
 #include "text/unicode_tables.h"
 
@@ -13,7 +12,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-std::string read_file(const std::filesystem::path& path) {
+std::string read_file(const std::filesystem::path& path, bool optional = false) {
+  if (optional && !std::filesystem::exists(path)) return "";
   std::ifstream file(path, std::ios::binary);
   std::string content{std::istreambuf_iterator<char>(file), {}};
   PITH_CHECK(file.is_open() && !file.bad(), "cannot read {}", path.string());
@@ -406,11 +406,9 @@ Tokenizer Tokenizer::bytes() {
 
 Tokenizer Tokenizer::load(const std::filesystem::path& path) {
   if (!std::filesystem::is_directory(path)) return from_json(read_file(path));
-  auto optional_file = [&](const char* name) {
-    return std::filesystem::exists(path / name) ? read_file(path / name) : std::string();
-  };
   return Tokenizer(make_state(read_file(path / "tokenizer.json"),
-      optional_file("tokenizer_config.json"), optional_file("chat_template.jinja")));
+      read_file(path / "tokenizer_config.json", true),
+      read_file(path / "chat_template.jinja", true)));
 }
 
 Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pattern,

@@ -1,6 +1,4 @@
-#include "text/tokenizer_regex.h"
-
-#include "core/error.h"
+#include "text/tokenizer_state.h"
 
 namespace pith {
 namespace {
@@ -37,10 +35,7 @@ class Translator {
     while (at_ < pattern_.size()) {
       const char c = peek();
       const size_t start = out_.size();
-      if (next(grammar().interval)) {
-        interval();
-        continue;
-      }
+      if (interval()) continue;
       if (c == '(') {
         groups_.push_back(start);
       } else if (c == ')' && !groups_.empty()) {
@@ -138,8 +133,9 @@ class Translator {
     return code;
   }
 
-  // {n}, {n,}, {,n} or {n,m} in token_; another brace stands for itself.
-  void interval() {
+  // {n}, {n,}, {,n} or {n,m}; another brace stands for itself.
+  bool interval() {
+    if (!next(grammar().interval)) return false;
     if (rust_ && token_[1] == ',') refuse(token_);
     out_ += fmt::format("{{{}{}", token_[1] == ',' ? "0" : "", token_.substr(1));
     if (!rust_ && peek() == '?' && token_.find(',') == token_.npos) refuse("{n}?");
@@ -147,6 +143,7 @@ class Translator {
       out_.insert(atom_, "(?:");
       out_ += ')';
     }
+    return true;
   }
 
   const std::string_view pattern_;

@@ -1,11 +1,48 @@
 // What a loaded tokenizer consists of; private to text/. tokenizer_load.cpp makes a State of files,
-// tokenizer.cpp runs it, tokenizer_stages.cpp holds its steps.
+// tokenizer.cpp runs it, tokenizer_stages.cpp and tokenizer_regex.cpp hold its steps.
 #pragma once
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+
 #include "text/bpe.h"
 #include "text/tokenizer.h"
-#include "text/tokenizer_regex.h"
+#include "text/unicode.h"
 
 namespace pith {
+
+// A regular expression of a tokenizer file, run by PCRE2's JIT.
+class Regex {
+ public:
+  // tokenizer.json is written for Oniguruma, .tiktoken for Rust's fancy-regex: what PCRE2 would
+  // read otherwise is translated or refused by name, and text is seen with stand-ins. kPcre2, for
+  // this program's own tables, sees it as it is.
+  enum class Dialect { kOniguruma, kRust, kPcre2 };
+  explicit Regex(std::string_view pattern, Dialect dialect = Dialect::kOniguruma);
+  static Regex literal(std::string text);  // matches this text, which is not empty, alone
+
+  // Calls match(begin, end) for every match in well-formed UTF-8, from left to right.
+  template <class Match>
+  void for_each_match(std::string_view text, Match match) const {
+    std::string substitute;
+    if (stand_ins_ && unicode_substitute(text, substitute)) text = substitute;
+    size_t from = 0, begin = 0, end = 0, last = SIZE_MAX;
+    while (from <= text.size() && find(text, from, begin, end)) {
+      const bool empty = begin == end;
+      if (!(empty && begin == last)) match(begin, end);  // an empty match never follows a match
+      last = from = end;
+      if (!empty) continue;
+      do ++from;
+      while (from < text.size() && utf8_continues(text[from]));
+    }
+  }
+  // The first match from a place on; `text` is seen as it is.
+  bool find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
+ private:
+  Regex() = default;
+  std::string literal_;  // instead of code_
+  std::shared_ptr<pcre2_code> code_;
+  bool jit_ = false, stand_ins_ = false;
+};
 
 // Well-formed UTF-8 on its way to the model.
 struct Text {
@@ -153,8 +190,8 @@ struct Tokenizer::State {
   uint64_t hash = 0;
 
   const std::string& spelling(int32_t id) const;  // fails outside the vocabulary
-  std::optional<int32_t> find(const std::string& token) const {
-    const auto found = ids.find(token);
+  std::optional<int32_t> find(std::string_view token) const {
+    const auto found = ids.find(std::string(token));
     return found == ids.end() ? std::nullopt : std::optional(found->second);
   }
 

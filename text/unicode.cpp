@@ -112,7 +112,7 @@ void utf8_append(char32_t code, std::string& out) {
   out.append(reinterpret_cast<const char*>(bytes), static_cast<size_t>(count));
 }
 
-char32_t unicode_stand_in(char32_t code) {
+static char32_t unicode_stand_in(char32_t code) {
   if (code < 0x800 || !stand_in_blocks[code / 128]) return code;
   const CodeRange* range = find_range(stand_ins, code);
   return range ? range->value : code;

@@ -23,7 +23,6 @@ void utf8_append(char32_t code, std::string& out);
 
 // Hugging Face's regex engine knows a newer Unicode than PCRE2 and utf8proc. A younger code point
 // is matched through a stand-in: one of the same category and UTF-8 length that all of them know.
-char32_t unicode_stand_in(char32_t code);
 // Is every code point in first..last exactly when its stand-in is?
 bool unicode_stand_ins_respect(char32_t first, char32_t last);
 // Copies `text` with stand-ins in place; false: nothing needs one.
