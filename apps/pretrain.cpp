@@ -294,7 +294,7 @@ class Run {
   std::string resume(const fs::path& checkpoint) {
     if (!config_.checkpoint.resume)
       PITH_FAIL_HINT("choose another run.folder, or set checkpoint.resume = true",
-          "{} already holds checkpoints", folder_.string());
+          "{} already holds checkpoints and checkpoint.resume is off", folder_.string());
     const std::string name = checkpoint.string();
     const fs::path file = checkpoint / "training_state.json";
     const TrainingState saved = TrainingState::from_json(read_file(file), file.string());
@@ -359,8 +359,7 @@ class Run {
     return metrics;
   }
 
-  // The first tensor that is not finite on the first rank that has one: of weights, gradients, or
-  // the stages of the forward pass, which runs again for that.
+  // The first weight, stage output (of another forward pass) or gradient that is not finite.
   std::string non_finite(const std::vector<MicroBatch>& batch) {
     const auto first_of_ranks = [&](const std::string& mine) {
       const std::vector<std::string> all = mesh_.world.all_gather_strings(mine);
@@ -390,13 +389,13 @@ class Run {
     if (!config_.log.check_finite || (std::isfinite(loss) && std::isfinite(norm))) return;
     const std::string first = non_finite(batch);
     PITH_FAIL_HINT("this step changed no weights; lower the learning rate or look at its data",
-        "step {}: loss {} and gradient norm {} are not finite; first in {} (rows {} to {})",
+        "step {}: loss {} and gradient norm {} are not finite; first NaN or Inf in {} (rows {} to "
+        "{})",
         state_.step + 1, loss, norm, first.empty() ? "the loss" : first, state_.rows_read,
         state_.rows_read + training_.global_batch - 1);
   }
 
-  // Loss and perplexity of each validation corpus and the mean over all trained tokens, into
-  // metrics.extra and as text. The same rows are read each time, each at most once.
+  // Loss and perplexity by corpus, mean loss of all tokens; each time of the same rows, once each.
   std::string validate(StepMetrics& metrics) {
     std::string text;
     double all = 0, all_trained = 0;
