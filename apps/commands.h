@@ -1,13 +1,19 @@
-// The commands of the program: each apps/NAME.cpp adds its own to the command line. Also what
-// several of them use.
+// The commands of the program, which each apps/NAME.cpp adds, and what several of them use.
 #pragma once
 #include <CLI/CLI.hpp>
 
 namespace pith {
 
-// A subcommand that calls run(options), and its options, which live as long as it. It reports
-// failure by throwing: pith::Error for what a person can mend, CLI::RuntimeError(1) where
-// everything has been printed already. main() turns both into a message and an exit status.
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+inline double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+inline size_t index(std::integral auto i) { return static_cast<size_t>(i); }
+inline double real(std::integral auto number) { return static_cast<double>(number); }
+
+// A subcommand that calls run(options), and its options, which live as long as it. It fails by
+// throwing, for main() to print; CLI::RuntimeError(1) where everything has been printed already.
 template <class Options, class Run>
 std::pair<CLI::App*, Options*> add_command(
     CLI::App& app, const std::string& name, const std::string& what, Run run) {
@@ -23,16 +29,28 @@ void add_pretrain_command(CLI::App& app);
 void add_schedule_command(CLI::App& app);
 void add_generate_command(CLI::App& app);
 void add_launch_command(CLI::App& app);
-void add_inspect_command(CLI::App& app);
+// Also as a command of another name, or of `corpus`; `quick`: it never sums data.
+void add_inspect_command(CLI::App& app, const std::string& name = "inspect",
+    const std::string& what =
+        "Explain a corpus, checkpoint, run folder, model folder or safetensors file",
+    bool quick = false);
 void add_tokenizer_command(CLI::App& app);
 void add_trace_command(CLI::App& app);
 
-// Prints what the corpus is and what is damaged in it, which ends the command with status 1.
-// `quick`: no sums of data.
-void inspect_corpus(const std::string& prefix, bool quick);
+std::string human_bytes(uint64_t bytes);      // "1.42MB", decimal units
+inline std::string grouped(int64_t number) {  // "1,234,567"
+  return fmt::to_string(fmt::group_digits(number));
+}
 
-inline double real(std::integral auto number) { return static_cast<double>(number); }
-std::string human_bytes(uint64_t bytes);  // "1.42MB", decimal units
-std::string grouped(int64_t number);      // "1,234,567"
+// A line of a report: two columns.
+template <class... Values>
+void line(const std::string& label, fmt::format_string<Values...> text, Values&&... values) {
+  fmt::print("  {:<12} {}\n", label, fmt::format(text, std::forward<Values>(values)...));
+}
+
+// Do two paths, of which the last parts need not exist, name one place?
+inline bool same_place(const fs::path& a, const fs::path& b) {
+  return fs::weakly_canonical(a) == fs::weakly_canonical(b);
+}
 
 }  // namespace pith

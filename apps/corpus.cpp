@@ -1,8 +1,7 @@
 // pithtrain corpus: makes corpora from text, joins and cuts them, and looks into them.
-#include <regex>
+#include <ATen/ops/from_blob.h>
 
 #include "apps/commands.h"
-#include "core/error.h"
 #include "engine/batches.h"
 #include "text/corpus_reader.h"
 #include "text/tokenizer.h"
@@ -10,15 +9,13 @@
 namespace pith {
 namespace {
 
-namespace fs = std::filesystem;
-
 struct CopyOptions {
   std::vector<std::string> inputs;
   std::string out, tokenizer;
   int64_t shard_tokens = 0;
 };
 
-// The tokenizer named, or else that beside a corpus, if there is one.
+// The tokenizer named, or that beside a corpus, if any.
 std::optional<Tokenizer> find_tokenizer(const std::string& named, const std::string& prefix) {
   if (!named.empty()) return Tokenizer::load(named);
   if (!fs::is_directory(prefix + ".tokenizer")) return std::nullopt;
@@ -38,9 +35,7 @@ void finish(
 void copy_corpora(const CopyOptions& options) {
   std::vector<Corpus> corpora;
   for (const std::string& prefix : options.inputs) {
-    PITH_CHECK(
-        fs::absolute(prefix).lexically_normal() != fs::absolute(options.out).lexically_normal(),
-        "--out is the input {}", prefix);
+    PITH_CHECK(!same_place(prefix, options.out), "--out is the input {}", prefix);
     corpora.emplace_back(prefix);
   }
   check_same_tokenizer(corpora);
@@ -58,39 +53,30 @@ void copy_corpora(const CopyOptions& options) {
   finish(writer, options, tokenizer);
 }
 
-// A view of little-endian integers.
-struct NumpyArray {
-  std::string_view bytes;  // begins with them
-  int64_t size, width;     // elements, bytes of one
-  bool is_signed;
-  int64_t operator[](int64_t i) const {
-    uint64_t value = 0;
-    std::memcpy(&value, &bytes[static_cast<size_t>(i * width)], static_cast<size_t>(width));
-    const int gap = 64 - 8 * static_cast<int>(width);
-    return is_signed ? static_cast<int64_t>(value << gap) >> gap : static_cast<int64_t>(value);
-  }
-};
-
-// The one-dimensional array in numpy's .npy format (version 1 to 3) at the beginning of `bytes`,
-// which then begins behind it.
-NumpyArray read_numpy(std::string_view& bytes, const std::string& source) {
+// A view of the one-dimensional array (.npy, version 1 to 3) that begins `bytes`, and is cut off.
+Tensor read_numpy(std::string_view& bytes, const std::string& source) {
   PITH_CHECK(bytes.size() >= 12 && bytes.starts_with("\x93NUMPY"), "{}: not a numpy array", source);
   const size_t start = bytes[6] == 1 ? 10 : 12;
   const char* at = bytes.data() + 8;
   const size_t size = start == 10 ? load<uint16_t>(at) : load<uint32_t>(at);
   PITH_CHECK(size <= 4096 && start + size <= bytes.size(), "{}: a damaged numpy header", source);
   const std::string header(bytes.substr(start, size));
-  static const std::regex type(R"('descr': *'[<|]([iu])([1248])')"),
+  static const std::regex type(R"('descr': *'[<|]([iu][1248])')"),
       shape(R"('shape': *\(([0-9]{1,18}),\))");
+  static const std::map<std::string, at::ScalarType> types{{"i1", at::kChar}, {"i2", at::kShort},
+      {"i4", at::kInt}, {"i8", at::kLong}, {"u1", at::kByte}, {"u2", at::kUInt16},
+      {"u4", at::kUInt32}, {"u8", at::kUInt64}};
   std::smatch kind, count;
   PITH_CHECK(std::regex_search(header, kind, type) && std::regex_search(header, count, shape),
       "{}: {} is not a one-dimensional array of integers", source, header);
   bytes.remove_prefix(start + size);
-  const NumpyArray array{bytes, std::stoll(count[1]), std::stoll(kind[2]), kind[1] == "i"};
-  PITH_CHECK(array.size <= std::ssize(bytes) / array.width,
-      "{}: {} elements of {} bytes do not fit the {} bytes that follow", source, array.size,
-      array.width, bytes.size());
-  bytes.remove_prefix(static_cast<size_t>(array.size * array.width));
+  const auto dtype = types.at(kind[1]);
+  const auto elements = std::stoll(count[1]), width = static_cast<long long>(elementSize(dtype));
+  PITH_CHECK(elements <= std::ssize(bytes) / width,
+      "{}: {} elements of {} bytes do not fit the {} bytes that follow", source, elements, width,
+      bytes.size());
+  const Tensor array = at::from_blob(const_cast<char*>(bytes.data()), {elements}, dtype);
+  bytes.remove_prefix(array.nbytes());
   return array;
 }
 
@@ -102,35 +88,37 @@ void import_numpy(const CopyOptions& options) {
   for (const InputFile& input : list_inputs(options.inputs, {".bin"})) {
     const MappedFile file = map_file(input.path);
     std::string_view bytes = file.bytes();
-    const NumpyArray values = read_numpy(bytes, input.path), ends = read_numpy(bytes, input.path);
+    const Tensor values = read_numpy(bytes, input.path);
+    const Tensor ends = read_numpy(bytes, input.path).to(at::kLong);
     PITH_CHECK(bytes.empty(), "{}: {} bytes after its two arrays", input.path, bytes.size());
     int64_t begin = 0;
-    for (int64_t d = 0; d < ends.size; ++d) {
-      const int64_t end = ends[d];
-      PITH_CHECK(end >= begin && end <= values.size, "{}: document {} ends at {}, not in {}..{}",
-          input.path, d, end, begin, values.size);
+    for (int64_t d = 0; d < ends.numel(); ++d) {
+      const int64_t end = ends.const_data_ptr<int64_t>()[d];
+      PITH_CHECK(end >= begin && end <= values.numel(), "{}: document {} ends at {}, not in {}..{}",
+          input.path, d, end, begin, values.numel());
+      const Tensor document = values.narrow(0, begin, end - begin).to(at::kLong);
       std::vector<int32_t> ids;
-      for (; begin < end; ++begin) {
-        const int64_t id = values[begin];
+      for (const int64_t id : std::span(document.const_data_ptr<int64_t>(), document.numel())) {
         PITH_CHECK(id >= 0 && id < tokenizer.vocab_size(),
             "{}: document {}: id {} is outside the vocabulary", input.path, d, id);
         ids.push_back(static_cast<int32_t>(id));
       }
       writer.add_document(ids);
+      begin = end;
     }
-    PITH_CHECK(begin == values.size, "{}: there are tokens after the last document", input.path);
+    PITH_CHECK(begin == values.numel(), "{}: there are tokens after the last document", input.path);
   }
   finish(writer, options, tokenizer);
 }
 
-struct LookOptions {
+struct ShowOptions {
   std::string prefix, tokenizer;
   int64_t document = 0;
   bool ids = false, tokens = false;
 };
 
 // A document's text; or one line a token: place, id, text; or its ids.
-void show(const LookOptions& options) {
+void show(const ShowOptions& options) {
   const std::vector<int32_t> ids = Corpus(options.prefix).ids(options.document);
   const auto tokenizer = find_tokenizer(options.tokenizer, options.prefix);
   PITH_CHECK(tokenizer || !options.tokens, "{} has no tokenizer: give --tokenizer", options.prefix);
@@ -173,16 +161,11 @@ void add_corpus_command(CLI::App& app) {
   add_copy("split", "Cut corpora into shards", copy_corpora);
   add_copy("import", "Read .bin files of the Python PithTrain: two numpy arrays", import_numpy);
 
-  const auto add_look = [&](const char* name, const char* what, auto look) {
-    const auto added = add_command<LookOptions>(*corpus, name, what, look);
-    added.first->add_option("corpus", added.second->prefix, "path without extension")->required();
-    return added;
-  };
-  add_look("inspect", "Say what a corpus is, without reading all of it",
-      [](const LookOptions& options) { inspect_corpus(options.prefix, true); });
-  add_look("verify", "Compare every byte with the checksums, every id with the vocabulary",
-      [](const LookOptions& options) { inspect_corpus(options.prefix, false); });
-  const auto [sub, o] = add_look("show", "Print one document", show);
+  add_inspect_command(*corpus, "inspect", "Say what a corpus is, without reading all of it", true);
+  add_inspect_command(
+      *corpus, "verify", "Compare every byte with the checksums, every id with the vocabulary");
+  const auto [sub, o] = add_command<ShowOptions>(*corpus, "show", "Print one document", show);
+  sub->add_option("corpus", o->prefix, "path without extension")->required();
   sub->add_option("document", o->document, "its number, from 0")->required();
   sub->add_flag("--ids", o->ids, "print ids, one a line");
   sub->add_flag("--tokens", o->tokens, "print a line a token: place, id, text");

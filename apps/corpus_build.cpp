@@ -1,10 +1,7 @@
-// pithtrain corpus build: text to corpus, continued where it was when it is interrupted.
-//
-// Unfinished work lies in OUT.build/ and in *.tmp files beside the outputs. A journal, often
-// renewed, names the input position and the sizes of all outputs at one moment; after any
-// interruption the outputs are cut back to it. So the result does not depend on interruptions, nor
-// on the number of workers. Other options or changed inputs are refused by name until --restart.
-// Shuffling is a second pass over the finished, unshuffled corpus in OUT.build/.
+// pithtrain corpus build: text to corpus. Unfinished work lies in OUT.build/ and in *.tmp files
+// beside the outputs. A journal names input position and output sizes of one moment, to which an
+// interrupted build is cut back: the result depends neither on interruptions nor on the number of
+// workers. Shuffling is a second pass over the finished, unshuffled corpus in OUT.build/.
 #include <fcntl.h>
 #include <malloc.h>
 #include <sys/file.h>
@@ -14,17 +11,14 @@
 #include <nlohmann/json.hpp>
 
 #include "apps/commands.h"
-#include "core/error.h"
 #include "core/random.h"
 #include "engine/corpus.h"
-#include "text/corpus_encoder.h"
+#include "text/corpus_reader.h"
 
 namespace pith {
 
-namespace fs = std::filesystem;
-using Kind = EncodedDocument::Kind;
+using Kind = Document::Kind;
 using Fingerprint = std::array<uint64_t, 2>;
-using Clock = std::chrono::steady_clock;
 
 // --- the journal ---
 
@@ -54,11 +48,6 @@ struct Journal {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, phase, position, sides, kinds, seen, duplicates,
     dropped_characters, longest, longest_place, problems, full)
 
-// A path need not be UTF-8.
-std::string dump(const nlohmann::json& value) {
-  return value.dump(1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
-
 struct BuildOptions {
   std::vector<std::string> paths, endings;
   std::string out, validation_out, tokenizer;  // tokenizer: file or folder, "" = bytes
@@ -71,42 +60,37 @@ struct BuildOptions {
   bool keep_duplicates = false, restart = false;
 };
 
-// Fingerprints of the texts so far: an open-addressing table in an unnamed file, which the system
-// can put aside when memory is short, and an append-only file from which it is made again after an
-// interruption.
+// Fingerprints of the texts so far: an open-addressing table in an unnamed file, for memory may be
+// short, and an append-only file from which it is made again after an interruption.
 class SeenTexts {
  public:
   SeenTexts(const fs::path& path, int64_t count)
-      : path_(path), log_(path, static_cast<uint64_t>(count) * sizeof(Fingerprint)) {
-    grow();
-    const MappedFile known = map_file(path);
-    for (int64_t i = 0; i < count; ++i) put(load<Fingerprint>(known.data.get(), i));
+      : path_(path), size_(count), log_(path, static_cast<uint64_t>(count) * sizeof(Fingerprint)) {
+    make_table();
   }
   bool insert(const Fingerprint& text) {  // false when it was there
-    const bool is_new = put(text);
-    if (is_new) log_.append(raw(text));
-    return is_new;
+    if (!put(text)) return false;
+    log_.append(raw(text));
+    if (++size_ > capacity_ / 4 * 3) make_table();
+    return true;
   }
   int64_t sync() {
     log_.sync();
-    return static_cast<int64_t>(size_);
+    return size_;
   }
  private:
   bool put(Fingerprint text) {
     if (text == Fingerprint{}) text[0] = 1;  // all zero is a free place
-    Fingerprint* const table = table_.get();
-    uint64_t at = text[1] & (capacity_ - 1);
-    for (; table[at] != Fingerprint{}; at = (at + 1) & (capacity_ - 1))
-      if (table[at] == text) return false;
-    table[at] = text;
-    if (++size_ > capacity_ / 4 * 3) grow();
+    const auto mask = static_cast<uint64_t>(capacity_ - 1);
+    uint64_t at = text[1] & mask;
+    for (; table_.get()[at] != Fingerprint{}; at = (at + 1) & mask)
+      if (table_.get()[at] == text) return false;
+    table_.get()[at] = text;
     return true;
   }
-  void grow() {
-    const auto old = table_;
-    const uint64_t old_capacity = capacity_;
-    capacity_ = std::max<uint64_t>(1 << 14, 2 * capacity_);
-    const uint64_t bytes = capacity_ * sizeof(Fingerprint);
+  void make_table() {  // of what is in the log
+    while (size_ > capacity_ / 4 * 3) capacity_ *= 2;
+    const uint64_t bytes = static_cast<uint64_t>(capacity_) * sizeof(Fingerprint);
     std::string name = path_.string() + "-XXXXXX";
     const int file = ::mkstemp(name.data());
     const int error = file < 0 ? errno : ::posix_fallocate(file, 0, static_cast<off_t>(bytes));
@@ -117,13 +101,13 @@ class SeenTexts {
     ::unlink(name.c_str());
     ::close(file);
     table_ = {static_cast<Fingerprint*>(pages), [bytes](Fingerprint* p) { ::munmap(p, bytes); }};
-    size_ = 0;
-    for (uint64_t i = 0; i < old_capacity; ++i)
-      if (old.get()[i] != Fingerprint{}) put(old.get()[i]);
+    log_.sync();
+    const MappedFile known = map_file(path_);
+    for (int64_t i = 0; i < size_; ++i) put(load<Fingerprint>(known.data.get(), i));
   }
 
   fs::path path_;
-  uint64_t capacity_ = 0, size_ = 0;
+  int64_t size_, capacity_ = 1 << 14;
   std::shared_ptr<Fingerprint> table_;
   OutputFile log_;
 };
@@ -143,8 +127,7 @@ class Build {
         outs_{options_.out} {
     PITH_CHECK(fs::path(options_.out).has_filename(), "--out {} names a folder", options_.out);
     if (!options_.validation_out.empty()) outs_.push_back(options_.validation_out);
-    PITH_CHECK(outs_.size() == 1 || fs::absolute(outs_[0]).lexically_normal() !=
-                                        fs::absolute(outs_[1]).lexically_normal(),
+    PITH_CHECK(outs_.size() == 1 || !same_place(outs_[0], outs_[1]),
         "--out and --validation-out are the same: {}", options_.out);
     EncodeSettings& encode = options_.encode;
     encode.bytes_in_flight = options_.memory / 40;  // measured: JSON of many numbers
@@ -185,23 +168,21 @@ class Build {
     return journal_.sides[0].*count + journal_.sides[1].*count;
   }
 
-  // A list of everything that the result depends on.
+  // Everything that the result depends on, a line each.
   std::string plan() const {
     const EncodeSettings& encode = options_.encode;
-    auto plan = CLI::detail::split(
-        fmt::format("text field: {}\nid field: {}\nmaximum line: {}\nminimum length: {}\n"
-                    "maximum length: {}\ntokenizer: {}\nend token: {}\nseed: {}\n"
-                    "validation share: {}\nvalidation corpus: {}\nmaximum bytes: {}\n"
-                    "shard tokens: {}\nduplicates: {}",
-            encode.read.text_field, encode.read.id_field, encode.read.max_line, encode.min_length,
-            encode.max_length, hex(tokenizer_.hash()), encode.end_id.value_or(-1),
-            options_.seed ? std::to_string(*options_.seed) : "none", options_.validation_share,
-            options_.validation_out, options_.max_bytes, options_.shard_tokens,
-            options_.keep_duplicates ? "kept" : "removed"),
-        '\n');
+    std::string plan = fmt::format(
+        "text field: {}\nid field: {}\nmaximum line: {}\nminimum length: {}\nmaximum length: {}\n"
+        "tokenizer: {}\nend token: {}\nseed: {}\nvalidation share: {}\nvalidation corpus: {}\n"
+        "maximum bytes: {}\nshard tokens: {}\nduplicates: {}\n",
+        encode.read.text_field, encode.read.id_field, encode.read.max_line, encode.min_length,
+        encode.max_length, hex(tokenizer_.hash()), encode.end_id.value_or(-1),
+        options_.seed ? std::to_string(*options_.seed) : "none", options_.validation_share,
+        options_.validation_out, options_.max_bytes, options_.shard_tokens,
+        options_.keep_duplicates ? "kept" : "removed");
     for (const auto& [path, bytes, modified_ns] : files_)
-      plan.push_back(fmt::format("input: {} ({} bytes, {})", path, bytes, modified_ns));
-    return dump(plan);
+      plan += fmt::format("input: {} ({} bytes, {})\n", path, bytes, modified_ns);
+    return plan;
   }
 
   // Locks the build, then begins it or finds out where it was.
@@ -210,14 +191,14 @@ class Build {
     lock_ = ::open((folder_ / "lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
     PITH_CHECK(lock_ >= 0, "cannot write to {}", folder_.string());
     PITH_CHECK(::flock(lock_, LOCK_EX | LOCK_NB) == 0, "another process builds {}", options_.out);
-    const std::string planned = plan();
-    const fs::path journal = folder_ / "journal.json", plan_file = folder_ / "plan.json";
+    const fs::path journal = folder_ / "journal.json";
     if (options_.restart || !fs::exists(journal)) {
       fs::remove(journal);
-      write_file(folder_, "plan.json", planned);
+      write_file(folder_, "plan.txt", plan());
       return sync_folder(folder_);
     }
-    const std::vector<std::string> now = parse_json(planned, "plan"), before = read_json(plan_file);
+    const auto now = CLI::detail::split(plan(), '\n'),
+               before = CLI::detail::split(read_file(folder_ / "plan.txt"), '\n');
     if (const auto [is, was] = std::ranges::mismatch(now, before); now != before)
       PITH_FAIL_HINT("give the options and inputs it was begun with, or --restart",
           "the unfinished build of {} cannot go on: it was begun with [{}], now it is [{}]",
@@ -263,7 +244,9 @@ class Build {
     const auto begin = Clock::now();
     for (size_t i = 0; i < writers_.size(); ++i) journal_.sides[i].written = writers_[i].sync();
     if (seen_) journal_.seen = seen_->sync();
-    write_file(folder_, "journal.json.tmp", seal_json(dump(journal_)));
+    const auto replace = nlohmann::json::error_handler_t::replace;  // a path need not be UTF-8
+    const std::string text = nlohmann::json(journal_).dump(1, ' ', false, replace);
+    write_file(folder_, "journal.json.tmp", seal_json(text));
     fs::rename(folder_ / "journal.json.tmp", folder_ / "journal.json");
     sync_folder(folder_);
     saved_ = Clock::now();
@@ -278,57 +261,49 @@ class Build {
     for (const InputFile& file : files_) all += file.bytes;
     const auto begin = Clock::now();
     auto shown = begin;
-    const auto show_progress = [&](uint64_t bytes_read) {  // every ten seconds
-      already = std::min(already, bytes_read);
-      if (Clock::now() - shown < std::chrono::seconds(10)) return;
-      shown = Clock::now();
-      const double seconds = std::chrono::duration<double>(shown - begin).count();
-      const double done = real(bytes_read - already + 1);
-      const auto left = static_cast<int64_t>(seconds / done * real(all - bytes_read));
-      fmt::print(stderr, "{}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}\n",
-          100 * bytes_read / all, real(text) / 1e6 / seconds, grouped(total(&Side::documents)),
-          grouped(total(&Side::tokens)), left / 3600, left / 60 % 60, left % 60);
-    };
     CorpusEncoder encoder(files_, tokenizer_, options_.encode, journal_.position);
-    const auto next = [&](EncodedChunk& chunk) {
+    for (Chunk chunk; !journal_.full;) {
       try {
-        return encoder.next(chunk);
+        if (!encoder.next(chunk)) return;
       } catch (const Error&) {
         save_journal();
         fmt::print(stderr, "what was done is kept: the same command goes on from there\n");
         throw;
       }
-    };
-    for (EncodedChunk chunk; !journal_.full && next(chunk);) {
-      for (const EncodedDocument& document : chunk.documents) {
+      for (const Document& document : chunk.documents) {
         take(chunk.path, document);
         if (journal_.full) break;
         text += document.bytes;
       }
       journal_.dropped_characters += chunk.dropped_characters;
-      if (journal_.full) break;
+      if (journal_.full) return;
       journal_.position = chunk.end;
-      show_progress(chunk.bytes_read);
       save_journal_sometimes();
+      already = std::min(already, chunk.bytes_read);
+      if (Clock::now() - shown < std::chrono::seconds(10)) continue;
+      shown = Clock::now();
+      const double seconds = seconds_since(begin), done = real(chunk.bytes_read - already + 1);
+      const auto left = static_cast<int64_t>(seconds / done * real(all - chunk.bytes_read));
+      fmt::print(stderr, "{}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}\n",
+          100 * chunk.bytes_read / all, real(text) / 1e6 / seconds,
+          grouped(total(&Side::documents)), grouped(total(&Side::tokens)), left / 3600,
+          left / 60 % 60, left % 60);
     }
   }
 
-  void take(const std::string& path, const EncodedDocument& document) {
-    const std::string place =
-        (document.line > 0 ? fmt::format("{}:{}", path, document.line) : path) +
-        (document.id.empty() ? "" : fmt::format(" ({})", document.id));
+  void take(const std::string& path, const Document& document) {
+    std::string place = document.line > 0 ? fmt::format("{}:{}", path, document.line) : path;
+    if (!document.id.empty()) place += fmt::format(" ({})", document.id);
     const int64_t count = ++journal_.kinds[static_cast<size_t>(document.kind)];
     if (document.kind == Kind::kBad) return refuse(count, place + ": " + document.problem);
     if (document.kind != Kind::kGood) return;
     journal_.full =
         options_.max_bytes > 0 && total(&Side::bytes) + document.bytes > options_.max_bytes;
     if (journal_.full) return;
-    if (seen_ && !seen_->insert(document.fingerprint)) {
-      ++journal_.duplicates;
-      return;
-    }
-    // The share that goes to validation depends on the content alone: a document stays on its side
-    // when files are added, moved or renamed.
+    const bool is_new = !seen_ || seen_->insert(document.fingerprint);
+    journal_.duplicates += is_new ? 0 : 1;
+    if (!is_new) return;
+    // By content alone: a document stays on its side when files are added, moved or renamed.
     const double draw = real(document.hash >> 11) * 0x1p-53;
     const size_t i = outs_.size() > 1 && draw < options_.validation_share ? 1 : 0;
     const auto tokens = static_cast<int64_t>(document.ids.size());
@@ -363,33 +338,29 @@ class Build {
 
   void print_skipped() const {
     const auto [good, bad, binary, empty, small, big] = journal_.kinds;
-    fmt::print("{:<11} {}: {} duplicates, {} empty, {} not UTF-8 text, {} too short, {} too long\n",
-        "skipped", grouped(journal_.duplicates + empty + binary + small + big),
-        grouped(journal_.duplicates), grouped(empty), grouped(binary), grouped(small),
-        grouped(big));
-    if (bad > 0) fmt::print("{:<11} {} lines; the first:\n", "bad", grouped(bad));
+    line("skipped", "{}: {} duplicates, {} empty, {} not UTF-8 text, {} too short, {} too long",
+        grouped(journal_.duplicates + empty + binary + small + big), grouped(journal_.duplicates),
+        grouped(empty), grouped(binary), grouped(small), grouped(big));
+    if (bad > 0) line("bad", "{} lines; the first:", grouped(bad));
     for (const std::string& problem : journal_.problems) fmt::print("  {}\n", problem);
   }
 
   void print_summary() const {
     for (size_t i = 0; i < outs_.size(); ++i) {
       const Side& side = journal_.sides[i];
-      fmt::print(
-          "{:<11} {} documents, {} of text, {} tokens, {:.2f} bytes a token -> {}{}.bin, "
-          ".idx, .json\n",
-          kNames[i], grouped(side.documents), human_bytes(side.bytes), grouped(side.tokens),
+      line(kNames[i],
+          "{} documents, {} of text, {} tokens, {:.2f} bytes a token -> {}{}.bin, .idx, .json",
+          grouped(side.documents), human_bytes(side.bytes), grouped(side.tokens),
           real(side.bytes) / real(side.tokens), outs_[i],
           side.shards > 0 ? fmt::format("-*-of-{:05}", side.shards) : "");
     }
-    fmt::print(
-        "{:<11} {} tokens: {}\n", "longest", grouped(journal_.longest), journal_.longest_place);
+    line("longest", "{} tokens: {}", grouped(journal_.longest), journal_.longest_place);
     print_skipped();
-    if (journal_.dropped_characters > 0)
-      fmt::print("{:<11} {} characters that the tokenizer has no token for\n", "dropped",
-          grouped(journal_.dropped_characters));
+    if (const int64_t dropped = journal_.dropped_characters; dropped > 0)
+      line("dropped", "{} characters that the tokenizer has no token for", grouped(dropped));
     if (journal_.full)
-      fmt::print("{:<11} {} of {} files read; the next document would pass --max-bytes\n",
-          "stopped", grouped(journal_.position.file), files_.size());
+      line("stopped", "{} of {} files read; the next document would pass --max-bytes",
+          grouped(journal_.position.file), files_.size());
   }
 
   BuildOptions options_;
@@ -410,7 +381,7 @@ class Build {
 void add_corpus_build_command(CLI::App& corpus) {
   const auto [sub, o] = add_command<BuildOptions>(
       corpus, "build", "Make a corpus of files of text", [](const BuildOptions& options) {
-        // Buffers of long documents go back to the system, not to the thread's arena.
+        // Long documents go back to the system, not to the thread's arena.
         ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
         Build(options).run();
       });

@@ -1,8 +1,8 @@
-// The one switch from model_type to a model family.
+// The one switch from model_type to a model family, and the loading of a whole model.
 #pragma once
-#include <utility>
-
-#include "engine/hf_folder.h"
+#include "apps/commands.h"
+#include "core/device.h"
+#include "engine/checkpoint.h"
 #include "models/deepseek_v2.h"
 #include "models/gpt_oss.h"
 #include "models/qwen3_moe.h"
@@ -10,12 +10,11 @@
 namespace pith {
 
 // The model_type of a config.json, or of the one in a folder.
-std::string read_model_type(const std::filesystem::path& path);
+std::string read_model_type(const fs::path& path);
 
-// Calls use.operator()<Model>() with the family that the model_type of a config.json names. `path`:
-// the file or its folder.
+// Calls use.operator()<Model>() with the family of a config.json, or of the one in a folder.
 template <class Use>
-auto with_family(const std::filesystem::path& path, Use&& use) {
+auto with_family(const fs::path& path, Use&& use) {
   const std::string family = read_model_type(path);
   if (family == "qwen3_moe") return use.template operator()<Qwen3MoeModel>();
   if (family == "deepseek_v2") return use.template operator()<DeepseekV2Model>();
@@ -23,5 +22,30 @@ auto with_family(const std::filesystem::path& path, Use&& use) {
   PITH_FAIL_HINT("supported: qwen3_moe, deepseek_v2, gpt_oss",
       "{}: model_type \"{}\" is not supported", path.string(), family);
 }
+
+// A whole model in one process: what generate and trace share.
+struct ModelOptions {
+  std::string folder, dtype = "auto", device = "auto";
+  void add_to(CLI::App& command);
+};
+
+template <class Model>
+struct LoadedModel {
+  LoadedModel(const ModelOptions& options, ShardGroup::Use use)
+      : device(select_device(options.device)),
+        config(Model::Config::parse_file(options.folder)),
+        model(config, whole_model(config.num_layers, config.num_experts)) {
+    mesh.device = device;
+    const bool bf16 = options.dtype == "bf16" || (options.dtype == "auto" && device.is_cuda());
+    groups =
+        make_shard_groups(model.parameter_units(), bf16 ? at::kBFloat16 : at::kFloat, mesh, use);
+    restore_weights(groups, options.folder, config.tie_embeddings);
+  }
+  at::Device device;
+  typename Model::Config config;
+  Model model;
+  Mesh mesh;
+  std::vector<ShardGroup> groups;
+};
 
 }  // namespace pith

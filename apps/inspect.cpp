@@ -1,5 +1,4 @@
-// pithtrain inspect: explains any corpus, checkpoint, run folder, Hugging Face folder or
-// safetensors file.
+// pithtrain inspect: explains a corpus, checkpoint, run folder, model folder or safetensors file.
 #include <nlohmann/json.hpp>
 
 #include "apps/commands.h"
@@ -12,19 +11,15 @@ namespace pith {
 namespace {
 
 using nlohmann::json;
-namespace fs = std::filesystem;
-using Problems = std::vector<std::string>;
 
 constexpr const char* kKnown =
     "known are checkpoints, run folders, model folders, safetensors files and corpora";
+constexpr const char *kSound = "all files are as they were written",
+                     *kUnverified = "not verified (--quick)";
 
 template <class... Values>
 void title(const fs::path& path, fmt::format_string<Values...> what, Values&&... values) {
   fmt::print("{}: {}\n", path.string(), fmt::format(what, std::forward<Values>(values)...));
-}
-template <class... Values>
-void line(const std::string& label, fmt::format_string<Values...> text, Values&&... values) {
-  fmt::print("  {:<12} {}\n", label, fmt::format(text, std::forward<Values>(values)...));
 }
 std::string count_of(size_t number, const char* what) {
   return fmt::format("{} {}{}", number, what, number == 1 ? "" : "s");
@@ -34,23 +29,20 @@ struct Inspection {
   std::string target = {};
   bool tensors = false;  // every tensor on a line of its own
   bool quick = false;    // no sums of data
-  Problems problems = {};
+  std::vector<std::string> problems = {};
 
   // False where it threw, which is a problem.
   template <class Part>
   bool attempt(Part part) {
-    try {
-      part();
-      return true;
-    } catch (const Error& error) {
-      problems.push_back(error.message());
-      return false;
-    }
+    const std::string problem = problem_of(part);
+    if (!problem.empty()) problems.push_back(problem);
+    return problem.empty();
   }
-  void add(const Problems& more) { problems.insert(problems.end(), more.begin(), more.end()); }
+  void add(const std::vector<std::string>& more) {
+    problems.insert(problems.end(), more.begin(), more.end());
+  }
 
-  // Counts, then tensors by pattern; one a line where a line stands for one anyway, or when all are
-  // wanted. Returns their bytes.
+  // Counts, then tensors by pattern, or one a line. Returns their bytes.
   uint64_t print_tensors(const std::vector<SafetensorsFile>& files) const {
     std::map<std::string, std::vector<std::string>> kinds;  // dtype and shape: names
     std::map<std::string, uint64_t> elements;               // by dtype
@@ -119,35 +111,29 @@ struct Inspection {
     }
     title(folder, "checkpoint of step {}, {} files, {}", grouped(manifest.step),
         manifest.files.size() + 1, human_bytes(bytes));
-    try {
+    (void)problem_of([&] {  // told below, by the sums
       const json state = read_json(folder / "training_state.json");
       for (const auto& [key, value] : state.items()) line("state", "{} = {}", key, value.dump());
-    } catch (const Error&) {  // told below, by the sums
-    }
+    });
     if (optimizer_bytes > 0) line("optimizer", "{}", human_bytes(optimizer_bytes));
     model(folder);
-    if (quick) return line("checksums", "not verified (--quick)");
+    if (quick) return line("checksums", "{}", kUnverified);
     add(verify_checkpoint(folder));
     if (optimizer_bytes > 0) attempt([&] { OptimizerReader reader(folder); });
-    if (problems.empty()) line("checksums", "all files are as they were written");
+    if (problems.empty()) line("checksums", "{}", kSound);
   }
 
   // The checkpoints step-* of a run; false where there are none.
   bool checkpoints(const fs::path& root) {
-    std::vector<fs::path> steps;
-    if (fs::is_directory(root))
-      for (const auto& entry : fs::directory_iterator(root))
-        if (entry.path().filename().string().starts_with("step-")) steps.push_back(entry.path());
+    std::vector<std::string> steps = names_in(root);
+    std::erase_if(steps, [](const std::string& name) { return !name.starts_with("step-"); });
     if (steps.empty()) return false;
-    std::ranges::sort(steps);
     title(root, "{}", count_of(steps.size(), "checkpoint"));
-    for (const fs::path& step : steps) {
-      const Problems found = quick ? Problems{} : verify_checkpoint(step);
-      line(step.filename().string(), "{}",
-          quick           ? "not verified"
-          : found.empty() ? "sound"
-                          : "damaged");
-      add(found);
+    for (const std::string& step : steps) {
+      const size_t before = problems.size();
+      if (!quick) add(verify_checkpoint(root / step));
+      const char* state = problems.size() == before ? "sound" : "damaged";
+      line(step, "{}", quick ? kUnverified : state);
     }
     const auto newest = newest_checkpoint(root);
     line("newest", "{}", newest ? newest->string() : "none is complete");
@@ -184,11 +170,12 @@ struct Inspection {
     }
     line("fingerprint", "{}", corpus.fingerprint());
     if (!quick) add(verify_corpus(prefix));
+    const bool summed = corpus.vocab_size() > 0;
     if (problems.empty())
       line("checksums", "{}",
-          quick                     ? "not verified (--quick)"
-          : corpus.vocab_size() > 0 ? "all files are as they were written"
-                                    : "none: " + prefix + ".json is not there");
+          quick    ? kUnverified
+          : summed ? kSound
+                   : "none: " + prefix + ".json is not there");
   }
 
   void look_at(fs::path path) {
@@ -204,13 +191,14 @@ struct Inspection {
         title(path, "Hugging Face model folder");
         return model(path);
       }
-      PITH_FAIL_HINT(kKnown, "{}: nothing in it that this program knows", path.string());
     }
     if (path.extension() == ".safetensors") return safetensors(path);
     for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
       if (!corpus_shards(prefix.string()).empty()) return corpus(prefix.string());
-    PITH_FAIL_HINT(kKnown, "{} {}", path.string(),
-        fs::exists(path) ? "is of no known kind" : "does not exist");
+    PITH_FAIL_HINT(kKnown, "{}{}", path.string(),
+        !fs::exists(path)        ? " does not exist"
+        : fs::is_directory(path) ? ": nothing in it that this program knows"
+                                 : " is of no known kind");
   }
 
   // Prints the problems, then ends the command with status 1 if there are any.
@@ -224,35 +212,21 @@ struct Inspection {
 }  // namespace
 
 std::string human_bytes(uint64_t bytes) {
-  return bytes < 1000 ? fmt::format("{} bytes", bytes) : human(static_cast<double>(bytes)) + "B";
+  return bytes < 1000 ? fmt::format("{} bytes", bytes) : human(real(bytes)) + "B";
 }
 
-std::string grouped(int64_t number) {
-  std::string text = std::to_string(number);
-  for (auto at = std::ssize(text) - 3; at > (number < 0 ? 1 : 0); at -= 3)
-    text.insert(text.begin() + at, ',');
-  return text;
-}
-
-void inspect_corpus(const std::string& prefix, bool quick) {
-  Inspection inspection{.quick = quick};
-  inspection.corpus(prefix);
-  inspection.report();
-}
-
-void add_inspect_command(CLI::App& app) {
-  const auto [sub, o] = add_command<Inspection>(app, "inspect",
-      "Explain a corpus, checkpoint, run folder, model folder or safetensors file",
-      [](Inspection& inspection) {
-        inspection.look_at(inspection.target);
-        inspection.report();
-      });
+void add_inspect_command(
+    CLI::App& app, const std::string& name, const std::string& what, bool quick) {
+  const auto [sub, o] = add_command<Inspection>(app, name, what, [](Inspection& inspection) {
+    inspection.look_at(inspection.target);
+    inspection.report();
+  });
+  o->quick = quick;
   sub->add_option("path", o->target, "what to explain")->required();
   sub->add_flag("--tensors", o->tensors, "list every tensor, not patterns of names");
   sub->add_flag("--quick", o->quick, "do not read all data to verify checksums");
   sub->footer(
-      "Says what PATH is, its sizes and tensors, and what is damaged in it (then the exit status "
-      "is 1).\n"
+      "Says what PATH is, its sizes, and what is damaged in it (then the exit status is 1).\n"
       "Example: pithtrain inspect runs/demo/checkpoints/step-00000300");
 }
 

@@ -1,25 +1,19 @@
 // pithtrain launch: the processes of one job on this machine, through mpirun.
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <csignal>
-
 #include "apps/commands.h"
-#include "core/error.h"
 #include "engine/signals.h"
 
 namespace pith {
 namespace {
 
-namespace fs = std::filesystem;
-
-// Turns mpirun's "[1,3]<stderr>: text" into "[3] text" there. What mpirun says itself is kept back:
-// it is shown if no rank has said why the job failed.
+// Turns mpirun's "[1,3]<stderr>: text" into "[3] text". What mpirun says itself is shown if no rank
+// has said why the job failed.
 struct Output {
-  std::string rest, of_mpirun;
+  std::string of_mpirun;
   bool told_failure = false;
 
   void show(std::string_view line) {
@@ -34,19 +28,6 @@ struct Output {
     std::FILE* to = line.substr(0, tag_end).ends_with("<stderr") ? stderr : stdout;
     fmt::print(to, "[{}] {}\n", rank, text);
     std::fflush(to);
-  }
-
-  bool read_some(int descriptor) {  // false: the end
-    std::array<char, 65536> buffer;
-    const ssize_t size = read(descriptor, buffer.data(), buffer.size());
-    if (size < 0 && errno == EINTR) return true;
-    rest.append(buffer.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
-    size_t begin = 0;
-    for (size_t end; (end = rest.find('\n', begin)) != rest.npos; begin = end + 1)
-      show(std::string_view(rest).substr(begin, end - begin));
-    rest.erase(0, begin);
-    if (size <= 0 && !rest.empty()) show(rest);
-    return size > 0;
   }
 };
 
@@ -63,8 +44,7 @@ void launch(const Options& options) {
   const int64_t cores = std::max(1U, std::thread::hardware_concurrency());
   // The mpirun of the wheels this program was built with, else that of PATH; MPIRUN goes first.
   const fs::path self = fs::read_symlink("/proc/self/exe");
-  const fs::path own =
-      (self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun").lexically_normal();
+  const fs::path own = self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun";
   const char* chosen = std::getenv("MPIRUN");
   const std::string mpirun = chosen ? chosen : fs::exists(own) ? own.string() : "mpirun";
   std::vector<std::string> words{mpirun, "-n", std::to_string(processes), "--oversubscribe",
@@ -99,14 +79,18 @@ void launch(const Options& options) {
   close(ends[1]);
 
   Output output;
+  std::thread reader([&] {
+    std::ifstream lines(fmt::format("/dev/fd/{}", ends[0]));
+    for (std::string line; std::getline(lines, line);) output.show(line);
+  });
   bool passed_on = false;
-  for (pollfd waiting{ends[0], POLLIN, 0};;) {
-    if (poll(&waiting, 1, 200) > 0 && !output.read_some(ends[0])) break;
+  int status = 0;
+  while (waitpid(child, &status, WNOHANG) == 0) {
     // mpirun kills its ranks half a second after SIGINT or SIGTERM; SIGUSR1 it passes on to them.
     if (stop_requested() && !std::exchange(passed_on, true)) kill(child, SIGUSR1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+  reader.join();
   if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
   const bool explain = !output.told_failure && !output.of_mpirun.empty();
   fmt::print(stderr, "pithtrain launch: the job failed{}\n{}", explain ? "; mpirun says:" : "",

@@ -2,14 +2,9 @@
 #include <c10/util/Exception.h>
 #include <torch/version.h>
 
-#include <CLI/CLI.hpp>
-#include <cstdio>
-#include <new>
-
 #include "apps/commands.h"
 #include "build_info.h"
 #include "core/comm.h"
-#include "core/error.h"
 #include "engine/config.h"
 
 namespace {
@@ -63,8 +58,7 @@ int run(CLI::App& app, int argc, char** argv) {
   const auto fail = [&](const std::string& text) {
     std::fflush(stdout);  // so that the reason stands last, also where both go to one file
     const bool list = text.find('\n') < text.find("\n  ");  // several mistakes: a line for each
-    const char* separator = list ? ":\n" : ": ";
-    const std::string line = full_name(deepest(app)) + separator + text;
+    const std::string line = full_name(deepest(app)) + (list ? ":\n" : ": ") + text;
     pith::end_all_ranks(line);
     std::fputs((line + "\n").c_str(), stderr);
     return 1;

@@ -2,14 +2,10 @@
 #include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
 
-#include "apps/commands.h"
 #include "apps/families.h"
 #include "build_info.h"
-#include "core/device.h"
 #include "engine/batches.h"
-#include "engine/checkpoint.h"
 #include "engine/context_parallel.h"
-#include "engine/file_io.h"
 #include "engine/metrics.h"
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
@@ -18,14 +14,6 @@
 
 namespace pith {
 namespace {
-
-namespace fs = std::filesystem;
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-size_t index(int64_t i) { return static_cast<size_t>(i); }
 
 at::ScalarType compute_dtype(const RunConfig& config) {
   return config.model.dtype == "float32" ? at::kFloat : at::kBFloat16;
@@ -48,7 +36,7 @@ std::vector<int64_t> chunks_of(const RunConfig& config, const Config& model, con
   return chunks;
 }
 
-// Does a stage recompute its activations? parallel.recompute: a word for all, or one for each.
+// Does a stage recompute its activations? parallel.recompute: a word for all or for each.
 bool recomputes(const RunConfig& config, int64_t stage) {
   const std::string& text = config.parallel.recompute;
   const std::vector<std::string> words = CLI::detail::split(text, ',');
@@ -70,8 +58,7 @@ int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
   return count;
 }
 
-// Parameters, layout and schedule; of each stage the memory in GiB by cause (activations: those of
-// the schedule's peak).
+// Parameters, layout, schedule; of each stage the memory in GiB by cause, at the schedule's peak.
 template <class Model>
 void print_plan(const RunConfig& config, const typename Model::Config& model, const Mesh& mesh) {
   const RunConfig::Training& training = config.training;
@@ -152,12 +139,12 @@ class Run {
             ShardGroup::Use::training,
             config.parallel.weights == "reshard" ? ShardMode::reshard : ShardMode::keep)),
         shards_(groups_, part_, part_.head ? &model_.head_weight() : nullptr),
-        pipeline_(model_, mesh_, config.data.sequence_length,
-            {config.training.balance_loss, config.training.force_balance}, chunks_, &shards_,
+        pipeline_(model_, mesh_, data_.sequence_length,
+            {training_.balance_loss, training_.force_balance}, chunks_, &shards_,
             recomputes(config, mesh.place.pp)),
         rows_(open_blend(config)) {
     if (config.validation.interval > 0)  // seed 0: the same tokens in all runs
-      validation_ = open_streams(config, config.data.validation, 0);
+      validation_ = open_streams(config, data_.validation, 0);
     std::vector<Corpus> corpora;
     for (const auto* streams : {&rows_.sources(), &std::as_const(validation_)})
       for (const RowStream& stream : *streams) corpora.push_back(stream.corpus());
@@ -166,11 +153,11 @@ class Run {
       PITH_CHECK(corpus.vocab_size() <= model_config.vocab_size,
           "the corpus {} has a vocabulary of {}, the model only {}", corpus.prefix(),
           corpus.vocab_size(), model_config.vocab_size);
-    state_.sequence_length = config.data.sequence_length;
-    state_.data_seed = config.data.seed;
-    state_.document_mask = config.data.document_mask;
-    state_.packing = config.data.packing;
-    state_.schedule = schedule_settings(config.training);
+    state_.sequence_length = data_.sequence_length;
+    state_.data_seed = data_.seed;
+    state_.document_mask = data_.document_mask;
+    state_.packing = data_.packing;
+    state_.schedule = schedule_settings(training_);
     for (size_t i = 0; i < rows_.sources().size(); ++i)
       state_.sources.push_back({corpora[i].prefix(), corpora[i].fingerprint(),
           corpora[i].tokenizer_hash(), rows_.weights()[i]});
@@ -190,7 +177,7 @@ class Run {
     }
     event("start", "{}; {}; weights ready {:.1f} s after launch", origin,
         describe_device(mesh_.device), seconds_since(launched));
-    if (config_.training.force_balance)
+    if (training_.force_balance)
       event("warning", "training.force_balance replaces the router: for measurements only");
     log_data();
     std::vector<MicroBatch> batch;
@@ -203,7 +190,7 @@ class Run {
       StepMetrics metrics = step(batch);
       if (state_.step + 1 == config_.profile.first + config_.profile.count) profile_.reset();
       metrics.seconds = seconds_since(start);
-      const double flops = model_.config().size(config_.data.sequence_length).flops_per_token;
+      const double flops = model_.config().size(data_.sequence_length).flops_per_token;
       if (const double peak = peak_flops(mesh_.device) * real(mesh_.world.size()); peak > 0)
         metrics.mfu = flops * real(metrics.tokens) / metrics.seconds / peak;
       std::string validated;
@@ -239,7 +226,7 @@ class Run {
     const double total = real(std::reduce(rows_.weights().begin(), rows_.weights().end()));
     for (size_t i = 0; i < rows_.sources().size(); ++i) {
       const RowStream& stream = rows_.sources()[i];
-      const bool padded = config_.data.packing == "best_fit";
+      const bool padded = data_.packing == "best_fit";
       event("data", "{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows{}",
           stream.corpus().prefix(), 100 * real(rows_.weights()[i]) / total,
           stream.corpus().num_tokens(), stream.rows_per_epoch(),
@@ -249,36 +236,34 @@ class Run {
       std::vector<int64_t> work(index(cp));
       for (const MicroBatch& whole : whole_batch(0))
         std::ranges::transform(work, context_work(whole, cp), work.begin(), std::plus());
-      event("data",
-          "attention of the first step: the busiest context-parallel rank has {:.3f} times the "
-          "mean",
+      event("data", "attention of the first step: the busiest CP rank has {:.3f} times the mean",
           real(std::ranges::max(work) * cp) / real(std::reduce(work.begin(), work.end())));
     }
-    last_step_ = config_.training.steps;
-    if (config_.data.exhausted == "repeat") return;
+    last_step_ = training_.steps;
+    if (data_.exhausted == "repeat") return;
     const int64_t rows = rows_.rows_before_repeat();
-    PITH_CHECK(rows >= config_.training.global_batch,
+    PITH_CHECK(rows >= training_.global_batch,
         "data.exhausted = \"stop\", but the data ends after {} rows, before the first step", rows);
     const int64_t left = std::max<int64_t>(0, rows - state_.rows_read);
-    const int64_t end = state_.step + left / config_.training.global_batch;
+    const int64_t end = state_.step + left / training_.global_batch;
     if (end >= last_step_) return;
     last_step_ = end;
     event("data", "a corpus ends after step {} of {}, and the run with it (data.exhausted = stop)",
-        last_step_, config_.training.steps);
+        last_step_, training_.steps);
   }
 
   // Rows of the step after the next `ahead` ones.
   std::vector<MicroBatch> whole_batch(int64_t ahead) const {
-    return make_batch(rows_, state_.rows_read + ahead * config_.training.global_batch,
-        config_.training.global_batch, config_.training.micro_batch, mesh_.place.dp, mesh_.dp,
-        config_.data.document_mask, whole_device());
+    return make_batch(rows_, state_.rows_read + ahead * training_.global_batch,
+        training_.global_batch, training_.micro_batch, mesh_.place.dp, mesh_.dp,
+        data_.document_mask, whole_device());
   }
   std::vector<MicroBatch> next_batch(int64_t ahead) const {
     std::vector<MicroBatch> batch = whole_batch(ahead);
     for (MicroBatch& micro : batch) micro = share_of(std::move(micro));
     return batch;
   }
-  // Where whole micro-batches are made: those that are split yet, on the CPU.
+  // Where whole micro-batches are made: on the CPU if they are split then.
   at::Device whole_device() const { return mesh_.shape.cp > 1 ? at::kCPU : mesh_.device; }
   MicroBatch share_of(MicroBatch whole) const {
     if (mesh_.shape.cp == 1) return whole;
@@ -287,24 +272,24 @@ class Run {
   }
 
   std::string load_or_initialize() {
-    std::optional<fs::path> newest;
+    std::string newest;
     if (first_rank()) {  // looks for all ranks
       std::vector<std::string> skipped;
-      newest = newest_checkpoint(folder_ / "checkpoints", &skipped);
+      newest = newest_checkpoint(folder_ / "checkpoints", &skipped).value_or("").string();
       for (const std::string& reason : skipped) fmt::print(stderr, "warning: {}\n", reason);
-      if (newest) check_checkpoint(*newest);
+      if (!newest.empty()) check_checkpoint(newest);
     }
-    const std::string found = mesh_.world.all_gather_strings(newest ? newest->string() : "")[0];
-    if (!found.empty()) return resume(found);
+    newest = mesh_.world.all_gather_strings(newest)[0];
+    if (!newest.empty()) return resume(newest);
     if (!config_.model.init.empty()) {
       const auto& config = model_.config();
       Model whole(config, whole_model(config.num_layers, config.num_experts));
       restore_weights(groups_, config_.model.init, config.tie_embeddings, whole.parameter_units());
       return "weights of " + config_.model.init;
     }
-    const auto& [seed, init_std] = std::tie(config_.training.seed, config_.training.init_std);
-    for (ShardGroup& group : groups_) group.initialize(seed, init_std, model_.config().num_layers);
-    return fmt::format("random weights, seed {}", seed);
+    for (ShardGroup& group : groups_)
+      group.initialize(training_.seed, training_.init_std, model_.config().num_layers);
+    return fmt::format("random weights, seed {}", training_.seed);
   }
 
   std::string resume(const fs::path& checkpoint) {
@@ -317,15 +302,12 @@ class Run {
     saved.check_same_data(state_, name);
     const std::string schedule = saved.schedule_differences(state_);
     if (!schedule.empty() && !config_.checkpoint.allow_schedule_change)
-      PITH_FAIL_HINT(
-          "restore these settings; or set checkpoint.allow_schedule_change = true to go on with "
-          "the present ones",
+      PITH_FAIL_HINT("restore it, or set checkpoint.allow_schedule_change = true",
           "{} was saved under another learning-rate schedule:{}", name, schedule);
     const auto dtype = compute_dtype(config_);
     if (Model::Config::parse_file(checkpoint).to_json(dtype) != model_.config().to_json(dtype))
-      PITH_FAIL_HINT("restore model.config, or choose another run.folder",
-          "{} was saved with another model configuration than model.config = {}", name,
-          config_.model.config);
+      PITH_FAIL_HINT("restore it, or choose another run.folder",
+          "{} was saved with another model.config than {}", name, config_.model.config);
     restore_state(groups_, checkpoint);
     saved_step_ = state_.step = saved.step;
     state_.rows_read = saved.rows_read;
@@ -350,7 +332,7 @@ class Run {
     StepMetrics metrics;
     metrics.step = state_.step + 1;
     metrics.total_steps = last_step_;
-    metrics.tokens = config_.training.global_batch * config_.data.sequence_length;
+    metrics.tokens = training_.global_batch * data_.sequence_length;
     metrics.trained_tokens = batch.front().global_trained_tokens;
     const std::vector<MicroBatch> current = std::move(batch);
     batch = next_batch(1);
@@ -361,15 +343,15 @@ class Run {
         sum_over_ranks({value(result.loss_sum), value(result.balance_sum),
             real(result.num_moe_layers) / real(mesh_.plane.size()), stop_requested() ? 1.0 : 0.0});
     metrics.loss = sums[0] / real(std::max<int64_t>(metrics.trained_tokens, 1));
-    if (sums[2] > 0) metrics.balance_loss = sums[1] / real(config_.training.global_batch) / sums[2];
+    if (sums[2] > 0) metrics.balance_loss = sums[1] / real(training_.global_batch) / sums[2];
     stopping_ = sums[3] > 0;
     check_finite(current, metrics.loss, metrics.grad_norm);
-    metrics.lr = learning_rate(config_.training, metrics.step);
-    optimizer_step(groups_, config_.training, metrics.lr, metrics.step, norm);
+    metrics.lr = learning_rate(training_, metrics.step);
+    optimizer_step(groups_, training_, metrics.lr, metrics.step, norm);
     synchronize(mesh_.device);
 
     state_.step = metrics.step;
-    state_.rows_read += config_.training.global_batch;
+    state_.rows_read += training_.global_batch;
     state_.tokens_seen += metrics.tokens;
     metrics.tokens_seen = state_.tokens_seen;
     const MemoryUse memory = memory_use(mesh_.device);
@@ -378,8 +360,7 @@ class Run {
     return metrics;
   }
 
-  // The first tensor that is not finite, on the first rank that has one: of weights and gradients,
-  // or of the stages of the forward pass, which runs again for that.
+  // The first weight, stage output (of another forward pass) or gradient that is not finite.
   std::string non_finite(const std::vector<MicroBatch>& batch) {
     const auto first_of_ranks = [&](const std::string& mine) {
       const std::vector<std::string> all = mesh_.world.all_gather_strings(mine);
@@ -408,23 +389,19 @@ class Run {
   void check_finite(const std::vector<MicroBatch>& batch, double loss, double norm) {
     if (!config_.log.check_finite || (std::isfinite(loss) && std::isfinite(norm))) return;
     const std::string first = non_finite(batch);
-    PITH_FAIL_HINT(
-        "the weights and the last checkpoint are untouched by this step; lower the learning rate "
-        "or look at the data of this step",
+    PITH_FAIL_HINT("this step changed no weights; lower the learning rate or look at its data",
         "step {}: loss {} and gradient norm {} are not finite; first NaN or Inf in {} (rows {} to "
         "{})",
         state_.step + 1, loss, norm, first.empty() ? "the loss" : first, state_.rows_read,
-        state_.rows_read + config_.training.global_batch - 1);
+        state_.rows_read + training_.global_batch - 1);
   }
 
-  // Loss and perplexity of each validation corpus and the mean over all their trained tokens, into
-  // metrics.extra; returns them for a person. A corpus is read from the same row on each time, at
-  // most once.
+  // Loss and perplexity by corpus, mean loss of all tokens; each time of the same rows, once each.
   std::string validate(StepMetrics& metrics) {
     std::string text;
     double all = 0, all_trained = 0;
-    const int64_t mine = config_.training.micro_batch;
-    const int64_t wanted = config_.validation.tokens / config_.data.sequence_length;
+    const int64_t mine = training_.micro_batch;
+    const int64_t wanted = config_.validation.tokens / data_.sequence_length;
     for (size_t i = 0; i < validation_.size(); ++i) {
       const RowStream& stream = validation_[i];
       const int64_t rows = std::max<int64_t>(1, std::min(wanted, stream.rows_per_epoch()));
@@ -436,7 +413,7 @@ class Run {
           if (row >= rows) std::ranges::fill(part.back().labels, -100);
         }
         const std::vector<MicroBatch> batch{
-            share_of(make_microbatch(part, config_.data.document_mask, 1, 1, whole_device()))};
+            share_of(make_microbatch(part, data_.document_mask, 1, 1, whole_device()))};
         const Tensor loss = pipeline_.forward_only(batch, NextTokenLoss()).loss_sum;
         if (!loss.defined()) continue;
         sum += loss.item<double>();
@@ -444,7 +421,7 @@ class Run {
       }
       const std::vector<double> sums = sum_over_ranks({sum, trained});
       const double loss = sums[0] / std::max(sums[1], 1.0);
-      const std::string name = config_.data.validation[i].label();
+      const std::string name = data_.validation[i].label();
       metrics.extra.emplace_back(fmt::format("validation/{}/loss", name), loss);
       metrics.extra.emplace_back(fmt::format("validation/{}/perplexity", name), std::exp(loss));
       text += fmt::format("{} loss {:.4f}, perplexity {:.4g}; ", name, loss, std::exp(loss));
@@ -465,7 +442,7 @@ class Run {
         {"generation_config.json", model.generation_json()}, {"run.toml", to_toml(config_)}};
     collect_state(groups_, content, mesh_.expert);
     for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
-      const fs::path file = fs::path(config_.data.train.front().path + ".tokenizer") / name;
+      const fs::path file = fs::path(data_.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_file(file));
     }
     const fs::path root = folder_ / "checkpoints";
@@ -476,6 +453,8 @@ class Run {
   }
 
   const RunConfig& config_;
+  const RunConfig::Data& data_ = config_.data;
+  const RunConfig::Training& training_ = config_.training;
   const Mesh& mesh_;
   fs::path folder_;
   std::vector<int64_t> chunks_;
@@ -502,8 +481,7 @@ void pretrain(
   const MeshShape shape{config.parallel.pp, config.parallel.cp, config.parallel.ep,
       config.parallel.sharding == "hsdp", config.parallel.hsdp_size, config.parallel.head_share};
   if (config.training.deterministic) {
-    // cuBLAS sums in one order only with a fixed workspace; LibTorch then refuses what is not
-    // deterministic.
+    // cuBLAS sums in one order only with a fixed workspace.
     setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
     at::globalContext().setDeterministicAlgorithms(true, false);
     at::globalContext().setDeterministicFillUninitializedMemory(false);

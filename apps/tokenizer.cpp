@@ -1,19 +1,13 @@
 // pithtrain tokenizer: trains tokenizers, and looks at what they make of text.
 #include "text/tokenizer.h"
 
-#include <iostream>
-#include <iterator>
-
 #include "apps/commands.h"
-#include "core/error.h"
 #include "engine/file_io.h"
 #include "text/bpe_trainer.h"
 #include "text/corpus_reader.h"
 
 namespace pith {
 namespace {
-
-namespace fs = std::filesystem;
 
 struct Options {
   std::string tokenizer, other, out, field = "text", pattern;
@@ -24,13 +18,6 @@ struct Options {
   bool keep_special = false, whole_files = false;
   int threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 };
-
-std::string read_text(const std::string& path) {
-  if (path != "-") return read_file(path);
-  std::string text{std::istreambuf_iterator<char>(std::cin), {}};
-  PITH_CHECK(!std::cin.bad(), "cannot read standard input");
-  return text;
-}
 
 Tokenizer open(const std::string& path, const Options& options) {
   if (!path.ends_with(".tiktoken")) return Tokenizer::load(path);
@@ -63,17 +50,16 @@ void for_each_batch(const Options& options, Sink sink) {
   const ReadOptions read{.text_field = options.field, .max_line = UINT64_MAX};
   InputReader reader(list_inputs(options.inputs, {}), read);
   for (Chunk chunk; reader.next(chunk);) {
-    if (chunk.layout != Chunk::Layout::kWhole) {
-      for (Document& d : read_documents(chunk, read)) {
-        PITH_CHECK(d.problem.empty(), "{}:{}: {}", chunk.path, d.line, d.problem);
-        add(std::move(d.text));
+    read_lines(chunk, read);
+    for (const Document& document : chunk.documents) {
+      PITH_CHECK(
+          document.problem.empty(), "{}:{}: {}", chunk.path, document.line, document.problem);
+      const std::string& text = document.text;
+      const bool whole = options.whole_files || document.line > 0;
+      for (size_t begin = 0, end; begin < text.size(); begin = end) {
+        end = std::min(whole ? text.npos : text.find('\n', begin), text.size() - 1) + 1;
+        add(text.substr(begin, end - begin));
       }
-      continue;
-    }
-    const std::string& text = chunk.bytes;
-    for (size_t begin = 0, end; begin < text.size(); begin = end) {
-      end = std::min(options.whole_files ? text.npos : text.find('\n', begin), text.size() - 1) + 1;
-      add(text.substr(begin, end - begin));
     }
   }
   if (!batch.empty()) sink(batch);
@@ -100,7 +86,9 @@ void run_train(Options& options) {
 void run_encode(const Options& options) {
   const Tokenizer tokenizer = open(options.tokenizer, options);
   for (const std::string& input : options.inputs) {
-    const std::string text = read_text(input);
+    const auto text =
+        input != "-" ? read_file(input) : std::string{std::istreambuf_iterator<char>(std::cin), {}};
+    PITH_CHECK(!std::cin.bad(), "cannot read standard input");
     const Encoding encoding = tokenizer.encode(text, options.encode);
     if (!options.encode.offsets)
       fmt::print("{}\n", fmt::join(encoding.ids, " "));

@@ -1,18 +1,14 @@
-// pithtrain trace: one batch through a model folder, everything written down, to check one program
-// against another.
-#include "apps/commands.h"
+// pithtrain trace: one batch through a model folder, all written down, to compare programs.
 #include "apps/families.h"
-#include "core/device.h"
 #include "engine/batches.h"
-#include "engine/checkpoint.h"
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
 
 namespace pith {
 namespace {
 
-struct TraceOptions {
-  std::string folder, tokens, out, dtype = "fp32", device = "auto", routes;
+struct TraceOptions : ModelOptions {
+  std::string tokens, out, routes;
   bool grads = false, stages = false, routing = false;
   double balance_loss = 0;
 };
@@ -31,20 +27,13 @@ RoutingTape read_routes(const std::string& path, int64_t num_layers, at::Device 
 
 template <class Model>
 void trace(const TraceOptions& options) {
-  PITH_CHECK(options.dtype == "fp32" || options.dtype == "bf16",
-      "--dtype must be fp32 or bf16, not {}", options.dtype);
-  Mesh mesh;
-  mesh.device = select_device(options.device);
-  const auto config = Model::Config::parse_file(options.folder);
-  Model model(config, whole_model(config.num_layers, config.num_experts));
-  std::vector<ShardGroup> groups = make_shard_groups(model.parameter_units(),
-      options.dtype == "fp32" ? at::kFloat : at::kBFloat16, mesh, ShardGroup::Use::training);
-  restore_weights(groups, options.folder, config.tie_embeddings);
+  LoadedModel<Model> loaded(options, ShardGroup::Use::training);
+  auto& [device, config, model, mesh, groups] = loaded;
   const std::vector<Row> rows = read_token_rows(options.tokens, config.vocab_size);
   int64_t trained = 0;
   for (const Row& row : rows) trained += row.trained_tokens();
   const std::vector<MicroBatch> batch{
-      make_microbatch(rows, true, trained, static_cast<int64_t>(rows.size()), mesh.device)};
+      make_microbatch(rows, true, trained, std::ssize(rows), device)};
   Pipeline<Model> pipeline(model, mesh, batch[0].max_seqlen, {options.balance_loss, false});
 
   std::vector<NamedTensor> written;
@@ -53,8 +42,8 @@ void trace(const TraceOptions& options) {
   };
   if (options.stages) pipeline.observe(write);
   std::vector<RoutingTape> tapes(1);
-  if (!options.routes.empty())
-    tapes[0] = read_routes(options.routes, config.num_layers, mesh.device);
+  RoutingTape& tape = tapes[0];
+  if (!options.routes.empty()) tape = read_routes(options.routes, config.num_layers, device);
 
   zero_grads(groups);
   const BatchResult result = options.grads
@@ -64,24 +53,20 @@ void trace(const TraceOptions& options) {
   const double divisor = real(std::max<int64_t>(trained, 1));
   write("loss", result.loss_sum / divisor);
   write("logprobs", result.per_token[0]);
-  const bool recorded = options.routing && !tapes[0].replay;
-  for (size_t layer = 0; recorded && layer < tapes[0].topk_idx.size(); ++layer) {
-    if (!tapes[0].topk_idx[layer].defined()) continue;
-    write(fmt::format("routing.topk_idx.{}", layer), tapes[0].topk_idx[layer]);
-    write(fmt::format("routing.topk_weight.{}", layer), tapes[0].topk_weight[layer]);
+  const bool recorded = options.routing && !tape.replay;
+  for (size_t layer = 0; recorded && layer < tape.topk_idx.size(); ++layer) {
+    if (!tape.topk_idx[layer].defined()) continue;
+    write(fmt::format("routing.topk_idx.{}", layer), tape.topk_idx[layer]);
+    write(fmt::format("routing.topk_weight.{}", layer), tape.topk_weight[layer]);
   }
-  if (result.balance_sum.defined()) {
-    const double count = real(batch[0].global_rows * result.num_moe_layers);
-    write("balance_loss", result.balance_sum / count);
-  }
-  // The same routes again, so that logits and loss speak of one pass.
-  tapes[0].replay = true;
+  if (result.balance_sum.defined())
+    write("balance_loss", result.balance_sum / real(batch[0].global_rows * result.num_moe_layers));
+  tape.replay = true;  // so that logits and loss speak of one pass
   write("logits", pipeline.forward_only(batch, AllLogits(), {}, tapes).per_token[0]);
-  if (options.grads) {
-    for (const Parameter* parameter : all_parameters(groups))
-      for (const HfTensor& tensor : parameter->tensors)
+  for (const Parameter* parameter : all_parameters(groups))
+    for (const HfTensor& tensor : parameter->tensors)
+      if (options.grads)
         write("grad." + tensor.name, Parameter::view_of(parameter->grad.view({-1}), tensor));
-  }
   write_safetensors(options.out, written);
   fmt::print("{}: {} tensors; loss {:.6f} over {} trained tokens\n", options.out, written.size(),
       (result.loss_sum / divisor).template item<double>(), trained);
@@ -95,7 +80,8 @@ void add_trace_command(CLI::App& app) {
       [](const TraceOptions& options) {
         with_family(options.folder, [&]<class Model>() { return trace<Model>(options); });
       });
-  sub->add_option("folder", o->folder, "Hugging Face folder or checkpoint")->required();
+  o->dtype = "fp32";
+  o->add_to(*sub);
   sub->add_option("--out", o->out, "safetensors file to write")->required();
   sub->add_option("--tokens", o->tokens,
          "JSON: a list of rows, each a list of documents, each a list of ids; or an object with "
@@ -108,8 +94,6 @@ void add_trace_command(CLI::App& app) {
       "Take the expert ids from such a file instead of choosing (to compare dtypes)");
   sub->add_option("--balance-loss", o->balance_loss,
       "Coefficient of the load-balance loss in the gradients (default 0)");
-  sub->add_option("--dtype", o->dtype, "Compute dtype: fp32 (default) or bf16");
-  sub->add_option("--device", o->device, "auto (default), cpu, cuda");
   sub->footer(
       "Example: pithtrain trace runs/demo/checkpoints/step-00000300 --tokens ids.json "
       "--out trace.safetensors --grads --routing");

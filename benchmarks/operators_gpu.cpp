@@ -29,6 +29,7 @@
 #include "operators/rotary.h"
 #include "operators/router.h"
 #include "operators/swiglu.h"
+#include "tests/allocate.h"
 
 namespace pith {
 namespace {
@@ -91,7 +92,7 @@ Tensor random(const char* name, std::vector<int64_t> shape, at::ScalarType dtype
 }
 
 void fill_weight(Parameter& weight, double std) {
-  weight.allocate(at::kBFloat16, device);
+  allocate(weight, at::kBFloat16, device);
   Tensor value = weight.value.detach();
   fill_normal(value, 1, weight.name, std);
 }

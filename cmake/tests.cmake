@@ -12,9 +12,7 @@ foreach(room core operators models engine text apps)
     set(libraries pith_text)
   endif()
   pith_executable(test_${room} SOURCES ${sources} LINK ${libraries} pith::gtest)
-  if(NOT room STREQUAL "text")
-    pith_use_pch(test_${room})
-  endif()
+  pith_use_pch(test_${room})
   target_compile_definitions(test_${room} PRIVATE PITH_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   target_compile_options(test_${room} PRIVATE ${PITH_LIGHT})
   # Four files at a time: most of a small file's compile time is the precompiled header's templates.
@@ -37,6 +35,7 @@ endforeach()
 
 # What ./pith test --oracle compares with Hugging Face's tokenizers.
 pith_executable(oracle_driver SOURCES tests/oracle/tokenizers/driver.cpp LINK pith_text)
+pith_use_pch(oracle_driver)
 set_target_properties(oracle_driver PROPERTIES EXCLUDE_FROM_ALL ON)
 
 # tests/gpu/*.cpp -> test_gpu: needs a GPU, so it is built with CUDA and run by hand.

@@ -3,8 +3,6 @@
 #include <c10/util/accumulate.h>
 #include <xxhash.h>
 
-#include <sstream>
-
 #include "core/transport.h"
 
 namespace pith {
@@ -115,7 +113,7 @@ Work Comm::start(Operation&& given) const {
   const auto device = operation->in.device();
   if (device.is_cpu() && launch_info().mpi) {
     if (!group.mpi_tag) {
-      const Watched watched("setting up MPI for " + operation->what, operation->limit_s);
+      const auto watched = watch("setting up MPI for " + operation->what, operation->limit_s);
       static int64_t groups = 0;  // so that a first member gives each of its groups another tag
       const int64_t tag = ++groups * launch_info().size + group.ranks.front();
       group.mpi_tag = std::stoi(all_gather_strings(std::to_string(narrow<int>(tag))).front());
@@ -124,7 +122,7 @@ Work Comm::start(Operation&& given) const {
 #if PITH_CUDA
   } else if (device.is_cuda()) {
     if (!group.nccl) {
-      const Watched watched("setting up NCCL for " + operation->what, operation->limit_s);
+      const auto watched = watch("setting up NCCL for " + operation->what, operation->limit_s);
       const std::string id = all_gather_strings(rank() == 0 ? nccl_new_id() : "").front();
       group.nccl = nccl_connect(id, group.rank, size(), device);
     }
@@ -137,8 +135,8 @@ Work Comm::start(Operation&& given) const {
   return Work(operation.release());
 }
 
-Work Comm::all_reduce_async(Tensor& tensor, Reduce op) const {
-  return start({.name = "all_reduce", .out = tensor, .in = tensor, .reduce = op});
+Work Comm::all_reduce_async(Tensor& tensor) const {
+  return start({.name = "all_reduce", .out = tensor, .in = tensor});
 }
 
 Work Comm::all_gather_async(Tensor& out, const Tensor& in, std::span<const int64_t> sizes) const {
@@ -174,7 +172,7 @@ std::vector<std::string> Comm::all_gather_strings(const std::string& mine) const
   const int64_t round = impl_->rounds++;
   const std::string count = fmt::format("all_gather_strings #{}", round);
   note_operation(fmt::format("{} of group {}", count, name()));
-  const Watched watched(
+  const auto watched = watch(
       fmt::format("{} in {}", count, impl_->describe()), comm_timeout_s() * (round == 0 ? 3 : 1));
   return store_gather(impl_->key, round, rank(), size(), mine);
 }
@@ -214,15 +212,12 @@ void check_same_everywhere(
     }
     std::vector<int64_t> others;
     const std::vector<std::string> all = comm.all_gather_strings(difference);
-    for (size_t i = all.size(); i-- > 0;) {
-      if (all[i].empty()) continue;
-      others.insert(others.begin(), comm.ranks()[i]);
-      difference = all[i];
-    }
+    for (size_t i = 0; i < all.size(); ++i)
+      if (!all[i].empty()) others.push_back(comm.ranks()[i]);
     if (others.empty()) continue;
     PITH_FAIL_HINT("start every rank with the same program, files and options",
         "{} of rank {} and of ranks [{}] differ; {}", name, comm.ranks()[0],
-        fmt::join(others, ", "), difference);
+        fmt::join(others, ", "), *std::ranges::find_if_not(all, &std::string::empty));
   }
 }
 

@@ -1,17 +1,8 @@
-// A process group and its collectives: MPI for CPU tensors, NCCL for CUDA tensors. Also World, the
-// processes of the job. No header of a transport is included here.
+// Process groups and their collectives: MPI for CPU tensors, NCCL for CUDA tensors. World: the job.
 #pragma once
-#include <memory>
-#include <span>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "core/tensor.h"
 
 namespace pith {
-
-enum class Reduce { sum, max, min };
 
 // How this process was started: alone, by mpirun or srun (MPI), or with torchrun's environment.
 struct Launch {
@@ -23,10 +14,9 @@ const Launch& launch_info();
 
 struct Operation;  // core/transport.h
 
-// A collective under way, with its tensors: they may be read, written or dropped after wait() only.
-// CPU: wait() completes the requests. CUDA: the current stream waits, the host does not; call it on
-// the stream that the tensors were allocated on. Waiting twice is harmless; the destructor waits,
-// but, while an exception unwinds, leaves buffers to the end of the process.
+// A collective under way: its tensors may be read, written or dropped after wait() only. There
+// the host waits (CPU) or the current stream, which must be that of the tensors (CUDA). Waiting
+// twice is harmless; the destructor waits, but not while an exception unwinds.
 class Work {
  public:
   Work() = default;
@@ -46,17 +36,15 @@ struct P2P {
   bool is_send;
 };
 
-// A group of processes; a cheap handle. Every member enters every collective of a group in the same
-// order, empty tensors included. Tensors are contiguous, all on one device, which chooses the
-// transport, set up at the group's first collective on it. In a group of one a collective is the
-// identity: no library is touched. Sizes are checked; what other members pass is not.
+// A group of processes; a cheap handle. All members enter all its collectives in one order, also
+// with empty tensors. Tensors are contiguous, on one device, which chooses the transport, set up at
+// the group's first collective. In a group of one a collective is the identity: no library is
+// touched. Sizes are checked; what other members pass is not.
 //
 // Floating-point sums are formed in FP32 (FP64 for FP64) and rounded once. CPUs sum in the order of
-// the members' ranks, whatever the sizes; NCCL by its choice of algorithm, a function of group,
-// hardware and size: the same bits in every run and on every member, not in another layout.
-//
-// A collective that takes longer than PITH_COMM_TIMEOUT_S seconds (600; the first of a group three
-// times that) ends the job with a message that names it.
+// ranks, whatever the sizes; NCCL's order is a function of group, hardware and size: the same bits
+// in every run and on every member, not in another layout. A collective that takes longer than
+// PITH_COMM_TIMEOUT_S seconds (600; the first of a group three times that) ends the job by name.
 class Comm {
  public:
   Comm();  // this process alone
@@ -66,10 +54,10 @@ class Comm {
   const std::vector<int64_t>& ranks() const;  // world ranks of the members, ascending
   const std::string& name() const;
 
-  // In place. float64, float32, bfloat16, int64, int32.
-  [[nodiscard]] Work all_reduce_async(Tensor& tensor, Reduce op = Reduce::sum) const;
-  // `in` of member i becomes part i of `out`, both seen flat. sizes: elements of each member's
-  // part; empty: all equal. `in` may be this member's part of `out` itself.
+  // The sum, in place. float64, float32, bfloat16, int64, int32.
+  [[nodiscard]] Work all_reduce_async(Tensor& tensor) const;
+  // `in` of member i becomes part i of `out`, both seen flat. sizes: elements of each part; empty:
+  // all equal. `in` may be this member's part of `out` itself.
   [[nodiscard]] Work all_gather_async(
       Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const;
   // Sum over members of part i of `in` becomes `out` of member i. float64, float32, bfloat16; `out`
@@ -85,9 +73,7 @@ class Comm {
   // whose sender waits for a later batch of this group.
   [[nodiscard]] Work exchange_async(const std::vector<P2P>& messages) const;
 
-  void all_reduce(Tensor& tensor, Reduce op = Reduce::sum) const {
-    all_reduce_async(tensor, op).wait();
-  }
+  void all_reduce(Tensor& tensor) const { all_reduce_async(tensor).wait(); }
 
   // Small host data through the job's store, about a millisecond each; of all members, in order.
   std::vector<std::string> all_gather_strings(const std::string& mine) const;
@@ -102,10 +88,10 @@ class Comm {
   std::shared_ptr<Impl> impl_;
 };
 
-// The processes of the job, made once by a command before any group. Alone, a process starts
-// nothing. Otherwise: MPI (mpirun, srun --mpi=pmix) or LibTorch's TCPStore at MASTER_ADDR
-// (torchrun), a store on rank 0, and a heartbeat: a rank that gives no sign of life for
-// PITH_HEARTBEAT_S seconds (20) ends all ranks, as does end_all_ranks.
+// The processes of the job, made once by a command before any group. One alone starts nothing.
+// Otherwise: MPI (mpirun, srun --mpi=pmix) or LibTorch's TCPStore at MASTER_ADDR (torchrun), a
+// store on rank 0, and a heartbeat: a rank without a sign of life for PITH_HEARTBEAT_S seconds (20)
+// ends all, as does end_all_ranks.
 class World {
  public:
   World();   // collective
@@ -120,8 +106,8 @@ class World {
   Comm group(std::vector<int64_t> ranks, const std::string& name) const;
 };
 
-// In a job of several processes: makes `text` the job's first cause unless there is one already,
-// prints it once, and ends this and every other process with status 1. In a job of one: returns.
+// In a job of several processes: makes `text` the first cause unless there is one already, prints
+// it once, and ends all processes with status 1. In a job of one: returns.
 void end_all_ranks(const std::string& text);
 
 // Where the program stands ("step 12"), for messages about hangs and dead ranks.

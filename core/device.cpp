@@ -36,12 +36,11 @@ std::string load_cuda() {
 std::string load_cuda() { return "this program was built without CUDA (no nvcc was found)"; }
 #endif
 
-// A field of /proc/self/status in GiB.
+// A field of /proc/self/status, in GiB.
 double process_memory(const std::string& field) {
   std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);)
-    if (line.starts_with(field + ":"))
-      return std::stod(line.substr(field.size() + 1)) / (1024.0 * 1024.0);
+  for (std::string word; status >> word;)
+    if (double kib = 0; word == field && status >> kib) return kib / (1 << 20);
   return 0;
 }
 
@@ -87,7 +86,7 @@ double peak_flops([[maybe_unused]] at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
     const std::string name = properties_of(device).name;
-    // Dense BF16 rates of the vendor's datasheets for the SXM parts.
+    // The vendor's datasheets, SXM parts.
     if (name.find("H200") != name.npos || name.find("H100") != name.npos) return 989e12;
     if (name.find("B200") != name.npos) return 2250e12;
   }
@@ -100,12 +99,12 @@ MemoryUse memory_use([[maybe_unused]] at::Device device) {
   if (device.is_cuda()) {
     constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
-    constexpr double kGib = 1 << 30;
-    return {static_cast<double>(stats.allocated_bytes[kAll].current) / kGib,
-        static_cast<double>(stats.allocated_bytes[kAll].peak) / kGib};
+    const auto& bytes = stats.allocated_bytes[kAll];
+    return {static_cast<double>(bytes.current) / (1 << 30),
+        static_cast<double>(bytes.peak) / (1 << 30)};
   }
 #endif
-  return {process_memory("VmRSS"), process_memory("VmHWM")};
+  return {process_memory("VmRSS:"), process_memory("VmHWM:")};
 }
 
 void synchronize([[maybe_unused]] at::Device device) {

@@ -1,28 +1,20 @@
 // Which device this process computes on, and LibTorch's CUDA half loaded only where a GPU is.
 #pragma once
-#include <string>
-
 #include "core/tensor.h"
 
 namespace pith {
 
-// Must run before any other LibTorch call. Where this build has CUDA and the machine a GPU, loads
-// libtorch_cuda.so. `wanted`: "auto", "cpu" or "cuda", which throws, saying why it can't be had.
+// Must run before any other LibTorch call. Loads libtorch_cuda.so where this build has CUDA and the
+// machine a GPU. `wanted`: "auto", "cpu" or "cuda", which throws, saying why it can't be had.
 at::Device select_device(const std::string& wanted);
+std::string describe_device(at::Device device);  // a line: name, memory, which path operators take
+double peak_flops(at::Device device);            // dense BF16, FLOP/s; 0: not known
 
-// One line for the log: device name, memory, which operator path (kernels sm_90a, or reference).
-std::string describe_device(at::Device device);
-
-// Peak dense BF16 rate of the device in FLOP/s for MFU, or 0 where it is not known.
-double peak_flops(at::Device device);
-
-// GiB in tensors of LibTorch's allocator, now and at the peak; on the CPU resident memory.
-struct MemoryUse {
+struct MemoryUse {  // of LibTorch's allocator; on the CPU resident memory
   double current_gib, peak_gib;
 };
 MemoryUse memory_use(at::Device device);
-
-// For timing: waits for what computes, the current stream. Transfers of other streams go on.
+// Waits for what computes, the current stream. Transfers of other streams go on.
 void synchronize(at::Device device);
 
 }  // namespace pith

@@ -12,7 +12,7 @@ std::string what_text(const char* file, int line, std::string_view statement,
     const std::string& message, std::string_view hint) {
   std::string_view name = file;  // paths start at the room, whatever folder the build ran in
   for (std::string_view room : {"core/", "operators/", "models/", "engine/", "text/", "apps/"})
-    if (auto at = name.rfind(room); at != std::string_view::npos) name.remove_prefix(at);
+    if (const size_t at = name.rfind(room); at != name.npos) name.remove_prefix(at);
   std::string text = message;
   if (!hint.empty()) text += fmt::format("\n  hint: {}", hint);
   text += fmt::format("\n  at {}:{}", name, line);

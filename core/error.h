@@ -1,17 +1,10 @@
 // The one error layer: what failed, where, what to do next. Provides Error, PITH_CHECK, PITH_FAIL.
 #pragma once
-#include <fmt/format.h>
-
-#include <cstdint>
-#include <stdexcept>
-#include <string>
-#include <string_view>
 
 namespace pith {
 
-// what() is the whole text for a person: message, hint, file:line, statement, rank. Errors of the
-// user's input (file, config, shape of a checkpoint) and of the program share this type;
-// apps/main.cpp prints what(), or that of LibTorch's c10::Error, and exits with 1.
+// Wrong input and faults of the program share this type. what() is the whole text for a person:
+// message, hint, file:line, statement, rank; apps/main.cpp prints it and exits with 1.
 class Error : public std::runtime_error {
  public:
   Error(const char* file, int line, std::string_view statement, const std::string& message,

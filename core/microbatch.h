@@ -1,7 +1,5 @@
 // The unit of work that flows through the pipeline: packed rows of tokens.
 #pragma once
-#include <vector>
-
 #include "core/tensor.h"
 
 namespace pith {

@@ -1,7 +1,5 @@
 // MPI, opened at run time: a program started plainly does not need it. Only its messages are used;
 // collectives are made of them here. Provides mpi_*, find_symbol.
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/minimum.h>
 #include <dlfcn.h>
 #include <mpi.h>
 #include <unistd.h>
@@ -53,14 +51,11 @@ void check(int code) {
   PITH_FAIL("MPI: {}", text);
 }
 
-// The parts (n, size) reduced over n, in that order; floating point in FP32 or FP64.
-Tensor reduce_in_order(const Tensor& parts, Reduce reduce) {
-  Tensor result = parts.scalar_type() == at::kBFloat16 ? parts[0].to(at::kFloat) : parts[0];
-  for (int64_t i = 1; i < parts.size(0); ++i)
-    result = reduce == Reduce::sum   ? result.add_(parts[i])
-             : reduce == Reduce::max ? at::maximum(result, parts[i])
-                                     : at::minimum(result, parts[i]);
-  return result;
+// The parts (n, size) summed over n, in that order; BF16 in FP32.
+Tensor sum_in_order(const Tensor& parts) {
+  Tensor sum = parts.scalar_type() == at::kBFloat16 ? parts[0].to(at::kFloat) : parts[0];
+  for (int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts[i]);
+  return sum;
 }
 
 }  // namespace
@@ -133,17 +128,13 @@ void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t r
     to += recv;
     if (!operation.send.empty()) from += send;
   }
-  if (sums) {
-    operation.finish = [parts, out, reduce = operation.reduce] {
-      out.copy_(reduce_in_order(parts, reduce).view(out.sizes()));
-    };
-  }
+  if (sums) operation.finish = [parts, out] { out.copy_(sum_in_order(parts).view(out.sizes())); };
 }
 
 void mpi_wait(Operation& operation) {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
-  std::optional<Watched> watched;
+  std::shared_ptr<void> watched;
   for (int done = 0;;) {
     check(mpi().test_all(static_cast<int>(operation.requests.size()), operation.requests.data(),
         &done, MPI_STATUSES_IGNORE));
@@ -152,7 +143,7 @@ void mpi_wait(Operation& operation) {
       std::this_thread::yield();
       continue;
     }
-    if (!watched) watched.emplace(operation.what, operation.limit_s);
+    if (!watched) watched = watch(operation.what, operation.limit_s);
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }

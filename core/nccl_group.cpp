@@ -13,7 +13,7 @@ struct UniqueId {
   char bytes[128];
 };
 enum Type : int { kInt8 = 0, kInt32 = 2, kInt64 = 4, kFloat = 7, kDouble = 8 };
-enum Op : int { kSum = 0, kMax = 2, kMin = 3 };
+enum Op : int { kSum = 0 };
 constexpr int kSuccess = 0, kInProgress = 7;
 
 struct Nccl {
@@ -131,10 +131,7 @@ void nccl_send(Operation& operation, const NcclLink& link, int64_t rank, int64_t
     for (const auto& [peer, tensor, is_send] : operation.messages)
       transfer(tensor.data_ptr(), tensor.nbytes(), peer, is_send);
   } else if (recv.empty() && send.empty()) {
-    const Op op = operation.reduce == Reduce::sum   ? kSum
-                  : operation.reduce == Reduce::max ? kMax
-                                                    : kMin;
-    check(nccl().all_reduce(from, to, in.numel(), sum_type(in), op, comm, stream));
+    check(nccl().all_reduce(from, to, in.numel(), sum_type(in), kSum, comm, stream));
   } else if (send.empty() && all_equal(recv)) {
     check(nccl().all_gather(from, to, in.nbytes(), kInt8, comm, stream));
   } else if (recv.empty() && all_equal(send)) {

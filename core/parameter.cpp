@@ -12,7 +12,6 @@ std::vector<int64_t> HfTensor::whole_shape() const {
   return whole;
 }
 int64_t HfTensor::whole_numel() const { return c10::multiply_integers(whole_shape()); }
-
 int64_t Parameter::numel() const { return c10::multiply_integers(shape); }
 
 Parameter::Parameter(
@@ -38,21 +37,13 @@ Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape,
 }
 
 Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {
-  PITH_CHECK(flat_or_shaped.defined() && flat_or_shaped.is_contiguous(),
-      "{} must be contiguous to be cut into Hugging Face tensors",
+  const int64_t end = part.offset + part.numel();
+  PITH_CHECK(flat_or_shaped.defined() && flat_or_shaped.is_contiguous() && part.offset >= 0 &&
+                 end <= flat_or_shaped.numel(),
+      "elements {} to {} cannot be taken out of {}", part.offset, end,
       describe(flat_or_shaped, part.name));
-  PITH_CHECK(part.offset >= 0 && part.offset + part.numel() <= flat_or_shaped.numel(),
-      "{} takes elements {} to {} of a parameter of {}", part.name, part.offset,
-      part.offset + part.numel(), flat_or_shaped.numel());
   // Detached: the view of an autograd leaf can be written without being recorded.
   return flat_or_shaped.detach().view({-1}).narrow(0, part.offset, part.numel()).view(part.shape);
-}
-
-void Parameter::allocate(at::ScalarType dtype, at::Device device) {
-  const auto options = at::TensorOptions().device(device);
-  value = at::zeros(shape, options.dtype(dtype));
-  value.set_requires_grad(true);
-  grad = at::zeros(shape, options.dtype(wide_dtype(dtype)));
 }
 
 }  // namespace pith

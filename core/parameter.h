@@ -1,9 +1,5 @@
 // A trained tensor: how it is computed with, accumulated, initialised, named on disk.
 #pragma once
-#include <cstdint>
-#include <string>
-#include <vector>
-
 #include "core/tensor.h"
 
 namespace pith {
@@ -29,8 +25,8 @@ struct HfTensor {
   int64_t whole_numel() const;
 };
 
-// Non-copyable: operators and shard groups keep its address. `value` and `grad` are views into the
-// flat buffers of the ShardGroup that owns the parameter (engine/sharding.h), which binds them.
+// Operators and shard groups keep its address. `value` and `grad` are views into the flat buffers
+// of its ShardGroup (engine/sharding.h), which binds them.
 struct Parameter {
   std::string name;  // unique in the model; the Hugging Face name where there is only one
   std::vector<int64_t> shape;
@@ -43,21 +39,16 @@ struct Parameter {
   uint64_t version = 0;  // counts updates of value, for cached copies derived from it
 
   Parameter() = default;
-  // A parameter that is exactly one Hugging Face tensor.
+  // Of exactly one Hugging Face tensor, or of several concatenated along the first dimension.
   Parameter(std::string hf_name, std::vector<int64_t> shape, ParameterGroup group, Init init);
-  // A parameter fused from several, concatenated along its first dimension.
   Parameter(std::string name, std::vector<int64_t> shape, std::vector<HfTensor> tensors,
       ParameterGroup group, Init init);
-  Parameter(const Parameter&) = delete;
-  Parameter& operator=(const Parameter&) = delete;
-  Parameter(Parameter&&) = default;
+  Parameter(Parameter&&) = default;  // and no copies
   Parameter& operator=(Parameter&&) = default;
 
   int64_t numel() const;
   // A view of what belongs to one Hugging Face tensor, in its shape.
   static Tensor view_of(const Tensor& flat_or_shaped, const HfTensor& part);
-  // Gives the parameter buffers of its own, outside any shard group: for tests of operators.
-  void allocate(at::ScalarType dtype, at::Device device);
 };
 
 }  // namespace pith

@@ -1,45 +1,9 @@
-// The one precompiled header, of every room that uses tensors (text/ compiles without it); their
-// .cpp files do not repeat what is listed here. Never ATen/ATen.h or torch/torch.h, here or
-// elsewhere: a file includes the ATen/ops/*.h it needs. GCC instantiates pending templates of a
-// precompiled header again in every file, so what is listed costs each of them time: autograd's
-// custom functions would cost 3 s a file.
+// The precompiled header of every room that uses tensors (text has core/std.h); their .cpp files do
+// not repeat what is listed here. Never ATen/ATen.h or torch/torch.h, here or elsewhere: a file
+// includes the ATen/ops/*.h it needs. GCC instantiates pending templates of a precompiled header
+// again in every file, so what is listed costs time: autograd's custom functions 3 s a file.
 #pragma once
-
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <chrono>
-#include <cmath>
-#include <concepts>
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <exception>
-#include <filesystem>
-#include <fstream>
-#include <functional>
-#include <limits>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <numeric>
-#include <optional>
-#include <set>
-#include <span>
-#include <stdexcept>
-#include <string>
-#include <string_view>
-#include <thread>
-#include <tuple>
-#include <type_traits>
-#include <unordered_map>
-#include <utility>
-#include <variant>
-#include <vector>
-
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include "core/std.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>

@@ -11,12 +11,11 @@
 
 namespace pith {
 
-// Four uniform 32-bit words.
 struct Philox4 {
   uint32_t word[4];
 };
 
-// Ten rounds over a 128-bit counter under a 64-bit key.
+// Ten rounds over a 128-bit counter under a 64-bit key: four uniform words.
 PITH_HOST_DEVICE inline Philox4 philox_4x32_10(Philox4 counter, uint64_t key) {
   uint32_t* c = counter.word;
   uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
@@ -32,10 +31,10 @@ PITH_HOST_DEVICE inline Philox4 philox_4x32_10(Philox4 counter, uint64_t key) {
   return counter;
 }
 
-// Four uniform words for one counter value of the stream `key`.
+// The words of one counter value of the stream `key`.
 PITH_HOST_DEVICE inline Philox4 philox(uint64_t key, uint64_t counter) {
-  const uint32_t low = static_cast<uint32_t>(counter), high = static_cast<uint32_t>(counter >> 32);
-  return philox_4x32_10({{low, high, 0, 0}}, key);
+  return philox_4x32_10(
+      {{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0}}, key);
 }
 
 struct Normal4 {

@@ -18,9 +18,9 @@ std::string shape_text(at::IntArrayRef shape) {
 }  // namespace
 
 std::string dtype_name(at::ScalarType dtype) {
-  const auto* it =
-      std::ranges::find(kDtypes, dtype, &std::pair<at::ScalarType, const char*>::first);
-  return it == std::end(kDtypes) ? c10::toString(dtype) : it->second;
+  for (const auto& [type, name] : kDtypes)
+    if (type == dtype) return name;
+  return c10::toString(dtype);
 }
 
 std::string describe(const Tensor& tensor, std::string_view name) {

@@ -1,14 +1,6 @@
-// Shared by every room: the Tensor name, shape and dtype checks, exact integer arithmetic.
+// Shared by every room: the Tensor name, checks of shape and dtype, exact integer arithmetic.
 #pragma once
 #include <ATen/core/Tensor.h>
-
-#include <initializer_list>
-#include <limits>
-#include <string>
-#include <string_view>
-#include <type_traits>
-
-#include "core/error.h"
 
 namespace pith {
 
@@ -16,17 +8,12 @@ using at::Tensor;
 
 // "hidden: bfloat16 (4096, 2048) on cuda:0", or "hidden: undefined".
 std::string describe(const Tensor& tensor, std::string_view name);
+std::string dtype_name(at::ScalarType dtype);  // "float32", "bfloat16", "int64", ...
 
-// Name of a dtype as safetensors-free prose: "float32", "bfloat16", "int64", ...
-std::string dtype_name(at::ScalarType dtype);
-
-// Throws unless tensor is defined and has this shape; -1 allows any size in that place.
+// Throw unless tensor is defined and has this shape (-1 allows any size in that place), this dtype,
+// or both.
 void check_shape(const Tensor& tensor, std::string_view name, std::initializer_list<int64_t> shape);
-
-// Throws unless tensor is defined and has this dtype.
 void check_dtype(const Tensor& tensor, std::string_view name, at::ScalarType dtype);
-
-// Both.
 void check_tensor(const Tensor& tensor, std::string_view name, at::ScalarType dtype,
     std::initializer_list<int64_t> shape);
 
@@ -35,7 +22,7 @@ inline at::ScalarType wide_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// a / b for integers where b must divide a.
+// a / b where b must divide a.
 inline int64_t div_exact(int64_t a, int64_t b) {
   PITH_CHECK(b != 0 && a % b == 0, "{} is not divisible by {}", a, b);
   return a / b;

@@ -1,8 +1,5 @@
 // The two transports behind Comm and what they share with the world; for core/*.cpp only.
 #pragma once
-#include <atomic>
-#include <functional>
-
 #include "core/comm.h"
 
 struct ompi_request_t;  // MPI_Request
@@ -19,7 +16,6 @@ struct Operation {
   Tensor out = {}, in = {};        // the same tensor where it works in place
   std::vector<int64_t> recv = {};  // elements of `out` from each member; empty: all are summed
   std::vector<int64_t> send = {};  // elements of `in` to each member; empty: all of it to each
-  Reduce reduce = Reduce::sum;     // how, without `recv`
   std::vector<P2P> messages = {};  // instead of all that
   std::string what = {};           // for a person: operation, tensor, group, step
   double limit_s = 0;
@@ -64,17 +60,8 @@ void nccl_wait(Operation& operation);  // the current stream waits
 // error that it throws. The heartbeat asks it under a lock: it must not call what is below.
 void watch(std::string what, double limit_s, std::function<bool()> done);
 
-class Watched {  // a host call that may block
- public:
-  Watched(std::string what, double limit_s) {
-    watch(std::move(what), limit_s, [over = over_] { return over->load(); });
-  }
-  ~Watched() { *over_ = true; }
-  Watched(const Watched&) = delete;
-  Watched& operator=(const Watched&) = delete;
- private:
-  std::shared_ptr<std::atomic<bool>> over_ = std::make_shared<std::atomic<bool>>(false);
-};
+// The same for a host call that may block: it is done when the result is gone.
+[[nodiscard]] std::shared_ptr<void> watch(std::string what, double limit_s);
 
 // The texts of all members, in order, through the job's store; waits for them. One round each.
 std::vector<std::string> store_gather(

@@ -5,8 +5,6 @@
 #include <c10/util/Flags.h>
 #include <unistd.h>
 
-#include <charconv>
-#include <condition_variable>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -255,7 +253,6 @@ World::World() {
   // A kernel loaded at its first use waits for all that runs, also for a transfer of another rank
   // which waits for that kernel.
   setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
-  PITH_CHECK(job == nullptr, "the world exists already");
   job = new Job;
   set_error_context(fmt::format("rank {}", job->rank));
   if (launch_info().mpi) mpi_start();
@@ -325,6 +322,12 @@ double comm_timeout_s() {
 void watch(std::string what, double limit_s, std::function<bool()> done) {
   const std::lock_guard lock(job->mutex);
   job->watches.push_back({std::move(what), limit_s, std::move(done)});
+}
+
+std::shared_ptr<void> watch(std::string what, double limit_s) {
+  const auto call = std::make_shared<char>();
+  watch(std::move(what), limit_s, [alive = std::weak_ptr(call)] { return alive.expired(); });
+  return call;
 }
 
 std::vector<std::string> store_gather(

@@ -2,13 +2,6 @@
 
 #include <xxhash.h>
 
-#include <algorithm>
-#include <bit>
-#include <cstring>
-#include <functional>
-#include <utility>
-
-#include "core/error.h"
 #include "text/unicode.h"
 
 namespace pith {
@@ -34,38 +27,28 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
   for (const BpeMerge& m : merges)  // of a pair that is listed twice the last counts
     merges_[place(m.left, m.right)] = {pair_key(m.left, m.right), m.rank, m.merged};
 
-  // Parts of a piece are independent where symbols depend on nothing before them and stand for
-  // their characters.
-  const auto has = [](const auto& ids) {
-    return std::ranges::all_of(ids, [](int32_t id) { return id >= 0; });
-  };
-  const bool independent = config_.prefix.empty() && !config_.ignore_merges &&
-                           (has(config_.byte_level ? byte_ids_[0] : fallback_ids_) ||
-                               (config_.unk_id >= 0 && !config_.fuse_unk));
-  std::vector<bool> stands_in(tokens.size());
-  if (config_.unk_id >= 0) stands_in[static_cast<size_t>(config_.unk_id)] = true;
-  for (const int32_t id : fallback_ids_)
-    if (id >= 0) stands_in[static_cast<size_t>(id)] = true;
-  if (!independent) return;
+  // Parts of a piece are independent where symbols depend on nothing before them.
+  const bool independent =
+      config_.prefix.empty() && !config_.ignore_merges &&
+      (std::ranges::min(config_.byte_level ? byte_ids_[0] : fallback_ids_) >= 0 ||
+          (config_.unk_id >= 0 && !config_.fuse_unk));
+  std::set<int32_t> stand_ins(fallback_ids_, fallback_ids_ + 256);
+  stand_ins.insert(config_.unk_id);
+  const bool joined = std::ranges::any_of(merges,
+      [&](const BpeMerge& m) { return stand_ins.contains(m.left) || stand_ins.contains(m.right); });
+  if (!independent || joined) return;
   joints_.resize(kJoints);
   for (const BpeMerge& m : merges) {
-    const auto left = static_cast<size_t>(m.left), right = static_cast<size_t>(m.right);
-    if (stands_in[left] || stands_in[right]) {
-      joints_.clear();
-      return;
-    }
-    if (forms_[left].empty() || forms_[right].empty()) continue;  // no piece can hold them
-    joints_[joint(forms_[left], forms_[right])] = true;
+    const auto &left = forms_[static_cast<size_t>(m.left)],
+               &right = forms_[static_cast<size_t>(m.right)];
+    if (!left.empty() && !right.empty()) joints_[joint(left, right)] = true;  // a piece may hold it
   }
 }
 
 // The place in joints_ of the border between two texts.
 size_t Bpe::joint(std::string_view before, std::string_view behind) const {
-  size_t first = 0;
-  if (config_.byte_level)
-    first = 1;
-  else
-    utf8_next(behind, first);
+  size_t first = config_.byte_level ? 1 : 0;
+  if (first == 0) utf8_next(behind, first);
   uint64_t key = static_cast<uint8_t>(before.back());
   for (const char byte : behind.substr(0, first)) key = key << 8 | static_cast<uint8_t>(byte);
   return (key * 0x9E3779B97F4A7C15ull) >> (64 - kJointBits);
@@ -133,9 +116,9 @@ void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
   if (dropped && !symbols.empty()) symbols.back().length += dropped;
 }
 
-// Merges the leftmost pair of the lowest rank until none is left. Symbols form a linked list in
-// place. Up to kShort of them are scanned for the best pair; for more a heap of (rank, place) gives
-// it in n log n altogether, where entries whose pair has changed since are skipped.
+// Merges the leftmost pair of the lowest rank until none is left. Symbols are a linked list in
+// place. Up to kShort are scanned for the best pair; for more a heap of (rank, place), some entries
+// outdated, gives it in n log n altogether.
 void Bpe::merge(Scratch& scratch) const {
   constexpr size_t kShort = 64;
   auto& symbols = scratch.symbols;
@@ -194,7 +177,7 @@ void Bpe::encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>&
   if (!joints_.empty() && piece.size() > Scratch::kKeyBytes) {
     size_t begin = 0;
     for (size_t at = 1; at < piece.size(); ++at) {
-      const bool inside = !config_.byte_level && (static_cast<uint8_t>(piece[at]) & 0xC0) == 0x80;
+      const bool inside = !config_.byte_level && utf8_continues(piece[at]);
       if (inside || joints_[joint(piece.substr(0, at), piece.substr(at))]) continue;
       encode_part(piece.substr(begin, at - begin), scratch, ids, lengths);
       begin = at;

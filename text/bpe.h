@@ -1,10 +1,5 @@
 // The byte pair encoding model: from a piece of text to ids.
 #pragma once
-#include <cstdint>
-#include <string>
-#include <string_view>
-#include <unordered_map>
-#include <vector>
 
 namespace pith {
 
@@ -63,7 +58,6 @@ class Bpe {
   // Appends the ids of a piece and, unless null, the bytes each of them covers.
   void encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
       std::vector<uint32_t>* lengths) const;
-  bool byte_level() const { return config_.byte_level; }
  private:
   struct Slot {
     uint64_t pair = kEmpty;
@@ -88,8 +82,8 @@ class Bpe {
   std::unordered_map<std::string_view, int32_t> ids_;  // views forms_
   std::vector<Slot> merges_;
   int shift_ = 63;
-  std::vector<bool>
-      joints_;  // hashed (last byte, first character) of what some merge joins; empty: unused
+  // Hashed (last byte, first character) of what some merge joins; empty: unused.
+  std::vector<bool> joints_;
   int32_t byte_ids_[2][256];  // of the first and of later symbols of a piece
   int32_t fallback_ids_[256];
 };

@@ -1,11 +1,5 @@
 #include "text/bpe_trainer.h"
 
-#include <algorithm>
-#include <atomic>
-#include <queue>
-#include <utility>
-
-#include "core/error.h"
 #include "text/tokenizer_state.h"
 
 namespace pith {
@@ -73,15 +67,12 @@ BpeTrainer::BpeTrainer(BpeTrainerOptions options) : options_(std::move(options))
 
 void BpeTrainer::add(std::span<const std::string> texts) {
   const Split pieces{Regex(options_.pattern), SplitBehavior::kIsolated};
-  std::atomic<size_t> next = 0;
-  on_threads(options_.threads, [&](int thread) {
+  on_threads(options_.threads, texts.size(), [&](int thread, size_t i) {
     Counts& counts = counts_[static_cast<size_t>(thread)];
-    std::string repaired;
-    for (size_t i; (i = next++) < texts.size();) {
-      utf8_replace_invalid(texts[i], repaired);
-      split_text(pieces, repaired,
-          [&](size_t begin, size_t end) { ++counts[repaired.substr(begin, end - begin)]; });
-    }
+    std::string text;
+    utf8_replace_invalid(texts[i], text);
+    split_text(
+        pieces, text, [&](size_t begin, size_t end) { ++counts[text.substr(begin, end - begin)]; });
   });
 }
 

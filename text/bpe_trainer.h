@@ -1,11 +1,5 @@
 // Trains a byte-level BPE: the merges of Hugging Face's BpeTrainer for the same text and settings.
 #pragma once
-#include <span>
-#include <string>
-#include <string_view>
-#include <unordered_map>
-#include <vector>
-
 #include "text/tokenizer.h"
 
 namespace pith {
@@ -16,9 +10,9 @@ inline constexpr std::string_view kDefaultPattern =
     "| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+";
 
 struct BpeTrainerOptions {
-  int64_t vocab_size = 8192;                           // special tokens and the 256 bytes included
-  int64_t min_frequency = 0;                           // a pair seen less often is not merged
-  std::string pattern = std::string(kDefaultPattern);  // how text is cut into pieces
+  int64_t vocab_size = 8192;             // special tokens and the 256 bytes included
+  int64_t min_frequency = 0;             // a pair seen less often is not merged
+  std::string pattern{kDefaultPattern};  // how text is cut into pieces
   std::vector<std::string> special_tokens = {"<|endoftext|>"};  // ids 0, 1, ...; the first is eos
   int threads = 1;
 };

@@ -5,23 +5,15 @@
 #include <simdjson.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <xxhash.h>
 #include <zlib.h>
 #include <zstd.h>
-
-#include <algorithm>
-#include <cstring>
-#include <filesystem>
-#include <optional>
-#include <system_error>
-#include <utility>
-
-#include "core/error.h"
 
 namespace pith {
 namespace {
 
 namespace fs = std::filesystem;
-using Layout = Chunk::Layout;
+using Kind = Document::Kind;
 
 constexpr size_t kRead = 256 << 10, kChunk = 512 << 10;
 
@@ -58,11 +50,83 @@ Strings expand(const std::string& path) {
 
 bool is_zstd(std::string_view path) { return path.ends_with(".zst") || path.ends_with(".zstd"); }
 
-Layout layout_of(std::string_view path) {
-  if (path.ends_with(".parquet")) return Layout::kRows;
+bool is_table(std::string_view path) { return path.ends_with(".parquet"); }
+bool has_lines(std::string_view path) {
   if (path.ends_with(".gz") || is_zstd(path)) path = path.substr(0, path.rfind('.'));
-  const bool lines = path.ends_with(".jsonl") || path.ends_with(".ndjson");
-  return lines ? Layout::kLines : Layout::kWhole;
+  return path.ends_with(".jsonl") || path.ends_with(".ndjson");
+}
+
+// The plugin that `./pith setup --parquet` makes possible; this program does not link libparquet.
+const ParquetPlugin& parquet() {
+  static void* library = ::dlopen("libpith_parquet.so", RTLD_NOW | RTLD_LOCAL);
+  static void* symbol = library ? ::dlsym(library, "pith_parquet_plugin") : nullptr;
+  if (!symbol) {
+    const char* why = ::dlerror();
+    PITH_FAIL_HINT("run ./pith setup --parquet, then ./pith build",
+        "Parquet files cannot be read: {}", why ? why : "the plugin is damaged");
+  }
+  return *static_cast<const ParquetPlugin*>(symbol);
+}
+
+void refuse(Document& document, std::string problem) {
+  document.kind = Kind::kBad;
+  document.text.clear();
+  document.problem = std::move(problem);
+}
+
+void refuse_long(Document& document, const char* what, uint64_t limit) {
+  refuse(document, fmt::format("{} is longer than {} bytes (--max-line)", what, limit));
+}
+
+bool is_utf8(std::string_view text) { return simdjson::validate_utf8(text.data(), text.size()); }
+
+// --- JSON ---
+
+using Element = simdjson::dom::element;
+
+simdjson::simdjson_result<Element> find(Element element, std::string_view path) {
+  while (true) {
+    const size_t dot = path.find('.');
+    const auto inner = element[path.substr(0, dot)];
+    if (inner.error() || dot == path.npos) return inner;
+    element = inner.value_unsafe();
+    path.remove_prefix(dot + 1);
+  }
+}
+
+// `line` has SIMDJSON_PADDING readable bytes behind it.
+void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadOptions& options,
+    Document& out) {
+  Element root, id, field;
+  std::string_view text;
+  if (const auto error = parser.parse(line.data(), line.size(), false).get(root))
+    return refuse(out, fmt::format("not JSON: {}", simdjson::error_message(error)));
+  if (!options.id_field.empty() && !find(root, options.id_field).get(id))
+    out.id = id.get(text) ? simdjson::minify(id) : std::string(text);
+  const std::string& name = options.text_field;
+  if (find(root, name).get(field)) return refuse(out, fmt::format("no field \"{}\"", name));
+  if (field.get(text))
+    return refuse(
+        out, fmt::format("field \"{}\" is {:.40}, not text", name, simdjson::minify(field)));
+  out.text = text;
+}
+
+}  // namespace
+
+std::vector<InputFile> list_inputs(
+    const std::vector<std::string>& paths, const std::vector<std::string>& endings) {
+  std::vector<InputFile> files;
+  for (const std::string& pattern : paths)
+    for (const std::string& path : expand(pattern))  // named singly: whatever its ending
+      for (const std::string& file :
+          fs::is_directory(path) ? files_below(path, endings) : std::vector{path}) {
+        struct stat info{};
+        PITH_CHECK(::stat(file.c_str(), &info) == 0 && ::access(file.c_str(), R_OK) == 0,
+            "cannot read {}: {}", file, std::generic_category().message(errno));
+        files.push_back({file, static_cast<uint64_t>(info.st_size),
+            info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec});
+      }
+  return files;
 }
 
 // --- their bytes ---
@@ -138,241 +202,225 @@ class ByteSource {
   size_t more_ = 1;  // not 0 inside a frame, and before the first
 };
 
-// The plugin that `./pith setup --parquet` makes possible; this program does not link libparquet.
-const ParquetPlugin& parquet() {
-  static void* library = ::dlopen("libpith_parquet.so", RTLD_NOW | RTLD_LOCAL);
-  static void* symbol = library ? ::dlsym(library, "pith_parquet_plugin") : nullptr;
-  if (!symbol) {
-    const char* why = ::dlerror();
-    PITH_FAIL_HINT("run ./pith setup --parquet, then ./pith build",
-        "Parquet files cannot be read: {}", why ? why : "the plugin is damaged");
-  }
-  return *static_cast<const ParquetPlugin*>(symbol);
-}
-
-std::string too_long(const char* what, uint64_t limit) {
-  return fmt::format("{} is longer than {} bytes (--max-line)", what, limit);
-}
-
-// --- JSON ---
-
-using Element = simdjson::dom::element;
-
-simdjson::simdjson_result<Element> find(Element element, std::string_view path) {
-  while (true) {
-    const size_t dot = path.find('.');
-    const auto inner = element[path.substr(0, dot)];
-    if (inner.error() || dot == path.npos) return inner;
-    element = inner.value_unsafe();
-    path.remove_prefix(dot + 1);
-  }
-}
-
-// `line` has SIMDJSON_PADDING readable bytes behind it.
-void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadOptions& options,
-    Document& out) {
-  Element root, id, field;
-  std::string_view text;
-  if (const auto error = parser.parse(line.data(), line.size(), false).get(root)) {
-    out.problem = fmt::format("not JSON: {}", simdjson::error_message(error));
-    return;
-  }
-  if (!options.id_field.empty() && !find(root, options.id_field).get(id))
-    out.id = id.get(text) ? simdjson::minify(id) : std::string(text);
-  if (find(root, options.text_field).get(field))
-    out.problem = fmt::format("no field \"{}\"", options.text_field);
-  else if (const std::string& name = options.text_field; field.get(text))
-    out.problem = fmt::format("field \"{}\" is {:.40}, not text", name, simdjson::minify(field));
-  else
-    out.text = text;
-}
-
-}  // namespace
-
-std::vector<InputFile> list_inputs(
-    const std::vector<std::string>& paths, const std::vector<std::string>& endings) {
-  std::vector<InputFile> files;
-  for (const std::string& pattern : paths)
-    for (const std::string& path : expand(pattern))  // named singly: whatever its ending
-      for (const std::string& file :
-          fs::is_directory(path) ? files_below(path, endings) : std::vector{path}) {
-        struct stat info{};
-        PITH_CHECK(::stat(file.c_str(), &info) == 0 && ::access(file.c_str(), R_OK) == 0,
-            "cannot read {}: {}", file, std::generic_category().message(errno));
-        files.push_back({file, static_cast<uint64_t>(info.st_size),
-            info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec});
-      }
-  return files;
-}
-
-struct InputReader::State {
-  std::vector<InputFile> files;
-  ReadOptions options;
-  InputPosition at;
-  std::optional<ByteSource> source = {};
-  std::shared_ptr<void> table = {};  // of the Parquet plugin
-  std::string pending = {};          // read, not handed out: never a whole line or file
-  uint64_t bytes_before = 0;         // in the files before this one
-
-  void open(const std::string& path, Layout layout) {
-    if (layout == Layout::kRows) {
-      std::string error;
-      const char* column = options.text_field.c_str();
-      table.reset(parquet().open(path.c_str(), column, at.line, error), parquet().close);
-      PITH_CHECK(table, "{}: {}", path, error);
-    } else {
-      source.emplace(path);
-      if (layout == Layout::kLines) source->skip(at.offset);
-    }
-  }
-
-  bool next_rows(Chunk& chunk) {
-    std::string error;
-    const bool found = parquet().next(table.get(), chunk.bytes, chunk.row_sizes, error);
-    PITH_CHECK(error.empty(), "{}: {}", chunk.path, error);
-    at.line += static_cast<int64_t>(chunk.row_sizes.size());
-    at.offset = static_cast<uint64_t>(at.line);
-    return found;
-  }
-
-  bool next_file(Chunk& chunk) {
-    if (at.offset > 0) return false;
-    while (pending.size() <= options.max_line && read_more()) {}
-    chunk.bytes = std::exchange(pending, {});
-    if (chunk.bytes.size() > options.max_line) {
-      chunk.problem = too_long("this file, one document,", options.max_line);
-      chunk.bytes = {};
-    }
-    at.offset = 1;
-    return true;
-  }
-
-  bool read_more() {
-    const size_t size = pending.size();
-    pending.resize(size + kRead);
-    const size_t n = source->read(pending.data() + size, kRead);
-    pending.resize(size + n);
-    return n > 0;
-  }
-
-  bool next_lines(Chunk& chunk) {
-    size_t end = 0;  // of the last whole line
-    while (end == 0 || pending.size() < kChunk) {
-      const size_t searched = pending.size();
-      if (end == 0 && searched > options.max_line) return skip_line(chunk);
-      if (!read_more()) {
-        end = searched;
-        break;
-      }
-      const size_t newline = std::string_view(pending).substr(searched).rfind('\n');
-      if (newline != pending.npos) end = searched + newline + 1;
-    }
-    if (end == 0) return false;
-    chunk.bytes.reserve(end + simdjson::SIMDJSON_PADDING);
-    chunk.bytes.assign(pending, 0, end);
-    pending.erase(0, end);
-    at.offset += end;
-    at.line += std::ranges::count(chunk.bytes, '\n');
-    return true;
-  }
-
-  // Passes over a line that is too long to be held: all of `pending`, and more.
-  bool skip_line(Chunk& chunk) {
-    size_t end = 0;
-    while (end == 0) {
-      at.offset += pending.size();
-      pending.clear();
-      if (!read_more()) break;
-      end = pending.find('\n') + 1;
-    }
-    at.offset += end;
-    pending.erase(0, end);
-    ++at.line;
-    chunk.problem = too_long("this line", options.max_line);
-    return true;
-  }
-
-  bool next(Chunk& chunk) {
-    for (; at.file < std::ssize(files); at = {at.file + 1}) {
-      const InputFile& file = files[static_cast<size_t>(at.file)];
-      chunk = {};
-      chunk.layout = layout_of(file.path);
-      if (!source && !table) open(file.path, chunk.layout);
-      chunk.path = file.path;
-      chunk.line = at.line;
-      if (chunk.layout == Layout::kLines  ? next_lines(chunk)
-          : chunk.layout == Layout::kRows ? next_rows(chunk)
-                                          : next_file(chunk)) {
-        chunk.end = at;
-        chunk.bytes_read = bytes_before + (source ? source->consumed() : 0);
-        return true;
-      }
-      source.reset();
-      table.reset();
-      bytes_before += file.bytes;
-    }
-    return false;
-  }
-};
-
 InputReader::InputReader(std::vector<InputFile> files, ReadOptions options, InputPosition start)
-    : state_(new State{std::move(files), std::move(options), start}) {
-  for (int64_t i = 0; i < start.file; ++i)
-    state_->bytes_before += state_->files[static_cast<size_t>(i)].bytes;
+    : files_(std::move(files)), options_(std::move(options)), at_(start) {
+  for (int64_t i = 0; i < start.file; ++i) bytes_before_ += files_[static_cast<size_t>(i)].bytes;
 }
-InputReader::~InputReader() = default;
 
-bool InputReader::next(Chunk& chunk) { return state_->next(chunk); }
-
-std::vector<Document> read_documents(const Chunk& chunk, const ReadOptions& options) {
-  std::vector<Document> documents;
-  int64_t line = chunk.line;
-  const auto add = [&]() -> Document& {
-    documents.emplace_back().line = line;
-    return documents.back();
-  };
-  const auto is_utf8 = [](std::string_view text) {
-    return simdjson::validate_utf8(text.data(), text.size());
-  };
-  if (chunk.layout == Layout::kWhole || !chunk.problem.empty()) {
-    line += chunk.layout == Layout::kWhole ? 0 : 1;
-    Document& document = add();
-    document.problem = chunk.problem;
-    document.is_text = chunk.bytes.find('\0') == std::string::npos && is_utf8(chunk.bytes);
-    if (document.is_text) document.text = chunk.bytes;
-    return documents;
+bool InputReader::next_rows(Chunk& chunk) {
+  std::string error;
+  if (!table_) {
+    const char* column = options_.text_field.c_str();
+    table_.reset(parquet().open(chunk.path.c_str(), column, at_.line, error), parquet().close);
   }
-  size_t begin = 0;
-  if (chunk.layout == Layout::kRows) {
-    for (const int64_t size : chunk.row_sizes) {
-      ++line;
-      Document& document = add();
-      if (size < 0) document.problem = fmt::format("column \"{}\" is null", options.text_field);
-      if (size <= 0) continue;
-      document.text = chunk.bytes.substr(begin, static_cast<size_t>(size));
-      begin += static_cast<size_t>(size);
-      if (document.text.size() > options.max_line)
-        document.problem = too_long("this row", options.max_line);
-      else if (!is_utf8(document.text))
-        document.problem = "not UTF-8 text";
+  std::vector<std::optional<std::string>> texts;
+  if (table_) parquet().next(table_.get(), texts, error);
+  PITH_CHECK(error.empty(), "{}: {}", chunk.path, error);
+  for (auto& text : texts) {
+    Document& document = chunk.documents.emplace_back();
+    document.line = ++at_.line;
+    if (text) document.text = std::move(*text);
+    if (!text)
+      refuse(document, fmt::format("column \"{}\" is null", options_.text_field));
+    else if (document.text.size() > options_.max_line)
+      refuse_long(document, "this row", options_.max_line);
+    else if (!is_utf8(document.text))
+      refuse(document, "not UTF-8 text");
+  }
+  at_.offset = static_cast<uint64_t>(at_.line);
+  return !texts.empty();
+}
+
+bool InputReader::next_file(Chunk& chunk) {
+  if (at_.offset > 0) return false;
+  while (pending_.size() <= options_.max_line && read_more()) {}
+  Document& document = chunk.documents.emplace_back();
+  document.text = std::exchange(pending_, {});
+  if (document.text.size() > options_.max_line)
+    refuse_long(document, "this file, one document,", options_.max_line);
+  else if (document.text.find('\0') != std::string::npos || !is_utf8(document.text))
+    document.kind = Kind::kNotText;
+  at_.offset = 1;
+  return true;
+}
+
+bool InputReader::read_more() {
+  const size_t size = pending_.size();
+  pending_.resize(size + kRead);
+  const size_t n = source_->read(pending_.data() + size, kRead);
+  pending_.resize(size + n);
+  return n > 0;
+}
+
+bool InputReader::next_lines(Chunk& chunk) {
+  size_t end = 0;  // of the last whole line
+  while (end == 0 || pending_.size() < kChunk) {
+    const size_t searched = pending_.size();
+    if (end == 0 && searched > options_.max_line) return pass_line(chunk);
+    if (!read_more()) {
+      end = searched;
+      break;
     }
-    return documents;
+    const size_t newline = std::string_view(pending_).substr(searched).rfind('\n');
+    if (newline != pending_.npos) end = searched + newline + 1;
   }
-  std::string bytes = chunk.bytes;
+  if (end == 0) return false;
+  chunk.lines.reserve(end + simdjson::SIMDJSON_PADDING);
+  chunk.lines.assign(pending_, 0, end);
+  pending_.erase(0, end);
+  at_.offset += end;
+  at_.line += std::ranges::count(chunk.lines, '\n');
+  return true;
+}
+
+// Passes over a line that is too long to be held: all of `pending_`, and more.
+bool InputReader::pass_line(Chunk& chunk) {
+  size_t end = 0;
+  while (end == 0) {
+    at_.offset += pending_.size();
+    pending_.clear();
+    if (!read_more()) break;
+    end = pending_.find('\n') + 1;
+  }
+  at_.offset += end;
+  pending_.erase(0, end);
+  chunk.documents.emplace_back().line = ++at_.line;
+  refuse_long(chunk.documents[0], "this line", options_.max_line);
+  return true;
+}
+
+bool InputReader::next(Chunk& chunk) {
+  for (; at_.file < std::ssize(files_); at_ = {at_.file + 1}) {
+    const InputFile& file = files_[static_cast<size_t>(at_.file)];
+    const bool table = is_table(file.path), lines = has_lines(file.path);
+    chunk = {};
+    chunk.path = file.path;
+    chunk.line = at_.line;
+    if (!table && !source_) {
+      source_ = std::make_shared<ByteSource>(file.path);
+      if (lines) source_->skip(at_.offset);
+    }
+    if (table ? next_rows(chunk) : lines ? next_lines(chunk) : next_file(chunk)) {
+      chunk.end = at_;
+      chunk.bytes_read = bytes_before_ + (source_ ? source_->consumed() : 0);
+      return true;
+    }
+    source_.reset();
+    table_.reset();
+    bytes_before_ += file.bytes;
+  }
+  return false;
+}
+
+void read_lines(Chunk& chunk, const ReadOptions& options) {
+  std::string bytes = std::exchange(chunk.lines, {});
   bytes.reserve(bytes.size() + simdjson::SIMDJSON_PADDING);
   simdjson::dom::parser parser;
-  if (line == 0 && bytes.starts_with("\xEF\xBB\xBF")) begin = 3;
+  int64_t line = chunk.line;
+  size_t begin = line == 0 && bytes.starts_with("\xEF\xBB\xBF") ? 3 : 0;
   for (size_t end; begin < bytes.size(); begin = end + 1) {
     ++line;
     end = std::min(bytes.find('\n', begin), bytes.size());
     const std::string_view text(bytes.data() + begin, end - begin);
     if (text.find_first_not_of(" \t\r") == text.npos) continue;
+    Document& document = chunk.documents.emplace_back();
+    document.line = line;
     if (text.size() > options.max_line)
-      add().problem = too_long("this line", options.max_line);
+      refuse_long(document, "this line", options.max_line);
     else
-      read_json(parser, text, options, add());
+      read_json(parser, text, options, document);
   }
-  return documents;
+}
+
+// --- their ids ---
+
+CorpusEncoder::CorpusEncoder(
+    std::vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings, InputPosition start)
+    : reader_(std::move(files), settings.read, start),
+      tokenizer_(std::move(tokenizer)),
+      settings_(std::move(settings)) {
+  for (int i = 0; i < settings_.workers; ++i) threads_.emplace_back([this] { work(); });
+}
+
+CorpusEncoder::~CorpusEncoder() {
+  const std::lock_guard lock(mutex_);
+  ended_ = true;
+  changed_.notify_all();
+}
+
+void CorpusEncoder::work() {
+  while (true) {
+    std::unique_lock turn(reading_);
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] {
+        return ended_ || slots_.empty() ||
+               (in_flight_ < settings_.bytes_in_flight &&
+                   std::ssize(slots_) < 8 * settings_.workers);
+      });
+      if (ended_) return;
+    }
+    Chunk chunk;
+    std::exception_ptr error;
+    bool found = true;
+    try {
+      found = reader_.next(chunk);
+    } catch (...) { error = std::current_exception(); }
+    uint64_t bytes = chunk.lines.size();
+    for (const Document& document : chunk.documents) bytes += document.text.size();
+    std::packaged_task<Chunk()> task([&] {
+      if (error) std::rethrow_exception(error);
+      encode(chunk);
+      return std::move(chunk);
+    });
+    {
+      const std::lock_guard lock(mutex_);
+      ended_ = ended_ || !found || error;
+      if (found) slots_.emplace_back(task.get_future(), bytes);
+      in_flight_ += bytes;
+      changed_.notify_all();
+    }
+    turn.unlock();
+    if (found) task();
+  }
+}
+
+bool CorpusEncoder::next(Chunk& chunk) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return ended_ || !slots_.empty(); });
+  if (slots_.empty()) return false;
+  auto& first = slots_.front();  // in line, where it counts, until it is done
+  lock.unlock();
+  first.first.wait();
+  lock.lock();
+  auto [encoded, bytes] = std::move(first);
+  in_flight_ -= bytes;
+  slots_.pop_front();
+  changed_.notify_all();
+  chunk = encoded.get();
+  return true;
+}
+
+void CorpusEncoder::encode(Chunk& chunk) const {
+  read_lines(chunk, settings_.read);
+  for (Document& document : chunk.documents) {
+    const std::string text = std::exchange(document.text, {});
+    document.bytes = text.size();
+    if (document.kind != Kind::kGood) continue;
+    document.kind = text.empty()                         ? Kind::kEmpty
+                    : text.size() < settings_.min_length ? Kind::kShort
+                    : text.size() > settings_.max_length ? Kind::kLong
+                                                         : Kind::kGood;
+    if (document.kind != Kind::kGood) continue;
+    document.hash = XXH3_64bits(text.data(), text.size());
+    const XXH128_hash_t sum = XXH3_128bits(text.data(), text.size());
+    document.fingerprint = {sum.high64, sum.low64};
+    // A text that spells <|endoftext|> does not end there.
+    Encoding made = tokenizer_.encode(text, {.add_special_tokens = false, .parse_special = false});
+    chunk.dropped_characters += made.dropped_characters;
+    document.ids = std::move(made.ids);
+    if (settings_.end_id) document.ids.push_back(*settings_.end_id);
+  }
 }
 
 }  // namespace pith

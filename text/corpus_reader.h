@@ -1,9 +1,6 @@
-// Documents out of files: which files, decompression, chunks of whole lines, JSON.
+// Files to documents to token ids: which files, decompression, JSON, many workers.
 #pragma once
-#include <cstdint>
-#include <memory>
-#include <string>
-#include <vector>
+#include "text/tokenizer.h"
 
 namespace pith {
 
@@ -32,48 +29,93 @@ struct InputPosition {
   int64_t line = 0;
 };
 
-struct ChunkPlace {
+struct Document {
+  enum class Kind { kGood, kBad, kNotText, kEmpty, kShort, kLong } kind = Kind::kGood;
+  std::string text, id;
+  int64_t line = 0;     // from 1; 0 for a file that is one document
+  std::string problem;  // of a bad one: why
+  // Of a good one, when CorpusEncoder has taken its text:
+  uint64_t bytes = 0;                     // of text
+  uint64_t hash = 0;                      // xxh3-64 of the text
+  std::array<uint64_t, 2> fingerprint{};  // xxh3-128 of the text
+  std::vector<int32_t> ids;
+};
+
+// Neighbouring documents of one file, about 512 kB or one long document.
+struct Chunk {
   std::string path;
+  int64_t line = 0;   // lines before its first one
+  std::string lines;  // of JSON, whole: read_lines makes documents of them
+  std::vector<Document> documents;
   InputPosition end;
-  uint64_t bytes_read = 0;  // of all files up to here, as they lie on the disk
+  uint64_t bytes_read = 0;         // of all files up to here, as they lie on the disk
+  int64_t dropped_characters = 0;  // that the tokenizer has no token for
 };
 
-// Documents of one file as they lie there. .jsonl and .ndjson hold a document a line, .parquet a
-// document a row; any other file is one document. Each may be compressed: .gz, .zst.
-struct Chunk : ChunkPlace {
-  enum class Layout { kLines, kRows, kWhole } layout = Layout::kWhole;
-  std::string bytes;
-  std::vector<int64_t> row_sizes;  // kRows: bytes of each row, -1 where there is no text
-  int64_t line = 0;                // lines before the first one
-  std::string problem;             // why this line or file is no document; then bytes is empty
-};
-
-// The chunks of all files, in order, from a position on. Chunks are about 512 kB, or one line.
+// The chunks of all files, in order, from a position on. .jsonl and .ndjson hold a document a line,
+// .parquet a document a row; any other file is one document. Each may be compressed: .gz, .zst.
 // A file that cannot be read or ends inside its compressed data is an Error that names it.
 class InputReader {
  public:
   InputReader(std::vector<InputFile> files, ReadOptions options, InputPosition start = {});
-  ~InputReader();
   bool next(Chunk& chunk);  // false at the end
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  bool next_rows(Chunk& chunk);
+  bool next_file(Chunk& chunk);
+  bool next_lines(Chunk& chunk);
+  bool pass_line(Chunk& chunk);
+  bool read_more();
+
+  std::vector<InputFile> files_;
+  ReadOptions options_;
+  InputPosition at_;
+  std::shared_ptr<class ByteSource> source_;
+  std::shared_ptr<void> table_;  // of the Parquet plugin
+  std::string pending_;          // read, not handed out: never a whole line or file
+  uint64_t bytes_before_ = 0;    // in the files before this one
 };
 
-struct Document {
-  std::string text, id;
-  int64_t line = 0;     // from 1; 0 for a file that is one document
-  std::string problem;  // not empty: a bad line, and why
-  bool is_text = true;  // false: a whole file that is binary or not UTF-8
+// Parses the lines of a chunk; blank lines are no documents.
+void read_lines(Chunk& chunk, const ReadOptions& options);
+
+struct EncodeSettings {
+  ReadOptions read;
+  uint64_t min_length = 0, max_length = UINT64_MAX;  // bytes of a document's text
+  std::optional<int32_t> end_id;                     // put behind each document
+  int workers = 1;
+  uint64_t bytes_in_flight = uint64_t{32} << 20;  // of text read and not handed out
 };
 
-// All documents of a chunk; blank lines are none.
-std::vector<Document> read_documents(const Chunk& chunk, const ReadOptions& options);
+class CorpusEncoder {
+ public:
+  CorpusEncoder(std::vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings,
+      InputPosition start);
+  ~CorpusEncoder();  // ends the threads
+  // The next chunk in the order of the files, encoded, whatever the number of workers; false at the
+  // end. An Error of the reader comes after all chunks before it.
+  bool next(Chunk& chunk);
+ private:
+  void work();
+  void encode(Chunk& chunk) const;
+
+  InputReader reader_;
+  Tokenizer tokenizer_;
+  EncodeSettings settings_;
+  std::mutex reading_;  // a worker's turn: it reads a chunk and puts a slot for it in line
+  std::mutex mutex_;    // of what follows
+  std::condition_variable changed_;
+  // In the order of the files: chunks and the bytes of their texts.
+  std::deque<std::pair<std::future<Chunk>, uint64_t>> slots_;
+  uint64_t in_flight_ = 0;
+  bool ended_ = false;
+  std::vector<std::jthread> threads_;  // the last member: the first to go
+};
 
 // What libpith_parquet.so offers, under the name pith_parquet_plugin.
 struct ParquetPlugin {
   void* (*open)(const char* path, const char* column, int64_t first_row, std::string& error);
-  bool (*next)(void* handle, std::string& bytes, std::vector<int64_t>& sizes, std::string& error);
+  // Appends the texts of some rows, nothing for null; none at the end.
+  void (*next)(void* handle, std::vector<std::optional<std::string>>& texts, std::string& error);
   void (*close)(void* handle);
 };
 

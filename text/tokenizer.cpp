@@ -1,11 +1,5 @@
 #include "text/tokenizer.h"
 
-#include <fmt/ranges.h>
-
-#include <algorithm>
-#include <atomic>
-
-#include "core/error.h"
 #include "text/tokenizer_state.h"
 
 namespace pith {
@@ -180,10 +174,8 @@ Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options)
 std::vector<Encoding> Tokenizer::encode_batch(
     std::span<const std::string> texts, int threads, const EncodeOptions& options) const {
   std::vector<Encoding> encodings(texts.size());
-  std::atomic<size_t> next = 0;
-  on_threads(threads, [&](int) {
-    for (size_t i; (i = next++) < texts.size();) encodings[i] = encode(texts[i], options);
-  });
+  on_threads(
+      threads, texts.size(), [&](int, size_t i) { encodings[i] = encode(texts[i], options); });
   return encodings;
 }
 
@@ -201,10 +193,7 @@ int64_t Tokenizer::vocab_size() const { return static_cast<int64_t>(state_->toke
 std::string Tokenizer::token(int32_t id) const {
   return id >= 0 && id < vocab_size() ? state_->tokens[static_cast<size_t>(id)] : std::string();
 }
-std::optional<int32_t> Tokenizer::id(std::string_view token) const {
-  const auto found = state_->ids.find(std::string(token));
-  return found == state_->ids.end() ? std::nullopt : std::optional(found->second);
-}
+std::optional<int32_t> Tokenizer::id(std::string_view token) const { return state_->find(token); }
 bool Tokenizer::is_special(int32_t id) const {
   const auto found = state_->added.find(id);
   return found != state_->added.end() && found->second.special;

@@ -1,14 +1,5 @@
 // From text to token ids and back: any BPE tokenizer.json, the ids of Hugging Face `tokenizers`.
-// Provides Tokenizer, EncodeOptions, Encoding, StreamingDecoder.
 #pragma once
-#include <cstdint>
-#include <filesystem>
-#include <memory>
-#include <optional>
-#include <span>
-#include <string>
-#include <string_view>
-#include <vector>
 
 namespace pith {
 
@@ -19,9 +10,8 @@ struct EncodeOptions {
   bool strict = false;             // refuse ill-formed UTF-8 instead of replacing it by U+FFFD
 };
 
-// Bytes [begin, end) of the input, counted after ill-formed UTF-8 was replaced by U+FFFD. A token
-// that holds a part of a character covers the whole character; tokens that a post-processor adds
-// have {0, 0}.
+// Bytes [begin, end) of the input, ill-formed UTF-8 replaced by U+FFFD. A part of a character
+// covers all of it; tokens that a post-processor adds have {0, 0}.
 struct TokenSpan {
   uint32_t begin = 0, end = 0;
   bool operator==(const TokenSpan&) const = default;
@@ -34,19 +24,17 @@ struct Encoding {
   int64_t dropped_characters = 0;  // outside a vocabulary that has neither unk nor byte tokens
 };
 
-// Immutable after load and cheap to copy; every const member may be called from many threads at
-// once.
+// Immutable and cheap to copy; many threads may use it at once.
 class Tokenizer {
  public:
-  // `path` is a tokenizer.json, or a folder with tokenizer.json and (optional)
-  // tokenizer_config.json. A component that is not supported is refused by its name.
+  // `path` is a tokenizer.json, or a folder with one and perhaps a tokenizer_config.json. A
+  // component that is not supported is refused by its name.
   static Tokenizer load(const std::filesystem::path& path);
-  // The text of a .tiktoken file ("base64 rank" lines). `special` gives ids to further tokens.
+  // The text of a .tiktoken file ("base64 rank" lines); `special`: ids of further tokens.
   static Tokenizer from_tiktoken(const std::string& ranks, std::string_view pattern,
       const std::vector<std::pair<std::string, int32_t>>& special);
   static Tokenizer from_json(std::string tokenizer_json, std::string tokenizer_config = "");
-  // Ids 0..255 are the bytes, 256 is <|endoftext|>.
-  static Tokenizer bytes();
+  static Tokenizer bytes();  // ids 0..255 are the bytes, 256 is <|endoftext|>
 
   // Writes tokenizer.json and tokenizer_config.json; the files load in Python too.
   void save(const std::filesystem::path& folder) const;
@@ -73,8 +61,7 @@ class Tokenizer {
   std::shared_ptr<const State> state_;
 };
 
-// Text as it becomes certain while ids arrive: never half a character, and all of it together is
-// what decode gives for all ids.
+// Text as it becomes certain while ids arrive: never half a character, all together that of decode.
 class StreamingDecoder {
  public:
   explicit StreamingDecoder(Tokenizer tokenizer, bool skip_special_tokens = true)

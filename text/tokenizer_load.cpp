@@ -1,12 +1,9 @@
-// tokenizer.json, tokenizer_config.json and .tiktoken files. A component that is not supported, or
-// an option that would change ids, is refused by its name.
+// tokenizer.json, tokenizer_config.json and .tiktoken files. What is not supported and would change
+// ids is refused by name.
 #include <xxhash.h>
 
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
-#include "core/error.h"
 #include "text/tokenizer_state.h"
 #include "text/unicode_tables.h"
 
@@ -15,7 +12,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-std::string read_file(const std::filesystem::path& path) {
+std::string read_file(const std::filesystem::path& path, bool optional = false) {
+  if (optional && !std::filesystem::exists(path)) return "";
   std::ifstream file(path, std::ios::binary);
   std::string content{std::istreambuf_iterator<char>(file), {}};
   PITH_CHECK(file.is_open() && !file.bad(), "cannot read {}", path.string());
@@ -35,7 +33,7 @@ const Json& member(const Json& object, const char* key) {
   return found == object.end() ? null : *found;
 }
 
-// A member of the type T; `otherwise` where it is missing or null.
+// `otherwise` stands for a member that is missing or null.
 template <class T>
 T get(const Json& object, const char* key, std::optional<T> otherwise = std::nullopt) {
   const Json& value = member(object, key);
@@ -46,6 +44,9 @@ T get(const Json& object, const char* key, std::optional<T> otherwise = std::nul
   return value.get<T>();
 }
 std::string text_of(const Json& object, const char* key) { return get<std::string>(object, key); }
+bool flag(const Json& object, const char* key, bool otherwise = false) {
+  return get<bool>(object, key, otherwise);
+}
 std::string filled(const Json& object, const char* key) {
   std::string text = text_of(object, key);
   PITH_CHECK(!text.empty(), "tokenizer.json: {} is empty in {}", key, object.dump());
@@ -59,8 +60,8 @@ int32_t id_of(const Json& value) {
 }
 
 [[noreturn]] void refuse(std::string_view kind, std::string_view name) {
-  PITH_FAIL_HINT("this program reads BPE tokenizers; see docs for the components it knows",
-      "tokenizer.json: the {} {} is not supported", kind, name);
+  PITH_FAIL_HINT("this program reads BPE tokenizers", "tokenizer.json: the {} {} is not supported",
+      kind, name);
 }
 
 // The place of a name among those that are known.
@@ -99,7 +100,7 @@ Replace replace_of(const Json& json) { return {pattern_of(json), text_of(json, "
 std::string scheme_of(const Json& json) {
   const auto scheme = get<std::string>(json, "prepend_scheme", "always");
   choose("Metaspace prepend_scheme", scheme, {"always", "first", "never"});
-  return get<bool>(json, "add_prefix_space", true) ? scheme : "never";
+  return flag(json, "add_prefix_space", true) ? scheme : "never";
 }
 
 Stage make_normalizer(const Json& json) {
@@ -117,18 +118,17 @@ constexpr std::string_view kGpt2Pattern =
 void read_pre_tokenizer(const Json& json, Regex::Dialect dialect, Tokenizer::State& state) {
   using enum SplitBehavior;
   auto add = [&](Stage stage) { state.pre_tokenizers.push_back(std::move(stage)); };
-  auto flag = [&](const char* key, bool otherwise) { return get<bool>(json, key, otherwise); };
   PITH_CHECK(!state.byte_level, "tokenizer.json: a pre_tokenizer after ByteLevel is not supported");
   const std::string type = text_of(json, "type");
   if (type == "Split") {
     const SplitBehavior behavior = behavior_of(text_of(json, "behavior"));
-    add(Split{pattern_of(json, dialect), behavior, flag("invert", false)});
+    add(Split{pattern_of(json, dialect), behavior, flag(json, "invert")});
   } else if (type == "ByteLevel") {
     state.byte_level = true;
-    if (flag("add_prefix_space", true)) add(Prepend{" ", true});
-    if (flag("use_regex", true)) add(Split{Regex(kGpt2Pattern), kIsolated});
+    if (flag(json, "add_prefix_space", true)) add(Prepend{" ", true});
+    if (flag(json, "use_regex", true)) add(Split{Regex(kGpt2Pattern), kIsolated});
   } else if (type == "Digits") {
-    add(Split{Regex(kDigitPattern), flag("individual_digits", false) ? kIsolated : kContiguous});
+    add(Split{Regex(kDigitPattern), flag(json, "individual_digits") ? kIsolated : kContiguous});
   } else if (type == "Punctuation") {
     add(Split{Regex(kPunctuationPattern, Regex::Dialect::kPcre2),
         behavior_of(get<std::string>(json, "behavior", "Isolated"))});
@@ -140,7 +140,7 @@ void read_pre_tokenizer(const Json& json, Regex::Dialect dialect, Tokenizer::Sta
     const std::string space = filled(json, "replacement"), scheme = scheme_of(json);
     add(Replace{Regex::literal(" "), space});
     if (scheme != "never") add(Prepend{space, true, scheme == "first"});
-    if (flag("split", true)) add(Split{Regex::literal(space), kMergedWithNext});
+    if (flag(json, "split", true)) add(Split{Regex::literal(space), kMergedWithNext});
     state.needs_places = state.needs_places || (scheme == "first" && !state.normalizers.empty());
   } else {
     refuse("pre_tokenizer", type);
@@ -158,16 +158,18 @@ Decoder make_decoder(const Json& json) {
         {Regex::literal(filled(json, "replacement")), " "}, scheme_of(json) != "never"};
   if (type != "Strip") refuse("decoder", type);
   const std::string content = filled(json, "content");
-  size_t end = 0;
-  utf8_next(content, end);
-  return DecodeStrip{content.substr(0, end), get<size_t>(json, "start"), get<size_t>(json, "stop")};
+  size_t at = 0;  // its first character is taken off both ends, so often at most
+  const auto code = static_cast<uint32_t>(utf8_next(content, at));
+  const std::string ends = fmt::format(R"(\A\x{{{0:x}}}{{0,{1}}}(?!\A)|\x{{{0:x}}}{{0,{2}}}\z)",
+      code, get<size_t>(json, "start"), get<size_t>(json, "stop"));
+  return DecodeReplace{{Regex(ends, Regex::Dialect::kPcre2), ""}};
 }
 
 void read_post_processor(const Json& json, Tokenizer::State& state) {
   const std::string type = text_of(json, "type");
   if (type == "ByteLevel") {
-    state.trim_offsets = state.trim_offsets || get<bool>(json, "trim_offsets", true);
-    state.trim_keeps_prefix_space = get<bool>(json, "add_prefix_space", true);
+    state.trim_offsets = state.trim_offsets || flag(json, "trim_offsets", true);
+    state.trim_keeps_prefix_space = flag(json, "add_prefix_space", true);
     return;
   }
   if (type != "TemplateProcessing") refuse("post_processor", type);
@@ -212,9 +214,9 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
   };
   for (const auto& [token, id] : vocab.items()) put(token, id_of(id));
   for (const Json& json : added) {
-    auto flag = [&](const char* key) { return get<bool>(json, key, false); };
-    AddedToken token{filled(json, "content"), id_of(member(json, "id")), flag("special"),
-        get<bool>(json, "normalized", true), flag("lstrip"), flag("rstrip"), flag("single_word")};
+    AddedToken token{filled(json, "content"), id_of(member(json, "id")), flag(json, "special"),
+        flag(json, "normalized", true), flag(json, "lstrip"), flag(json, "rstrip"),
+        flag(json, "single_word")};
     put(token.content, token.id);
     state.added[token.id] = token;
   }
@@ -242,17 +244,16 @@ void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>
   }
   std::vector<std::string> tokens(state.tokens.size());
   for (const auto& [token, id] : model["vocab"].items()) tokens[id.get<size_t>()] = token;
-  auto flag = [&](const char* key) { return get<bool>(model, key, false); };
   Bpe::Config config{.byte_level = state.byte_level,
-      .ignore_merges = flag("ignore_merges"),
-      .byte_fallback = flag("byte_fallback"),
-      .fuse_unk = flag("fuse_unk"),
+      .ignore_merges = flag(model, "ignore_merges"),
+      .byte_fallback = flag(model, "byte_fallback"),
+      .fuse_unk = flag(model, "fuse_unk"),
       .prefix = get<std::string>(model, "continuing_subword_prefix", "")};
   auto id = [&](const std::string& token) {
-    const auto found = state.ids.find(token);
-    PITH_CHECK(found != state.ids.end() && !tokens[static_cast<size_t>(found->second)].empty(),
+    const auto found = state.find(token);
+    PITH_CHECK(found && !tokens[static_cast<size_t>(*found)].empty(),
         "tokenizer.json: {} is not in the model's vocabulary", token);
-    return found->second;
+    return *found;
   };
   if (!member(model, "unk_token").is_null()) config.unk_id = id(text_of(model, "unk_token"));
 
@@ -284,10 +285,9 @@ void read_config(const std::string& text, Tokenizer::State& state) {
     const Json& content = value.is_object() ? member(value, "content") : value;
     if (content.is_null()) return std::nullopt;
     PITH_CHECK(content.is_string(), "tokenizer_config.json: {} is not a text", key);
-    const auto found = state.ids.find(content.get<std::string>());
-    PITH_CHECK(found != state.ids.end(), "tokenizer_config.json: {} {} is not in the vocabulary",
-        key, content.dump());
-    return found->second;
+    const auto found = state.find(content.get<std::string>());
+    PITH_CHECK(found, "tokenizer_config.json: {} {} is not in the vocabulary", key, content.dump());
+    return found;
   };
   state.bos = special("bos_token");
   state.eos = special("eos_token");
@@ -341,8 +341,7 @@ std::string decode_base64(std::string_view text) {
   std::string bytes;
   uint32_t bits = 0;
   int count = 0;
-  while (text.ends_with('=')) text.remove_suffix(1);
-  for (char c : text) {
+  for (const char c : text.substr(0, text.find_last_not_of('=') + 1)) {
     const size_t digit = digits.find(c);
     PITH_CHECK(digit != digits.npos, "{} is not base64", text);
     bits = bits << 6 | static_cast<uint32_t>(digit);
@@ -407,11 +406,9 @@ Tokenizer Tokenizer::bytes() {
 
 Tokenizer Tokenizer::load(const std::filesystem::path& path) {
   if (!std::filesystem::is_directory(path)) return from_json(read_file(path));
-  auto optional_file = [&](const char* name) {
-    return std::filesystem::exists(path / name) ? read_file(path / name) : std::string();
-  };
   return Tokenizer(make_state(read_file(path / "tokenizer.json"),
-      optional_file("tokenizer_config.json"), optional_file("chat_template.jinja")));
+      read_file(path / "tokenizer_config.json", true),
+      read_file(path / "chat_template.jinja", true)));
 }
 
 Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pattern,

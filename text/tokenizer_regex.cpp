@@ -1,11 +1,4 @@
-#include "text/tokenizer_regex.h"
-
-#include <algorithm>
-#include <charconv>
-#include <optional>
-#include <vector>
-
-#include "core/error.h"
+#include "text/tokenizer_state.h"
 
 namespace pith {
 namespace {
@@ -15,11 +8,20 @@ constexpr std::string_view kOnigurumaWord =
     "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{B2}\\x{B3}\\x{B9}\\x{BC}-\\x{BE}\\x{24B6}-\\x{24E9}"
     "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 
-constexpr std::string_view kCategories =
-    " L Lu Ll Lt Lm Lo M Mn Mc Me N Nd Nl No P Pc Pd Ps Pe Pi Pf Po S Sm Sc Sk So Z Zs Zl Zp Cc Cf"
-    " Co ";
-
 bool is_one_of(char c, std::string_view set) { return set.find(c) != set.npos; }
+
+// The constructs that are supported, apart from words and classes.
+struct Grammar {
+  static Regex rule(std::string_view pattern) {
+    return Regex(fmt::format("\\G(?:{})", pattern), Regex::Dialect::kPcre2);
+  }
+  Regex syntax = rule(R"(\(\?(?:[:=!>]|<[=!]|i:)|\((?![?*])|[)*+?.|^$]|\\[Az])");
+  Regex set = rule(R"(\\[dDsS]|\\[pP]\{\^?(?:L[ultmo]?|M[nce]?|N[dlo]?|P[cdseifo]?|S[mcko]?|)"
+                   R"(Z[slp]?|C[cfo])\})");
+  Regex interval = rule(R"(\{(?:[0-9]+,?[0-9]*|,[0-9]+)\})");
+  Regex point = rule(R"(\\u[0-9A-Fa-f]{4}|\\x(?:[0-9A-Fa-f]{2}|\{[0-9A-Fa-f]+\})|\\[nrtfvae])"
+                     R"(|\\[^A-Za-z0-9]|[^\\])");
+};
 
 // Rewrites a pattern into PCRE2's syntax, one construct at a time, or refuses it. What is an error
 // in every dialect is left to PCRE2.
@@ -31,9 +33,9 @@ class Translator {
     PITH_CHECK(utf8_valid_prefix(pattern_) == pattern_.size(), "regex is not UTF-8");
     take("(?i)");  // behind the beginning it binds otherwise in Oniguruma
     while (at_ < pattern_.size()) {
-      const char c = pattern_[at_];
+      const char c = peek();
       const size_t start = out_.size();
-      if (c == '{' && interval()) continue;
+      if (interval()) continue;
       if (c == '(') {
         groups_.push_back(start);
       } else if (c == ')' && !groups_.empty()) {
@@ -44,17 +46,31 @@ class Translator {
       }
       if (c == '[')
         character_class();
-      else if (!syntax())
-        range(literal(), std::nullopt);
+      else if (next(grammar().syntax) || next(grammar().set))
+        out_ += token_;
+      else if (!word())
+        range(point("("), std::nullopt);
     }
     return std::move(out_);
   }
  private:
-  [[noreturn]] void refuse(size_t size) const {
-    PITH_FAIL("regex construct {} is not supported, in {}", pattern_.substr(at_, size), pattern_);
+  static const Grammar& grammar() {
+    static const Grammar grammar;
+    return grammar;
+  }
+  [[noreturn]] void refuse(std::string_view construct) const {
+    PITH_FAIL("regex construct {} is not supported, in {}", construct, pattern_);
   }
   char peek(size_t ahead = 0) const {
     return at_ + ahead < pattern_.size() ? pattern_[at_ + ahead] : '\0';
+  }
+  // Reads what a rule matches here into token_.
+  bool next(const Regex& rule) {
+    size_t begin = 0, end = 0;
+    if (!rule.find(pattern_, at_, begin, end)) return false;
+    token_ = pattern_.substr(at_, end - at_);
+    at_ = end;
+    return true;
   }
   // Reads `text` if it is next, and writes it or what PCRE2 has for it.
   bool take(std::string_view text, std::string_view pcre2) {
@@ -65,34 +81,30 @@ class Translator {
   }
   bool take(std::string_view text) { return take(text, text); }
 
-  bool syntax() {
+  bool word() {
     constexpr std::string_view kBorder = "(?:(?<=[{0}])(?{1}[{0}])|(?<![{0}])(?{2}[{0}]))";
-    for (const char* known : {"(?:", "(?=", "(?!", "(?>", "(?<=", "(?<!", "(?i:"})
-      if (take(known)) return true;
-    if (peek() == '(' && is_one_of(peek(1), "?*")) refuse(4);
-    for (const char* known :
-        {"(", ")", "*", "+", "?", ".", "|", "^", "$", "\\d", "\\D", "\\s", "\\S", "\\A", "\\z"})
-      if (take(known)) return true;
     return take("\\w", fmt::format("[{}]", kOnigurumaWord)) ||
            take("\\W", fmt::format("[^{}]", kOnigurumaWord)) ||
            take("\\b", fmt::format(kBorder, kOnigurumaWord, '!', '=')) ||
            take("\\B", fmt::format(kBorder, kOnigurumaWord, '=', '!')) ||
-           (!rust_ && take("\\h", "[0-9A-Fa-f]")) || property();
+           (!rust_ && take("\\h", "[0-9A-Fa-f]"));
   }
 
   void character_class() {
     take("[");
     take("^");
     for (bool first = true; at_ < pattern_.size() && (first || peek() != ']'); first = false) {
-      if (peek() == '[' || (peek() == peek(1) && is_one_of(peek(), rust_ ? "&-~" : "&"))) refuse(2);
-      if (take("\\d") || take("\\D") || take("\\s") || take("\\S") || take("\\w", kOnigurumaWord) ||
-          (!rust_ && take("\\h", "0-9A-Fa-f")) || property())
+      if (peek() == peek(1) && is_one_of(peek(), rust_ ? "&-~" : "&"))
+        refuse(pattern_.substr(at_, 2));
+      if (take("\\w", kOnigurumaWord) || (!rust_ && take("\\h", "0-9A-Fa-f"))) continue;
+      if (next(grammar().set)) {
+        out_ += token_;
         continue;
-      const char32_t code = literal();
+      }
+      const char32_t code = point("[");
       const bool is_range = peek() == '-' && peek(1) != ']' && peek(1) != '\0';
       at_ += is_range;
-      if (is_range && peek() == '[') refuse(2);
-      range(code, is_range ? std::optional(literal()) : std::nullopt);
+      range(code, is_range ? std::optional(point("[")) : std::nullopt);
     }
     take("]");
   }
@@ -106,56 +118,27 @@ class Translator {
     if (last) out_ += fmt::format("-\\x{{{:X}}}", to);
   }
 
-  // The code point of a character or of an escape of one.
-  char32_t literal() {
-    if (peek() != '\\') return utf8_next(pattern_, at_);
+  // The code point of a character, none of `but`, or of an escape of one.
+  char32_t point(std::string_view but) {
+    if (is_one_of(peek(), but) || !next(grammar().point)) refuse(pattern_.substr(at_, 8));
     constexpr std::string_view kLetters = "nrtfvae", kCodes = "\n\r\t\f\v\a\x1B";
-    const char c = peek(1);
-    const size_t letter = kLetters.find(c);
-    if (c == 'u' || c == 'x') return hexadecimal();
-    if (at_ + 1 == pattern_.size() ||
-        (letter == kLetters.npos && std::isalnum(static_cast<unsigned char>(c))))
-      refuse(2);
-    ++at_;
-    const char32_t code = utf8_next(pattern_, at_);
-    return letter == kLetters.npos ? code : static_cast<char32_t>(kCodes[letter]);
-  }
-
-  char32_t hexadecimal() {  // \uHHHH, \xHH or \x{H...}
-    const bool braces = peek(1) == 'x' && peek(2) == '{';
-    const size_t begin = at_ + (braces ? 3 : 2);
-    const size_t end = braces ? pattern_.find('}', begin) : begin + (peek(1) == 'u' ? 4 : 2);
-    const char* const stop = pattern_.data() + std::min(end, pattern_.size());
+    size_t at = token_.size() > 1 && token_[0] == '\\' ? 1 : 0;
+    const size_t letter = at == 1 ? kLetters.find(token_[1]) : kLetters.npos;
+    if (letter != kLetters.npos) return static_cast<char32_t>(kCodes[letter]);
+    if (at == 0 || !is_one_of(token_[1], "ux")) return utf8_next(token_, at);
     uint32_t code = 0;
-    const auto read = std::from_chars(pattern_.data() + begin, stop, code, 16);
-    PITH_CHECK(end <= pattern_.size() && read.ec == std::errc() && read.ptr == stop,
-        "regex {}: bad hexadecimal code point", pattern_);
-    at_ = end + braces;
+    const char* const digits = token_.data() + (token_[2] == '{' ? 3 : 2);
+    const auto read = std::from_chars(digits, token_.data() + token_.size(), code, 16);
+    if (read.ec != std::errc()) refuse(token_);
     return code;
   }
 
-  bool property() {
-    if (peek() != '\\' || !is_one_of(peek(1), "pP")) return false;
-    const size_t end = pattern_.find('}', at_), name = at_ + (peek(3) == '^' ? 4 : 3);
-    if (peek(2) != '{' || end == pattern_.npos ||
-        kCategories.find(fmt::format(" {} ", pattern_.substr(name, end - name))) ==
-            kCategories.npos)
-      refuse(end - at_ + 1);
-    return take(pattern_.substr(at_, end - at_ + 1));
-  }
-
-  // {n}, {n,}, {,n} or {n,m}; returns false for a brace that stands for itself.
+  // {n}, {n,}, {,n} or {n,m}; another brace stands for itself.
   bool interval() {
-    const size_t end = pattern_.find('}', at_);
-    const auto body = pattern_.substr(at_ + 1, end == pattern_.npos ? 0 : end - at_ - 1);
-    const size_t comma = body.find(',');
-    if (body.empty() || body == "," || comma != body.rfind(',') ||
-        body.find_first_not_of("0123456789,") != body.npos)
-      return false;
-    if (rust_ && comma == 0) refuse(end - at_ + 1);
-    out_ += fmt::format("{{{}{}}}", comma == 0 ? "0" : "", body);
-    at_ = end + 1;
-    if (!rust_ && peek() == '?' && comma == body.npos) refuse(1);
+    if (!next(grammar().interval)) return false;
+    if (rust_ && token_[1] == ',') refuse(token_);
+    out_ += fmt::format("{{{}{}", token_[1] == ',' ? "0" : "", token_.substr(1));
+    if (!rust_ && peek() == '?' && token_.find(',') == token_.npos) refuse("{n}?");
     if (!rust_ && peek() == '+') {  // not possessive in Oniguruma: the interval is repeated
       out_.insert(atom_, "(?:");
       out_ += ')';
@@ -166,6 +149,7 @@ class Translator {
   const std::string_view pattern_;
   const bool rust_;
   std::string out_;
+  std::string_view token_;
   size_t at_ = 0;
   size_t atom_ = 0;             // where the last repeatable construct starts in out_
   std::vector<size_t> groups_;  // where each open group starts in out_

@@ -1,9 +1,6 @@
 // What happens to text before the model, and to tokens when they are decoded.
 #include <utf8proc.h>
 
-#include <algorithm>
-#include <charconv>
-
 #include "text/tokenizer_state.h"
 
 namespace pith {
@@ -38,13 +35,6 @@ void Rewriter::replace(size_t begin, size_t end, std::span<const Change> changes
   changed_ = true;
 }
 
-void Rewriter::prepend(std::string_view added) {
-  if (from_.text.empty()) return;
-  text_.append(added);
-  if (track_) origin_.insert(origin_.end(), added.size(), from_.origin_of(0, 1));
-  changed_ = true;
-}
-
 Text Rewriter::finish() {
   if (!changed_) return from_;
   copy(from_.text.size());
@@ -53,7 +43,7 @@ Text Rewriter::finish() {
 
 namespace {
 
-// --- the forms and the lower case of Hugging Face, with its places: only changes are written ---
+// --- Hugging Face's forms and lower case, with its places: only changes are written ---
 
 struct Mark : Change {
   int order;  // canonical combining class
@@ -178,17 +168,24 @@ void rewrite(const Lowercase&, const Text& text, Rewriter& out) {
   }
 }
 
-void rewrite(const Replace& replace, const Text& text, Rewriter& out) {
+std::vector<Change> new_text(std::string_view content) {
   std::vector<Change> changes;
-  for (size_t at = 0; at < replace.content.size();)
-    changes.push_back({utf8_next(replace.content, at), 1});
+  for (size_t at = 0; at < content.size();) changes.push_back({utf8_next(content, at), 1});
+  return changes;
+}
+
+void rewrite(const Replace& replace, const Text& text, Rewriter& out) {
+  const std::vector<Change> changes = new_text(replace.content);
   replace.pattern.for_each_match(
       text.text, [&](size_t begin, size_t end) { out.replace(begin, end, changes, end - begin); });
 }
 
 void rewrite(const Prepend& prepend, const Text& text, Rewriter& out) {
   const bool there = prepend.unless_there && text.text.starts_with(prepend.content);
-  if (!there && !(prepend.only_at_start && text.base > 0)) out.prepend(prepend.content);
+  if (there || (prepend.only_at_start && text.base > 0) || text.text.empty()) return;
+  std::vector<Change> changes = new_text(prepend.content);
+  if (!changes.empty()) changes[0].moved = 0;  // all at the place of the first character
+  out.replace(0, 0, changes);
 }
 
 void rewrite(const Split&, const Text&, Rewriter&) {}
@@ -232,15 +229,6 @@ void decode(DecodeByteFallback, Tokens& tokens) {
   }
   flush();
   tokens.swap(out);
-}
-
-void decode(const DecodeStrip& d, Tokens& tokens) {
-  const size_t size = d.content.size();
-  for (std::string& token : tokens) {
-    for (size_t i = 0; i < d.start && token.starts_with(d.content); ++i) token.erase(0, size);
-    for (size_t i = 0; i < d.stop && token.ends_with(d.content); ++i)
-      token.resize(token.size() - size);
-  }
 }
 
 void decode(const DecodeReplace& d, Tokens& tokens) {

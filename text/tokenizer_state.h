@@ -1,20 +1,48 @@
-// What a loaded tokenizer consists of. Private to text/: tokenizer_load.cpp makes a State from
-// files, tokenizer.cpp runs it, tokenizer_stages.cpp holds its steps.
+// What a loaded tokenizer consists of; private to text/. tokenizer_load.cpp makes a State of files,
+// tokenizer.cpp runs it, tokenizer_stages.cpp and tokenizer_regex.cpp hold its steps.
 #pragma once
-#include <bitset>
-#include <functional>
-#include <future>
-#include <list>
-#include <map>
-#include <mutex>
-#include <numeric>
-#include <variant>
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
 
 #include "text/bpe.h"
 #include "text/tokenizer.h"
-#include "text/tokenizer_regex.h"
+#include "text/unicode.h"
 
 namespace pith {
+
+// A regular expression of a tokenizer file, run by PCRE2's JIT.
+class Regex {
+ public:
+  // tokenizer.json is written for Oniguruma, .tiktoken for Rust's fancy-regex: what PCRE2 would
+  // read otherwise is translated or refused by name, and text is seen with stand-ins. kPcre2, for
+  // this program's own tables, sees it as it is.
+  enum class Dialect { kOniguruma, kRust, kPcre2 };
+  explicit Regex(std::string_view pattern, Dialect dialect = Dialect::kOniguruma);
+  static Regex literal(std::string text);  // matches this text, which is not empty, alone
+
+  // Calls match(begin, end) for every match in well-formed UTF-8, from left to right.
+  template <class Match>
+  void for_each_match(std::string_view text, Match match) const {
+    std::string substitute;
+    if (stand_ins_ && unicode_substitute(text, substitute)) text = substitute;
+    size_t from = 0, begin = 0, end = 0, last = SIZE_MAX;
+    while (from <= text.size() && find(text, from, begin, end)) {
+      const bool empty = begin == end;
+      if (!(empty && begin == last)) match(begin, end);  // an empty match never follows a match
+      last = from = end;
+      if (!empty) continue;
+      do ++from;
+      while (from < text.size() && utf8_continues(text[from]));
+    }
+  }
+  // The first match from a place on; `text` is seen as it is.
+  bool find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
+ private:
+  Regex() = default;
+  std::string literal_;  // instead of code_
+  std::shared_ptr<pcre2_code> code_;
+  bool jit_ = false, stand_ins_ = false;
+};
 
 // Well-formed UTF-8 on its way to the model.
 struct Text {
@@ -31,22 +59,18 @@ struct Text {
   TokenSpan origin_of(size_t begin, size_t end) const;
 };
 
-// A character of changed text. moved: +1 it is new and shares the place of the old character before
-// it; 0 it stands for one old character; -n for one and the n after it.
-struct Change {
+struct Change {  // a character of changed text
   char32_t code;
-  int moved;
+  int moved;  // 1: new, where the old one before it was; 0: for an old one; -n: and n after it
 };
 
-// Builds a changed copy of a Text from left to right. Places are kept only when `track` is set.
+// Builds a changed copy of a Text from left to right. Places are kept where `track` is set.
 class Rewriter {
  public:
   Rewriter(const Text& from, bool track) : from_(from), track_(track) {}
-  // Replaces bytes [begin, end), which lie behind all replaced before. `skipped`: bytes that are
-  // dropped before the first change.
+  // Replaces bytes [begin, end), which lie behind all replaced before, of which the first `skipped`
+  // are dropped before the first change.
   void replace(size_t begin, size_t end, std::span<const Change> changes, size_t skipped = 0);
-  // Puts new text before everything, at the place of the first character.
-  void prepend(std::string_view text);
   Text finish();  // copies the rest, if anything changed; the result views this object
  private:
   void copy(size_t end);
@@ -114,15 +138,10 @@ void split_text(const Split& split, std::string_view text, Sink sink) {
 struct DecodeByteLevel {};
 struct DecodeByteFallback {};
 struct DecodeFuse {};
-struct DecodeStrip {
-  std::string content;  // one character
-  size_t start, stop;
-};
 struct DecodeReplace : Replace {
   bool drops_first = false;  // in the first token it drops: the space that encoding put there
 };
-using Decoder =
-    std::variant<DecodeByteLevel, DecodeByteFallback, DecodeFuse, DecodeStrip, DecodeReplace>;
+using Decoder = std::variant<DecodeByteLevel, DecodeByteFallback, DecodeFuse, DecodeReplace>;
 
 // Applies one decoder to the spelled tokens of a text.
 void apply(const Decoder& decoder, std::vector<std::string>& tokens);
@@ -171,6 +190,10 @@ struct Tokenizer::State {
   uint64_t hash = 0;
 
   const std::string& spelling(int32_t id) const;  // fails outside the vocabulary
+  std::optional<int32_t> find(std::string_view token) const {
+    const auto found = ids.find(std::string(token));
+    return found == ids.end() ? std::nullopt : std::optional(found->second);
+  }
 
   // Scratch is lent to one encode at a time, so that caches stay warm between calls.
   mutable std::mutex mutex;
@@ -190,12 +213,16 @@ std::string byte_level_json(const std::vector<std::string>& vocabulary,
     bool ignore_merges, const std::vector<std::pair<std::string, int32_t>>& special);
 std::string tokenizer_config_json(std::string_view end_of_text);
 
-// Calls work(thread) on several threads at once, the caller's among them.
+// Calls work(thread, i) for every i below `count`, on several threads, the caller's among them.
 template <class Work>
-void on_threads(int threads, Work work) {
+void on_threads(int threads, size_t count, Work work) {
+  std::atomic<size_t> next = 0;
+  const auto run = [&](int thread) {
+    for (size_t i; (i = next++) < count;) work(thread, i);
+  };
   std::vector<std::future<void>> helpers;
-  for (int i = 1; i < threads; ++i) helpers.push_back(std::async(std::launch::async, work, i));
-  work(0);
+  for (int i = 1; i < threads; ++i) helpers.push_back(std::async(std::launch::async, run, i));
+  run(0);
   for (std::future<void>& helper : helpers) helper.get();
 }
 

@@ -3,11 +3,6 @@
 #include <simdjson.h>
 #include <utf8proc.h>
 
-#include <algorithm>
-#include <bitset>
-#include <sstream>
-#include <vector>
-
 #include "text/unicode_tables.h"
 
 namespace pith {
@@ -68,6 +63,22 @@ const auto stand_in_blocks = [] {
   return blocks;
 }();
 
+// Bytes that print in Latin-1 stand for themselves; the other 68 are numbered upwards from U+0100.
+struct ByteAlphabet {
+  char32_t character[256];
+  int16_t byte[0x144];
+  ByteAlphabet() {
+    std::ranges::fill(byte, int16_t{-1});
+    char32_t next = 0x100;
+    for (int16_t b = 0; b < 256; ++b) {
+      const bool prints = (b > 0x20 && b < 0x7F) || (b > 0xA0 && b != 0xAD);
+      character[b] = prints ? static_cast<char32_t>(b) : next++;
+      byte[character[b]] = b;
+    }
+  }
+};
+const ByteAlphabet alphabet;
+
 }  // namespace
 
 size_t utf8_valid_prefix(std::string_view text) {
@@ -101,7 +112,7 @@ void utf8_append(char32_t code, std::string& out) {
   out.append(reinterpret_cast<const char*>(bytes), static_cast<size_t>(count));
 }
 
-char32_t unicode_stand_in(char32_t code) {
+static char32_t unicode_stand_in(char32_t code) {
   if (code < 0x800 || !stand_in_blocks[code / 128]) return code;
   const CodeRange* range = find_range(stand_ins, code);
   return range ? range->value : code;
@@ -151,24 +162,6 @@ bool is_white_space(char32_t code) {
   return (code >= 9 && code <= 13) || code == 0x85 || category == UTF8PROC_CATEGORY_ZS ||
          category == UTF8PROC_CATEGORY_ZL || category == UTF8PROC_CATEGORY_ZP;
 }
-
-namespace {
-// Bytes that print in Latin-1 stand for themselves; the other 68 are numbered upwards from U+0100.
-struct ByteAlphabet {
-  char32_t character[256];
-  int16_t byte[0x144];
-  ByteAlphabet() {
-    std::ranges::fill(byte, int16_t{-1});
-    char32_t next = 0x100;
-    for (int16_t b = 0; b < 256; ++b) {
-      const bool prints = (b > 0x20 && b < 0x7F) || (b > 0xA0 && b != 0xAD);
-      character[b] = prints ? static_cast<char32_t>(b) : next++;
-      byte[character[b]] = b;
-    }
-  }
-};
-const ByteAlphabet alphabet;
-}  // namespace
 
 std::string spell_bytes(std::string_view bytes) {
   std::string token;

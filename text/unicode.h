@@ -1,16 +1,10 @@
 // UTF-8 and the Unicode facts the tokenizer stands on.
 #pragma once
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <string_view>
 
 namespace pith {
 
-// Length of the well-formed prefix.
-size_t utf8_valid_prefix(std::string_view text);
-// Replaces every ill-formed sequence by U+FFFD, as Python's errors="replace" counts them, and
-// returns how many there were.
+size_t utf8_valid_prefix(std::string_view text);  // length of the well-formed prefix
+// Replaces every ill-formed sequence by U+FFFD, counted as by Python's errors="replace".
 int64_t utf8_replace_invalid(std::string_view text, std::string& out);
 
 // The code point behind or before text[at] of well-formed UTF-8; `at` moves over it.
@@ -29,14 +23,11 @@ void utf8_append(char32_t code, std::string& out);
 
 // Hugging Face's regex engine knows a newer Unicode than PCRE2 and utf8proc. A younger code point
 // is matched through a stand-in: one of the same category and UTF-8 length that all of them know.
-char32_t unicode_stand_in(char32_t code);
 // Is every code point in first..last exactly when its stand-in is?
 bool unicode_stand_ins_respect(char32_t first, char32_t last);
 // Copies `text` with stand-ins in place; false: nothing needs one.
 bool unicode_substitute(std::string_view text, std::string& out);
-// Younger than Hugging Face's normaliser: it neither decomposes, composes nor moves the code point.
-bool unicode_is_inert(char32_t code);
-
+bool unicode_is_inert(char32_t code);  // too young for Hugging Face's normaliser, which keeps it
 char32_t unicode_lower(char32_t code);
 bool is_white_space(char32_t code);
 // What is a word to Hugging Face, as members of a regex class.

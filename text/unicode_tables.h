@@ -2,7 +2,6 @@
 // tests/oracle/tokenizers/unicode_tables.py from tokenizers 0.22.2.
 // A table is a text of hexadecimal numbers: a value, then the code points that have it.
 #pragma once
-#include <string_view>
 
 namespace pith {
 

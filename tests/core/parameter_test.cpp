@@ -5,6 +5,8 @@
 #include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 
+#include "tests/allocate.h"
+
 namespace pith {
 namespace {
 
@@ -57,7 +59,7 @@ TEST(Parameter, ViewOfRefuses) {
 
 TEST(Parameter, Allocate) {
   Parameter p("w", {2, 3}, ParameterGroup::matrix, Init::normal);
-  p.allocate(at::kBFloat16, at::kCPU);
+  allocate(p, at::kBFloat16, at::kCPU);
   EXPECT_TRUE(p.value.is_leaf() && p.value.requires_grad());
   EXPECT_EQ(p.value.scalar_type(), at::kBFloat16);
   EXPECT_EQ(p.grad.scalar_type(), at::kFloat);
@@ -65,7 +67,7 @@ TEST(Parameter, Allocate) {
   EXPECT_FALSE(p.grad.requires_grad());
   Parameter::view_of(p.value, p.tensors[0]).fill_(2.0);  // a leaf, written without a guard
   EXPECT_EQ(p.value.sum().item<double>(), 12.0);
-  p.allocate(at::kDouble, at::kCPU);
+  allocate(p, at::kDouble, at::kCPU);
   EXPECT_EQ(p.grad.scalar_type(), at::kDouble);
 }
 

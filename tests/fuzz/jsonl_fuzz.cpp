@@ -7,8 +7,8 @@ PITH_FUZZ(input) {
   pith::ReadOptions options{.text_field = "a.text", .id_field = "id"};
   if (input[0] % 2 == 1) options.max_line = 100;
   pith::Chunk chunk;
-  chunk.layout = pith::Chunk::Layout::kLines;
-  chunk.bytes = input.substr(1);
-  for (const pith::Document& document : pith::read_documents(chunk, options))
+  chunk.lines = input.substr(1);
+  pith::read_lines(chunk, options);
+  for (const pith::Document& document : chunk.documents)
     if (!document.problem.empty() && !document.text.empty()) __builtin_trap();
 }

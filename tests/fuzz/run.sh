@@ -44,7 +44,7 @@ sources_of() {
   esac
 }
 mkdir -p $folder
-if ! cmp -s core/pch.h $folder/pch.h || [ ! -e $folder/pch.h.pch ]; then
+if [ ! -e $folder/pch.h.pch ] || [ -n "$(find core/{pch,std,error}.h -newer $folder/pch.h.pch)" ]; then
   cp core/pch.h $folder/pch.h
   $clang $flags -x c++-header $folder/pch.h -o $folder/pch.h.pch
   rm -f $folder/*.o

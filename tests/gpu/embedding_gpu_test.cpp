@@ -29,7 +29,7 @@ TEST(EmbeddingGpu, AgreesWithCpu) {
 TEST(EmbeddingGpu, LargeTable) {
   const int64_t rows = (int64_t{1} << 31) / 2048 + 100, hidden = 2048;
   Parameter w("w", {rows, hidden}, ParameterGroup::embedding, Init::zeros);
-  w.allocate(at::kBFloat16, kGpu);
+  allocate(w, at::kBFloat16, kGpu);
   const Tensor marked = random_tensor("row", {hidden}, at::kBFloat16).to(kGpu);
   w.value.detach()[rows - 3].copy_(marked);
   const Tensor tokens = at::tensor(std::vector<int64_t>{rows - 3, 0, rows - 3}, at::kLong).to(kGpu);

@@ -63,7 +63,7 @@ inline Outcome run_operator(const Operator& f, const std::vector<Tensor>& inputs
   for (size_t i = 0; i < values.size(); ++i) {
     parameters.emplace_back("parameter " + std::to_string(i), values[i].sizes().vec(),
         ParameterGroup::matrix, Init::normal);
-    parameters.back().allocate(dtype, device);
+    allocate(parameters.back(), dtype, device);
     parameters.back().value.detach().copy_(values[i]);
     parameters.back().grad.fill_(0.5);
   }

@@ -22,7 +22,7 @@ struct Result {
 Result run(at::ScalarType dtype, at::Device device, at::ScalarType rounded, int64_t tokens,
     int64_t hidden_size, int64_t vocabulary, int64_t chunk, bool one_hot) {
   Parameter weight("head", {vocabulary, hidden_size}, ParameterGroup::embedding, Init::normal);
-  weight.allocate(dtype, device);
+  allocate(weight, dtype, device);
   const Tensor value = random_tensor(
       "head", {vocabulary, hidden_size}, rounded, one_hot ? 3.0 : 3.0 / std::sqrt(hidden_size));
   weight.value.detach().copy_(value);
@@ -84,7 +84,7 @@ TEST(LinearCrossEntropyGpu, MatchesTheReference) {
 
 TEST(LinearCrossEntropyGpu, WithoutGradModeNoBufferIsTouched) {
   Parameter weight("head", {1001, 16}, ParameterGroup::embedding, Init::normal);
-  weight.allocate(at::kBFloat16, kGpu);
+  allocate(weight, at::kBFloat16, kGpu);
   weight.value.detach().copy_(random_tensor("head", {1001, 16}, at::kBFloat16));
   weight.grad.fill_(0.25);
   const Tensor hidden = random_tensor("hidden", {7, 16}, at::kBFloat16).to(kGpu);

@@ -18,6 +18,7 @@
 
 #include "core/parameter.h"
 #include "core/random.h"
+#include "tests/allocate.h"
 
 namespace pith::test {
 
@@ -33,7 +34,7 @@ inline Tensor random_tensor(std::string_view name, std::vector<int64_t> shape,
 inline Parameter make_parameter(const std::string& name, std::vector<int64_t> shape,
     at::ScalarType dtype = at::kDouble, double std = 1.0, double mean = 0.0) {
   Parameter parameter(name, shape, ParameterGroup::matrix, Init::normal);
-  parameter.allocate(dtype, at::kCPU);
+  allocate(parameter, dtype, at::kCPU);
   at::NoGradGuard no_grad;
   parameter.value.copy_(random_tensor(name, shape, at::kDouble, std) + mean);
   return parameter;

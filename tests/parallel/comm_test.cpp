@@ -55,15 +55,11 @@ TEST(Comm, AllReduce) {
   for (const Comm& comm : groups()) {
     for (const auto dtype : kTypes) {
       for (const int64_t rows : {0, 1, 7}) {
-        Tensor sum = rows_of(comm.rank(), rows, dtype), max = sum.clone(), min = sum.clone();
+        Tensor sum = rows_of(comm.rank(), rows, dtype);
         Tensor expected = zeros({rows, 3}, at::kDouble);
         for (int64_t i = 0; i < comm.size(); ++i) expected += rows_of(i, rows, at::kDouble);
         comm.all_reduce(sum);
-        comm.all_reduce(max, Reduce::max);
-        comm.all_reduce(min, Reduce::min);
         EXPECT_TRUE(at::equal(sum, expected.to(dtype))) << comm.name() << ' ' << dtype;
-        EXPECT_TRUE(at::equal(max, rows_of(comm.size() - 1, rows, dtype)));
-        EXPECT_TRUE(at::equal(min, rows_of(0, rows, dtype)));
       }
     }
   }

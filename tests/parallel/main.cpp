@@ -42,7 +42,7 @@ void fail_somehow(const std::string& how) {
     if (how == "end" && step == 20) return;
     if (pith::launch_info().mpi) {
       pith::Tensor x = at::full({1}, stop, at::kInt);
-      all.all_reduce(x, pith::Reduce::max);
+      all.all_reduce(x);
       if (x.item<int>() != 0) {  // a rank was asked to stop: all end after the same step
         std::this_thread::sleep_for(std::chrono::seconds(2));
         std::printf("saved after step %d\n", step);

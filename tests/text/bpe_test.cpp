@@ -9,7 +9,7 @@
 
 #include "core/error.h"
 #include "text/bpe_trainer.h"
-#include "text/tokenizer_regex.h"
+#include "text/tokenizer_state.h"
 
 namespace pith {
 namespace {

@@ -10,7 +10,6 @@
 #include <random>
 
 #include "core/error.h"
-#include "text/corpus_encoder.h"
 
 namespace pith {
 namespace {
@@ -34,8 +33,10 @@ class CorpusReader : public testing::Test {
       const ReadOptions& options = {}, InputPosition start = {}) {
     InputReader reader(list_inputs(paths, {}), options, start);
     std::vector<Document> all;
-    for (Chunk chunk; reader.next(chunk);)
-      for (Document& document : read_documents(chunk, options)) all.push_back(std::move(document));
+    for (Chunk chunk; reader.next(chunk);) {
+      read_lines(chunk, options);
+      for (Document& document : chunk.documents) all.push_back(std::move(document));
+    }
     return all;
   }
   static std::string error_of(const std::vector<std::string>& paths) {
@@ -105,7 +106,8 @@ TEST_F(CorpusReader, GoesOnFromTheEndOfAnyChunk) {
   InputReader reader(list_inputs(paths, {}), options);
   size_t before = 0;
   for (Chunk chunk; reader.next(chunk);) {
-    before += read_documents(chunk, options).size();
+    read_lines(chunk, options);
+    before += chunk.documents.size();
     const auto rest = read(paths, options, chunk.end);
     ASSERT_EQ(rest.size(), all.size() - before);
     for (size_t i = 0; i < rest.size(); ++i) {
@@ -226,10 +228,10 @@ TEST_F(CorpusReader, WorkersDoNotChangeAnything) {
     settings.bytes_in_flight = 1'000'000;
     CorpusEncoder encoder(list_inputs({folder_.string()}, {}), Tokenizer::bytes(), settings, {});
     std::string& result = results.emplace_back();
-    EncodedChunk chunk;
+    Chunk chunk;
     try {
       while (encoder.next(chunk)) {
-        for (const EncodedDocument& document : chunk.documents) {
+        for (const Document& document : chunk.documents) {
           result += std::to_string(static_cast<int>(document.kind)) + " " +
                     std::to_string(document.line) + " " + std::to_string(document.hash) + " ";
           for (const int32_t id : document.ids) result += static_cast<char>(id);
@@ -243,7 +245,7 @@ TEST_F(CorpusReader, WorkersDoNotChangeAnything) {
   EncodeSettings settings;
   settings.workers = 3;
   CorpusEncoder encoder(list_inputs({folder_.string()}, {}), Tokenizer::bytes(), settings, {});
-  EncodedChunk chunk;
+  Chunk chunk;
   EXPECT_TRUE(encoder.next(chunk));
 }
 

@@ -1,7 +1,7 @@
 // The only file that knows libparquet: one column of text, a few rows at a time.
-#include <parquet/api/reader.h>
+#include "core/std.h"
 
-#include <stdexcept>
+#include <parquet/api/reader.h>
 
 #include "text/corpus_reader.h"
 
@@ -44,35 +44,27 @@ void* open(const char* path, const char* name, int64_t first_row, std::string& e
   return nullptr;
 }
 
-bool next(void* handle, std::string& bytes, std::vector<int64_t>& sizes, std::string& error) try {
+void next(void* handle, std::vector<std::optional<std::string>>& texts, std::string& error) try {
   auto& column = *static_cast<Column*>(handle);
-  bytes.clear();
-  sizes.clear();
-  while (bytes.size() < kBytes) {
+  for (size_t bytes = 0; bytes < kBytes;) {
     if (!column.values || !column.values->HasNext()) {
       if (!column.next_group()) break;
       continue;
     }
     auto& reader = static_cast<parquet::ByteArrayReader&>(*column.values);
     const int16_t present = reader.descr()->max_definition_level();
-    parquet::ByteArray texts[kRows];
+    parquet::ByteArray values[kRows];
     int16_t levels[kRows];
     int64_t count = 0;
-    const int64_t rows = reader.ReadBatch(kRows, levels, nullptr, texts, &count);
-    for (int64_t row = 0, text = 0; row < rows; ++row) {
-      if (present > 0 && levels[row] < present) {
-        sizes.push_back(-1);
-        continue;
-      }
-      bytes.append(reinterpret_cast<const char*>(texts[text].ptr), texts[text].len);
-      sizes.push_back(texts[text++].len);
+    const int64_t rows = reader.ReadBatch(kRows, levels, nullptr, values, &count);
+    for (int64_t row = 0, value = 0; row < rows; ++row) {
+      auto& text = texts.emplace_back();
+      if (present > 0 && levels[row] < present) continue;
+      text.emplace(reinterpret_cast<const char*>(values[value].ptr), values[value].len);
+      bytes += values[value++].len;
     }
   }
-  return !sizes.empty();
-} catch (const std::exception& failure) {
-  error = failure.what();
-  return false;
-}
+} catch (const std::exception& failure) { error = failure.what(); }
 
 void close(void* handle) { delete static_cast<Column*>(handle); }
 
