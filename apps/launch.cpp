@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "apps/commands.h"
-#include "engine/signals.h"
+#include "engine/metrics.h"
 
 namespace pith {
 namespace {

@@ -5,12 +5,9 @@
 #include "apps/families.h"
 #include "build_info.h"
 #include "engine/batches.h"
-#include "engine/context_parallel.h"
 #include "engine/metrics.h"
 #include "engine/optimizer.h"
 #include "engine/pipeline.h"
-#include "engine/profile.h"
-#include "engine/signals.h"
 
 namespace pith {
 namespace {

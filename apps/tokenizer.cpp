@@ -3,7 +3,6 @@
 
 #include "apps/commands.h"
 #include "engine/file_io.h"
-#include "text/bpe_trainer.h"
 #include "text/corpus_reader.h"
 
 namespace pith {

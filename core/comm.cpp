@@ -177,8 +177,6 @@ std::vector<std::string> Comm::all_gather_strings(const std::string& mine) const
   return store_gather(impl_->key, round, rank(), size(), mine);
 }
 
-void Comm::barrier() const { all_gather_strings(""); }
-
 Comm World::group(std::vector<int64_t> ranks, const std::string& name) const {
   PITH_CHECK(std::ranges::is_sorted(ranks) && !ranks.empty() && ranks.front() >= 0 &&
                  ranks.back() < size() && std::ranges::adjacent_find(ranks) == ranks.end() &&

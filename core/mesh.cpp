@@ -1,7 +1,5 @@
 #include "core/mesh.h"
 
-#include <ranges>
-
 namespace pith {
 namespace {
 

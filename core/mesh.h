@@ -1,7 +1,5 @@
 // The one authority on parallel dimensions: world = PP x DP x CP, experts folded into DP x CP.
 #pragma once
-#include <array>
-
 #include "core/comm.h"
 
 namespace pith {
@@ -46,7 +44,7 @@ struct Mesh {
   MeshPlace place{0, 0, 0, 0};
   Comm world;     // all processes
   Comm pipeline;  // PP: the same place of the plane in every stage, in their order
-  // Groups of two each, for transfers that never wait for each other (engine/stage_links.h).
+  // Groups of two each, for transfers that never wait for each other (engine/pipeline.cpp).
   std::array<Comm, 6> previous, next;
   Comm plane;         // DP x CP of this stage: losses and dense gradients are summed over it
   Comm data;          // DP: same stage and CP rank; each member reads other sequences

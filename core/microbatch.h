@@ -44,7 +44,7 @@ struct Halo {
 // One packed row set; T tokens on this context-parallel rank. A row is one training sequence; it
 // holds one or more documents. Attention and positions stop at documents, the balance loss is
 // counted per row. All tensors lie on the compute device except where stated. Labels, positions and
-// borders are made before rows are split over context-parallel ranks (engine/context_parallel.h).
+// borders are made before rows are split over context-parallel ranks (split_context).
 struct MicroBatch {
   Tensor tokens;           // (T) int64
   Tensor labels;           // (T) int64, the token to predict at each position; -100 is not trained

@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <stdio.h>  // renameat2
 
-#include <charconv>
 #include <nlohmann/json.hpp>
 
 namespace pith {

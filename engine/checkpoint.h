@@ -1,7 +1,5 @@
 // Checkpoints: a Hugging Face model folder plus optimizer shards and manifest; atomic, checksummed.
 #pragma once
-#include <future>
-
 #include "core/comm.h"
 #include "engine/hf_folder.h"
 #include "engine/sharding.h"

@@ -1,8 +1,6 @@
 // The table of configuration keys and all that is made from it: reading, checks, TOML, help.
 #include "engine/config.h"
 
-#include <charconv>
-
 #define TOML_ENABLE_FORMATTERS 0
 #define TOML_ASSERT(condition) static_cast<void>(0)  // it asserts what it has not checked ("[#")
 #include <toml++/toml.h>

@@ -1,5 +1,3 @@
-#include "engine/context_parallel.h"
-
 #include "engine/batches.h"
 
 namespace pith {

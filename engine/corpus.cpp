@@ -1,8 +1,6 @@
 #include "engine/corpus.h"
 
-#include <charconv>
 #include <nlohmann/json.hpp>
-#include <regex>
 
 namespace pith {
 namespace {

@@ -2,8 +2,6 @@
 #pragma once
 #include <c10/core/Event.h>
 
-#include <deque>
-
 #include "core/comm.h"
 #include "operators/permute.h"
 

@@ -2,11 +2,7 @@
 #pragma once
 #include <xxhash.h>
 
-#include <bit>
-#include <cstdio>
 #include <nlohmann/json_fwd.hpp>
-
-#include "core/error.h"
 
 namespace pith {
 

@@ -1,6 +1,7 @@
-// What a run tells: a progress line, metrics.jsonl, TensorBoard event files.
+// What a run tells: a progress line, metrics.jsonl, TensorBoard event files, profiles; and how it
+// is asked to stop.
 #pragma once
-#include <deque>
+#include "core/tensor.h"
 
 namespace pith {
 
@@ -66,5 +67,28 @@ std::string tensorboard_scalars(int64_t step, const Scalars& values);
 // CRC-32C (Castagnoli polynomial, RFC 3720 appendix B.4), and the form that TFRecord files store.
 uint32_t crc32c(std::string_view bytes);
 uint32_t masked_crc32c(std::string_view bytes);
+
+// Records with LibTorch's profiler (Kineto) while it lives. The destructor writes, in `folder`,
+// trace-rankR.json for chrome://tracing or Perfetto and profile-rankR.txt: per kind and name of
+// kernel time and share; how much of the communication ran behind computing, how much alone.
+class Profile {
+ public:
+  Profile(std::filesystem::path folder, int64_t rank, at::Device device);
+  ~Profile();
+  Profile(const Profile&) = delete;
+  Profile& operator=(const Profile&) = delete;
+ private:
+  std::filesystem::path folder_;
+  int64_t rank_;
+  at::Device device_;
+};
+
+// Ctrl-C and SIGTERM: the first asks for a save at the end of the step, the second exits at once.
+// Takes over SIGINT, SIGTERM and SIGUSR1 (how `pithtrain launch` and batch systems pass on a stop;
+// silent, and never ends the process by itself). The first one sets the flag and prints one line on
+// stderr; a second one exits with status 130, unless it follows within 0.1 s: `timeout` and some
+// launchers deliver a signal twice. Ignores SIGPIPE: a run outlives the reader of its output.
+void install_signal_handlers();
+bool stop_requested();
 
 }  // namespace pith

@@ -2,8 +2,6 @@
 
 #include <ATen/ops/stack.h>
 
-#include <numbers>
-
 #include "operators/adamw.h"
 
 namespace pith {

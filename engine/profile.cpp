@@ -1,4 +1,4 @@
-#include "engine/profile.h"
+#include "engine/metrics.h"
 
 #include <torch/csrc/autograd/profiler_kineto.h>
 

@@ -1,7 +1,5 @@
 #include "engine/schedule.h"
 
-#include "core/error.h"
-
 namespace pith {
 namespace {
 
@@ -38,20 +36,14 @@ struct Builder {
 // leads there, by when the last chunk has come to its head.
 std::vector<Action> with_head(const std::vector<Action>& actions) {
   std::vector<Action> all;
-  std::deque<Pass> waiting;
-  const auto add_head = [&] {
-    if (waiting.empty()) return;
-    all.push_back({waiting.front()});
-    waiting.pop_front();
-  };
+  std::optional<Pass> waiting;
   for (const Action& action : actions) {
     all.push_back(action);
-    add_head();
+    if (waiting) all.push_back({*std::exchange(waiting, {})});
     for (const Pass& pass : action)
-      if (pass.kind == Pass::forward && pass.chunk == 1)
-        waiting.push_back({Pass::head, 1, pass.microbatch});
+      if (pass.kind == Pass::forward && pass.chunk == 1) waiting = {Pass::head, 1, pass.microbatch};
   }
-  add_head();
+  if (waiting) all.push_back({*waiting});
   return all;
 }
 

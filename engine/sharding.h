@@ -1,8 +1,6 @@
 // Shard groups: the flat buffers behind one unit of parameters (embedding, a layer, the head), cut
 // over processes (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054; HSDP: with replicas).
 #pragma once
-#include <deque>
-
 #include "core/mesh.h"
 #include "core/parameter.h"
 

@@ -1,10 +1,6 @@
-#include "engine/signals.h"
+#include "engine/metrics.h"
 
 #include <unistd.h>
-
-#include <cerrno>
-#include <csignal>
-#include <ctime>
 
 #include "core/comm.h"
 

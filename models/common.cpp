@@ -210,4 +210,11 @@ void choose_routes(
   }
 }
 
+Tensor sum_of_parts(const Attended& attended, const Tensor& returned, const Tensor& shared) {
+  Tensor hidden = attended.residual;
+  if (returned.defined()) hidden = hidden + returned;
+  if (shared.defined()) hidden = hidden + shared;
+  return hidden;
+}
+
 }  // namespace pith

@@ -1,6 +1,5 @@
 // What families share: fields of config.json, parameters in Hugging Face's layouts, routes.
 #pragma once
-#include <deque>
 #include <nlohmann/json_fwd.hpp>
 
 #include "models/model.h"
@@ -92,5 +91,8 @@ struct RouteChoice {
 // Routes (or the context's: replayed, balanced), weights and balance loss of logits (T, E) -> out.
 void choose_routes(
     const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
+
+// What a layer hands on: the sum of the parts that it has.
+Tensor sum_of_parts(const Attended& attended, const Tensor& returned, const Tensor& shared);
 
 }  // namespace pith

@@ -212,14 +212,6 @@ Tensor DeepseekV2Layer::experts(
   return unpermute(out, row_weight, plan);
 }
 
-Tensor DeepseekV2Layer::aggregate(
-    const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor& shared) {
-  Tensor hidden = attended.residual;
-  if (returned.defined()) hidden = hidden + returned;
-  if (shared.defined()) hidden = hidden + shared;
-  return hidden;
-}
-
 DeepseekV2Model::DeepseekV2Model(Config config, const ModelPart& part)
     : config_(std::move(config)), part_(part), ends_(config_, part) {
   for (const int64_t index : part.layers)

@@ -35,8 +35,10 @@ class DeepseekV2Layer {
   Tensor shared(const LayerContext& context, const Attended& attended);
   Tensor experts(const LayerContext& context, const Tensor& rows, const Tensor& row_weight,
       const ExpertPlan& plan);
-  Tensor aggregate(const LayerContext& context, const Tensor& returned, const Attended& attended,
-      const Tensor& shared);
+  Tensor aggregate(const LayerContext&, const Tensor& returned, const Attended& attended,
+      const Tensor& shared) const {
+    return sum_of_parts(attended, returned, shared);
+  }
   std::vector<Parameter*> parameters();
  private:
   Tensor mix_tokens(const LayerContext& context, const Tensor& normed);

@@ -10,11 +10,6 @@
 //   5 aggregate  plain sum: returned + shared + residual             (model)
 // and joins the stages by detaching: autograd works inside a stage.
 #pragma once
-#include <concepts>
-#include <filesystem>
-#include <string>
-#include <vector>
-
 #include "core/mesh.h"
 #include "core/microbatch.h"
 #include "core/parameter.h"

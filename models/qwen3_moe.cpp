@@ -3,7 +3,6 @@
 #include <ATen/ops/split_with_sizes.h>
 
 #include <nlohmann/json.hpp>
-#include <ranges>
 
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"
@@ -172,14 +171,6 @@ Tensor Qwen3MoeLayer::experts(
   const Tensor gate_up = grouped_linear(permute(rows, plan), experts_gate_up_, plan);  // (S, 2 I)
   const Tensor out = grouped_linear(swiglu(gate_up), experts_down_, plan);             // (S, H)
   return unpermute(out, row_weight, plan);
-}
-
-Tensor Qwen3MoeLayer::aggregate(
-    const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor& shared) {
-  Tensor hidden = attended.residual;
-  if (returned.defined()) hidden = hidden + returned;
-  if (shared.defined()) hidden = hidden + shared;
-  return hidden;
 }
 
 Qwen3MoeModel::Qwen3MoeModel(Config config, const ModelPart& part)

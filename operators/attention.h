@@ -1,7 +1,5 @@
 // Causal grouped-query attention over packed documents of unequal length.
 #pragma once
-#include <array>
-
 #include "core/microbatch.h"
 #include "core/parameter.h"
 

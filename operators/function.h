@@ -4,10 +4,6 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#include <functional>
-#include <type_traits>
-#include <vector>
-
 #include "operators/kernels.h"
 #include "operators/matmul.h"
 

@@ -1,7 +1,5 @@
 // Keys and values of earlier positions, kept for decoding.
 #pragma once
-#include <vector>
-
 #include "operators/attention.h"
 
 namespace pith {

@@ -4,8 +4,6 @@
 #include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
 
-#include <numbers>
-
 #include "operators/function.h"
 
 namespace pith {

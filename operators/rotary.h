@@ -1,7 +1,5 @@
 // Rotary position embedding (Su et al. 2021, arXiv 2104.09864) with YaRN (arXiv 2309.00071).
 #pragma once
-#include <cmath>
-
 #include "core/tensor.h"
 
 namespace pith {

@@ -1,4 +1,4 @@
-#include "text/bpe_trainer.h"
+#include "text/tokenizer.h"
 
 #include "text/tokenizer_state.h"
 

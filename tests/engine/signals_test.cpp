@@ -1,4 +1,4 @@
-#include "engine/signals.h"
+#include "engine/metrics.h"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>

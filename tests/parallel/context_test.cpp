@@ -1,6 +1,6 @@
 // Context parallelism: the split, ring attention, the balance loss and a whole model against one
 // process.
-#include "engine/context_parallel.h"
+#include "engine/batches.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>

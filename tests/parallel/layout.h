@@ -4,7 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/equal.h>
 
-#include "engine/context_parallel.h"
+#include "engine/batches.h"
 #include "engine/sharding.h"
 #include "tests/engine/tiny_model.h"
 #include "tests/parallel/world.h"

@@ -8,7 +8,7 @@
 #include <random>
 
 #include "core/error.h"
-#include "text/bpe_trainer.h"
+#include "text/tokenizer.h"
 #include "text/tokenizer_state.h"
 
 namespace pith {

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "core/error.h"
-#include "text/bpe_trainer.h"
 #include "text/tokenizer.h"
 
 namespace {
