@@ -10,6 +10,7 @@
 #include "core/mesh.h"
 #include "operators/ring_attention.h"
 #include "operators/router.h"
+#include "tests/allocate.h"
 #include "tests/engine/tiny_model.h"
 #include "tests/operators/error_text.h"
 #include "tests/operators/gradient_check.h"
@@ -138,7 +139,7 @@ TEST(Context, SinksAndWindowsEqualAttention) {
         const Tensor mine = part.tokens.cpu();
         const int64_t tokens = whole.num_tokens();
         Parameter sinks("sinks", {c.heads}, ParameterGroup::bias, Init::normal);
-        sinks.allocate(at::kDouble, at::kCPU);
+        allocate(sinks, at::kDouble, at::kCPU);
         sinks.value.detach().copy_(random_tensor("sinks", {c.heads}));
         std::vector<Tensor> x{random_tensor("q", {tokens, c.heads, c.dim}),
             random_tensor("k", {tokens, c.kv_heads, c.dim}),
@@ -157,7 +158,7 @@ TEST(Context, SinksAndWindowsEqualAttention) {
             local.push_back(
                 t.detach().index_select(0, mine).to(device(), dtype).set_requires_grad(true));
           Parameter copy("sinks", {c.heads}, ParameterGroup::bias, Init::normal);
-          copy.allocate(dtype, device());
+          allocate(copy, dtype, device());
           copy.value.detach().copy_(sinks.value.detach());
           const Tensor out = window == 0
                                  ? ring_attention(local[0], local[1], local[2], part.ring, 0.3,
@@ -226,7 +227,7 @@ TEST(Context, LatentAttentionEqualsAttention) {
       const Tensor weight = random_tensor("up", {kHeads * (kPlain + kV), kRank});
       const auto parameter = [&](at::ScalarType dtype, at::Device where) {
         Parameter up("up", weight.sizes().vec(), ParameterGroup::matrix, Init::normal);
-        up.allocate(dtype, where);
+        allocate(up, dtype, where);
         up.value.detach().copy_(weight);
         return up;
       };
