@@ -202,8 +202,7 @@ void run_guard() {
     if (failure.empty())
       failure = fmt::format(
           "rank 0 has not answered for {:.0f} s, or else this rank's device (stopped, or its "
-          "machine "
-          "lost); last operation: {}",
+          "machine lost); last operation: {}",
           job->heartbeat_s, last);
     leave_without_store(failure);
   }

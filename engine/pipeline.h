@@ -9,7 +9,7 @@
 namespace pith {
 
 // Sums over the micro-batches of one call, left on the device: nobody waits. Of this rank's tokens
-// and layers; losses and reports are on the first stage, which holds the head.
+// and layers; losses and reports are on the stages that compute the head, of their tokens.
 struct BatchResult {
   Tensor loss_sum;     // scalar float32: sum of token losses, or undefined
   Tensor balance_sum;  // scalar float32: balance loss summed over rows and MoE layers, or undefined

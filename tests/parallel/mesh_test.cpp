@@ -112,6 +112,9 @@ TEST(Mesh, ImpossibleLayoutsNameTheNearest) {
   EXPECT_PRED2(contains,
       error_text([] { data_parallel({.ep = 4, .hsdp = true, .hsdp_size = 2}, 8); }),
       "ep 4 hsdp_size 4");
+  for (const MeshShape& shape : {MeshShape{.head_share = 0.5}, {.pp = 2, .head_share = 1.0}})
+    EXPECT_PRED2(contains, error_text([&] { data_parallel(shape, 8); }),
+        "needs two stages, and lies below 1");
 }
 
 TEST(Mesh, TableShowsEveryRank) {
