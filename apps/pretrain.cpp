@@ -324,7 +324,6 @@ class Run {
         check_finite(batch, std::nan(""), std::nan(""));
       throw;
     }
-    finish_step(groups_);
     const Tensor norm = grad_norm(groups_, mesh_);
     StepMetrics metrics;
     metrics.step = state_.step + 1;

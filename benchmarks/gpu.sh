@@ -6,10 +6,10 @@
 #   benchmarks/gpu.sh curve           20 steps of a tiny model on CPU and GPU: the same losses
 #   benchmarks/gpu.sh step [KEY=VALUE...]
 #                                     the training step of the 8-layer cut of Qwen3-30B-A3B, or of
-#                                     examples/$MODEL.toml (deepseek_v2_lite_8layers)
+#                                     examples/$MODEL.toml (deepseek_v2_lite_8layers, gpt_oss_20b_6layers)
 #   benchmarks/gpu.sh collectives     all visible GPUs: every NCCL collective, the layout suite over NCCL
 #   benchmarks/gpu.sh profiles        two GPUs: where a step's time goes on one, EP2, PP2, CP2 at 32k
-#   benchmarks/gpu.sh layouts         (ONLY="one32k cp2": these) two GPUs: that step on one of them, then EP2, PP2, FSDP2, and CP2 at 32k
+#   benchmarks/gpu.sh layouts         (ONLY="one32k cp2": these) two GPUs: that step ($MODEL) on one of them, then EP2, PP2, FSDP2, and CP2 at 32k
 # Several words run one after another. $OUT (default build/gpu-results) receives metrics and logs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -110,10 +110,10 @@ layout() {
   rm -rf "$folder"
   echo "-- $name: $*"
   if [ "$n" = 1 ]; then
-    CUDA_VISIBLE_DEVICES=0 "$bin/pithtrain" pretrain examples/qwen3_30b_a3b_8layers.toml --set training.steps=${steps:-14} \
+    CUDA_VISIBLE_DEVICES=0 "$bin/pithtrain" pretrain "examples/${MODEL:-qwen3_30b_a3b_8layers}.toml" --set training.steps=${steps:-14} \
       --set "run.folder=$folder" "${keys[@]}" >"$out/$name.log" 2>&1 || { tail -n 12 "$out/$name.log"; return 1; }
   else
-    ranks "$n" timeout -s KILL 200 "$bin/pithtrain" pretrain examples/qwen3_30b_a3b_8layers.toml --set training.steps=${steps:-14} \
+    ranks "$n" timeout -s KILL 200 "$bin/pithtrain" pretrain "examples/${MODEL:-qwen3_30b_a3b_8layers}.toml" --set training.steps=${steps:-14} \
       --set "run.folder=$folder" "${keys[@]}" >"$out/$name.log" 2>&1 || { tail -n 30 "$out/$name.log"; return 1; }
   fi
   cp "$folder/metrics.jsonl" "$out/$name.jsonl"

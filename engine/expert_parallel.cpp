@@ -83,14 +83,11 @@ void ExpertExchange::dispatch(const Tensor& rows, const Tensor& weight) {
   if (counted_) counted_->synchronize();
   const int32_t* count = counts_.const_data_ptr<int32_t>();
   const int64_t width = 1 + local_experts_;
-  Tensor ends = at::empty({ranks}, at::kInt);
-  int32_t end = 0;
   for (int64_t r = 0; r < ranks; ++r) {
     sent_.push_back(count[r * width]);
     received_.push_back(count[(ranks + r) * width]);
-    ends.mutable_data_ptr<int32_t>()[r] = end += count[r * width];
   }
-  by_rank_ = make_expert_plan(destination_, ranks, ends);
+  by_rank_ = make_expert_plan(destination_, ranks, std::reduce(sent_.begin(), sent_.end()));
 
   send(copies(rows));
   const Tensor row = by_rank_.row_of_slot;
@@ -105,15 +102,13 @@ void ExpertExchange::dispatch(const Tensor& rows, const Tensor& weight) {
 ExpertExchange::Arrived ExpertExchange::arrive() {
   const Tensor rows = take(), weight = take();
   const int64_t ranks = group_.size(), width = 1 + local_experts_;
-  if (ranks == 1) return {rows, weight, make_expert_plan(topk_idx_, local_experts_)};
+  if (ranks == 1)
+    return {rows, weight, make_expert_plan(topk_idx_, local_experts_, topk_idx_.numel())};
   const int32_t* count = counts_.const_data_ptr<int32_t>() + ranks * width;
-  Tensor ends = at::zeros({local_experts_}, at::kInt);
-  int32_t end = 0;
-  for (int64_t e = 0; e < local_experts_; ++e) {
-    for (int64_t r = 0; r < ranks; ++r) end += count[r * width + 1 + e];
-    ends.mutable_data_ptr<int32_t>()[e] = end;
-  }
-  return {rows, weight, make_expert_plan(take(), local_experts_, ends)};
+  int64_t slots = 0;
+  for (int64_t r = 0; r < ranks; ++r)
+    slots = std::reduce(count + r * width + 1, count + (r + 1) * width, slots);
+  return {rows, weight, make_expert_plan(take(), local_experts_, slots)};
 }
 
 }  // namespace pith

@@ -8,11 +8,11 @@ namespace pith {
 
 Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh) {
   std::vector<Tensor> squares;
-  for (const ShardGroup& group : groups) {
+  finish_step(groups, [&](const ShardGroup& group) {
     squares.push_back(sum_of_squares(group.grad_part));
     if (const int64_t replicas = group.replicate().size(); replicas > 1)
       squares.back().div_(static_cast<double>(replicas));
-  }
+  });
   if (squares.empty()) squares.push_back(at::zeros({}, at::dtype(at::kDouble).device(mesh.device)));
   Tensor total = at::stack(squares).sum();
   mesh.world.all_reduce(total);

@@ -10,7 +10,7 @@ inline void zero_grads(std::span<ShardGroup> groups) {
   for (ShardGroup& group : groups) group.zero_grad();
 }
 
-// Euclidean norm of all gradients of the job, each parameter counted once, after finish_step() ->
+// finish_step(), and the Euclidean norm of all gradients of the job, each parameter counted once ->
 // scalar float64 on the device, the same on every rank. Collective.
 Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh);
 

@@ -40,6 +40,7 @@ struct LayerRun {
   int64_t layer;
   Tensor hidden;       // (T, H) leaf; where layers are recomputed only this and topk_idx are kept
   Attended attended;   // outputs of stage 1, inside its graph
+  Tensor aux;          // balance loss times its coefficient, a root of stage 1, or undefined
   Attended joined;     // the same values as leaves of the later stages
   Tensor shared_rows;  // (T, H) leaf of shared()
   ExpertExchange exchange;
@@ -212,7 +213,6 @@ struct Pipeline<Model>::Impl {
     attend_stage(context(run, index), layer);
     report(index, "attend.rows", layer.attended.rows);
     report(index, "attend.residual", layer.attended.residual);
-    accumulate(result_.balance_sum, layer.attended.balance);
     if (layer.attended.topk_idx.defined() && run.microbatch == 0) ++result_.num_moe_layers;
     return layer;
   }
@@ -268,6 +268,12 @@ struct Pipeline<Model>::Impl {
 
   void aggregate_stage(const LayerContext& context, LayerRun& layer) {
     const c10::AutoGradMode keeps(grad_of(layer));
+    if (layer.attended.balance_loss) {
+      const Tensor balance = layer.attended.balance_loss();
+      if (!layer.again) accumulate(result_.balance_sum, balance.detach());
+      const auto rows = static_cast<double>(context.batch.global_rows);
+      if (router_.balance_loss > 0) layer.aux = balance * (router_.balance_loss / rows);
+    }
     // Its gradients don't depend on its values, so what came back need not travel again.
     if (layer.attended.topk_idx.defined())
       layer.returned = leaf(layer.again ? layer.attended.residual : layer.exchange.combined());
@@ -321,7 +327,7 @@ struct Pipeline<Model>::Impl {
       if (layer.attended.topk_weight.requires_grad()) root(layer.attended.topk_weight, weight);
     }
     root(layer.attended.rows, grad_rows);
-    if (layer.attended.aux.defined()) root(layer.attended.aux, {});
+    if (layer.aux.defined()) root(layer.aux, {});
     torch::autograd::backward(roots, grads);
     shards_of(layer.layer).after_backward(last_);
     return take_grad(layer.hidden);

@@ -200,11 +200,12 @@ std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Paramete
   return groups;
 }
 
-void finish_step(std::span<ShardGroup> groups) {
+void finish_step(std::span<ShardGroup> groups, const std::function<void(const ShardGroup&)>& then) {
   for (ShardGroup& group : groups) group.start_reduction();
-  std::vector<Work> replicas;
-  for (ShardGroup& group : groups) replicas.push_back(group.finish_reduction());
-  for (Work& work : replicas) work.wait();
+  for (ShardGroup& group : std::views::reverse(groups)) {  // as the backward pass did
+    group.finish_reduction().wait();
+    then(group);
+  }
 }
 
 ModelShards::ModelShards(

@@ -119,8 +119,8 @@ std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Paramete
     at::ScalarType dtype, const Mesh& mesh, ShardGroup::Use use, ShardMode mode = ShardMode::keep);
 
 // After the last backward of a step: every grad_part becomes the sum over the ranks of its shard
-// and replicate groups.
-void finish_step(std::span<ShardGroup> groups);
+// and replicate groups. Calls `then` with each group whose sum is there while the next ones arrive.
+void finish_step(std::span<ShardGroup> groups, const std::function<void(const ShardGroup&)>& then);
 
 // The groups of one unit, for the pipeline: the verbs of ShardGroup. Empty where this process
 // does not hold the unit. `tied`: the head's embedding, whose own backward follows the head's last.

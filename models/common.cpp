@@ -201,13 +201,8 @@ void choose_routes(
     tape->topk_weight.at(layer) = out.topk_weight.detach();
   }
   if (!context.batch.row_id.defined()) return;
-  const Tensor balance = sequence_balance_loss(routing.probabilities, routing.topk_idx,
+  out.balance_loss = start_balance_loss(routing.probabilities, routing.topk_idx,
       context.batch.row_id, context.batch.num_rows, context.mesh.context);
-  out.balance = balance.detach();
-  if (context.router.balance_loss > 0) {
-    const auto rows = static_cast<double>(context.batch.global_rows);
-    out.aux = balance * (context.router.balance_loss / rows);
-  }
 }
 
 Tensor sum_of_parts(const Attended& attended, const Tensor& returned, const Tensor& shared) {

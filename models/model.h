@@ -74,12 +74,11 @@ inline Tensor attend_documents(const LayerContext& context, const Tensor& q, con
 
 // Result of stage 1.
 struct Attended {
-  Tensor rows;         // (T, H) what the experts and shared() see
-  Tensor residual;     // (T, H)
-  Tensor topk_idx;     // (T, K) int64; undefined in a dense layer
-  Tensor topk_weight;  // (T, K) float32; undefined in a dense layer
-  Tensor aux;  // scalar float32, an extra root of the backward pass with gradient 1, or undefined
-  Tensor balance;  // scalar float32, no gradient: balance loss summed over rows, or undefined
+  Tensor rows;                           // (T, H) what the experts and shared() see
+  Tensor residual;                       // (T, H)
+  Tensor topk_idx;                       // (T, K) int64; undefined in a dense layer
+  Tensor topk_weight;                    // (T, K) float32; undefined in a dense layer
+  std::function<Tensor()> balance_loss;  // summed over rows; empty in a dense layer
 };
 
 // Which part of a model this process holds.

@@ -22,7 +22,7 @@ Tensor multiply_grouped(const Tensor& x, const Tensor& matrices, const ExpertPla
   if (x.size(0) > 0 && grouped_mm_fits(x, matrices))
     return at::_grouped_mm(x, matrices, plan.offsets);
   Tensor y = at::empty({x.size(0), matrices.size(2)}, x.options());
-  for_each_expert(plan.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
+  for_each_expert(plan.offsets, [&](int64_t e, int64_t begin, int64_t count) {
     Tensor rows = y.narrow(0, begin, count);
     multiply_into(rows, x.narrow(0, begin, count), matrices.select(0, e));
   });
@@ -37,7 +37,7 @@ void add_bias(Tensor& y, const Tensor& bias, const ExpertPlan& plan) {
         bias.size(1), is_bf16(y), current_stream());
     return;
   }
-  for_each_expert(plan.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
+  for_each_expert(plan.offsets, [&](int64_t e, int64_t begin, int64_t count) {
     y.narrow(0, begin, count).add_(bias.select(0, e));
   });
 }
@@ -48,14 +48,14 @@ void add_bias_gradient(const Tensor& gradient, const Tensor& dy, const ExpertPla
   Parameter columns;
   columns.grad = at::zeros({gradient.size(0), gradient.size(1), 8}, gradient.options());
   const Tensor ones = at::ones({dy.size(0), 8}, dy.options());
-  add_weight_gradient({&columns, dy, ones, plan.offsets, plan.offsets_host});
+  add_weight_gradient({&columns, dy, ones, plan.offsets});
   gradient.add_(columns.grad.select(2, 0));
 }
 
 // Matrices of `weight` are (out, in), or, with a bias, (in, out).
 Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Parameter* bias,
     const ExpertPlan& plan) {
-  check_shape(weight.value, weight.name, {plan.offsets_host.numel(), -1, -1});
+  check_shape(weight.value, weight.name, {plan.offsets.numel(), -1, -1});
   const Tensor turned = weight.value.transpose(1, 2);
   const Tensor matrices = bias ? weight.value : turned, backwards = bias ? turned : weight.value;
   check_tensor(given, name, weight.value.scalar_type(), {plan.num_slots, matrices.size(1)});
@@ -68,8 +68,7 @@ Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Par
         const Tensor dy = given_dy.contiguous();
         const Tensor dx = x.requires_grad() ? multiply_grouped(dy, backwards, plan) : Tensor();
         if (trained && bias) add_bias_gradient(bias->grad, dy, plan);
-        if (trained)
-          add_or_defer({&weight, bias ? x : dy, bias ? dy : x, plan.offsets, plan.offsets_host});
+        if (trained) add_or_defer({&weight, bias ? x : dy, bias ? dy : x, plan.offsets});
         return Tensors{dx, Tensor()};
       });
 }

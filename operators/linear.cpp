@@ -11,7 +11,7 @@ Tensor backward(const Tensor& x, Parameter& weight, const Tensor& dy, bool needs
   Tensor dx;
   if (dy.scalar_type() == value.scalar_type()) {
     if (needs_dx) dx = multiply(dy, value, dy.scalar_type());
-    if (x.defined()) add_or_defer({&weight, dy, x, {}, {}});
+    if (x.defined()) add_or_defer({&weight, dy, x, {}});
     return dx;
   }
   // From here on dy is FP32, x and W are BF16.

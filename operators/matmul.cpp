@@ -50,7 +50,7 @@ void add_weight_gradient(const WeightGradient& job) {
             job.x.size(0), gradient.size(0), gradient.size(1), gradient.size(2), current_stream()))
       return;
   }
-  for_each_expert(job.offsets_host, [&](int64_t e, int64_t begin, int64_t count) {
+  for_each_expert(job.offsets, [&](int64_t e, int64_t begin, int64_t count) {
     add_weight_gradient(
         gradient.select(0, e), job.dy.narrow(0, begin, count), job.x.narrow(0, begin, count));
   });

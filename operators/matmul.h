@@ -11,12 +11,14 @@ inline Tensor widen(const Tensor& x) { return x.to(wide_dtype(x.scalar_type()));
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
 Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype);
 
-// Calls f(expert, first row, count) for experts with rows; offsets_host (E) int32: their ends.
+// Calls f(expert, first row, count) for experts with rows; offsets (E) int32: their ends. Waits for
+// a GPU.
 template <class F>
-void for_each_expert(const Tensor& offsets_host, F&& f) {
-  const int32_t* end = offsets_host.const_data_ptr<int32_t>();
+void for_each_expert(const Tensor& offsets, F&& f) {
+  const Tensor host = offsets.cpu();
+  const int32_t* end = host.const_data_ptr<int32_t>();
   int64_t begin = 0;
-  for (int64_t e = 0; e < offsets_host.numel(); begin = end[e++])
+  for (int64_t e = 0; e < host.numel(); begin = end[e++])
     if (end[e] > begin) f(e, begin, end[e] - begin);
 }
 
@@ -24,11 +26,11 @@ void for_each_expert(const Tensor& offsets_host, F&& f) {
 void add_weight_gradient(
     const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha = 1);
 
-// The same into a parameter's buffer; with offsets (E, on the device and on the host) x and dy hold
-// rows by expert and the gradient is (E, out, in).
+// The same into a parameter's buffer; with offsets (E) x and dy hold rows by expert
+// and the gradient is (E, out, in).
 struct WeightGradient {
   Parameter* weight;
-  Tensor dy, x, offsets, offsets_host;
+  Tensor dy, x, offsets;
 };
 void add_weight_gradient(const WeightGradient& job);
 

@@ -1,6 +1,5 @@
 #include "operators/permute.h"
 
-#include <ATen/ops/equal.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sort.h>
 
@@ -29,7 +28,7 @@ ExpertPlan plan_on_cpu(const Tensor& topk_idx, int64_t num_experts) {
       /*out_int32=*/true, /*right=*/true);
   const int64_t absent = ends[0].item<int32_t>();
   plan.num_slots = topk_idx.numel() - absent;
-  plan.offsets = plan.offsets_host = ends.narrow(0, 1, num_experts) - absent;
+  plan.offsets = ends.narrow(0, 1, num_experts) - absent;
   const Tensor chosen = entries.narrow(0, absent, plan.num_slots);
   plan.row_of_slot = chosen.div(topk_idx.size(1), "floor").to(at::kInt);
   plan.slot_of = at::full(topk_idx.sizes(), -1, int32);
@@ -38,7 +37,8 @@ ExpertPlan plan_on_cpu(const Tensor& topk_idx, int64_t num_experts) {
 }
 
 #if PITH_CUDA
-ExpertPlan plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host) {
+ExpertPlan plan_on_cuda(
+    const Tensor& topk_idx, int64_t num_experts, std::optional<int64_t> num_slots) {
   ExpertPlan plan;
   PITH_CHECK(
       num_experts <= 1024, "make_expert_plan: {} experts; CUDA takes at most 1024", num_experts);
@@ -53,17 +53,14 @@ ExpertPlan plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, const Tenso
       write<int32_t>(plan.row_of_slot), write<int32_t>(plan.slot_of), write<int32_t>(ends),
       write(workspace), current_stream());
   plan.offsets = ends.narrow(0, 0, num_experts);
-  plan.offsets_host = offsets_host;
-  if (!offsets_host.defined()) {
-    Tensor host = at::empty({num_experts + 1}, at::TensorOptions(at::kInt).pinned_memory(true));
-    host.copy_(ends, /*non_blocking=*/true);
-    c10::cuda::getCurrentCUDAStream().synchronize();  // the one wait: sizes of what follows
-    const int32_t wrong = host.const_data_ptr<int32_t>()[num_experts];
+  if (!num_slots) {
+    const Tensor host = ends.cpu();
+    const int32_t wrong = host[num_experts].item<int32_t>();
     PITH_CHECK(wrong == 0, "make_expert_plan: {} ids in topk_idx are neither -1 nor in [0, {})",
         wrong, num_experts);
-    plan.offsets_host = host.narrow(0, 0, num_experts);
+    num_slots = host[num_experts - 1].item<int32_t>();
   }
-  plan.num_slots = plan.offsets_host.const_data_ptr<int32_t>()[num_experts - 1];
+  plan.num_slots = *num_slots;
   plan.row_of_slot = plan.row_of_slot.narrow(0, 0, plan.num_slots);
   return plan;
 }
@@ -72,7 +69,7 @@ ExpertPlan plan_on_cuda(const Tensor& topk_idx, int64_t num_experts, const Tenso
 }  // namespace
 
 ExpertPlan make_expert_plan(
-    const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host) {
+    const Tensor& topk_idx, int64_t num_experts, std::optional<int64_t> num_slots) {
   at::NoGradGuard no_grad;
   check_tensor(topk_idx, "make_expert_plan: topk_idx", at::kLong, {-1, -1});
   PITH_CHECK(num_experts >= 1 && topk_idx.size(1) >= 1, "make_expert_plan: {} experts, top {}",
@@ -80,11 +77,11 @@ ExpertPlan make_expert_plan(
   PITH_CHECK(topk_idx.numel() <= std::numeric_limits<int32_t>::max(),
       "make_expert_plan: {} entries do not fit into int32 slots", topk_idx.numel());
 #if PITH_CUDA
-  if (topk_idx.is_cuda()) return plan_on_cuda(topk_idx.contiguous(), num_experts, offsets_host);
+  if (topk_idx.is_cuda()) return plan_on_cuda(topk_idx.contiguous(), num_experts, num_slots);
 #endif
   const ExpertPlan plan = plan_on_cpu(topk_idx.contiguous(), num_experts);
-  PITH_CHECK(!offsets_host.defined() || at::equal(offsets_host, plan.offsets_host),
-      "make_expert_plan: the offsets given are not those of topk_idx");
+  PITH_CHECK(num_slots.value_or(plan.num_slots) == plan.num_slots,
+      "make_expert_plan: topk_idx has {} slots, not {}", plan.num_slots, *num_slots);
   return plan;
 }
 

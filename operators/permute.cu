@@ -37,29 +37,35 @@ __global__ void count_kernel(const int64_t* __restrict__ topk_idx, int64_t entri
   for (int e = lane; e < num_experts; e += kWarp) count[id * num_experts + e] = mine[e];
 }
 
-// One block, one thread an expert: count becomes the first slot of (chunk, expert).
+// One block; an expert's chunks are cut into equal parts, a thread each. count becomes the first
+// slot of (chunk, expert).
 __global__ void scan_kernel(
     int32_t* __restrict__ count, int64_t chunks, int num_experts, int32_t* __restrict__ offsets) {
   __shared__ int32_t total[1024];
-  const int e = static_cast<int>(threadIdx.x);
+  const int i = static_cast<int>(threadIdx.x);
+  const int parts = static_cast<int>(blockDim.x) / num_experts;
+  const int e = i % num_experts, part = i / num_experts;  // neighbours read neighbours
+  const int64_t share = (chunks + parts - 1) / parts, begin = part * share;
+  const int64_t end = part < parts ? min(begin + share, chunks) : begin;
   int32_t sum = 0;
-  if (e < num_experts) {
 #pragma unroll 8
-    for (int64_t c = 0; c < chunks; ++c) sum += count[c * num_experts + e];
-  }
-  total[e] = sum;
+  for (int64_t c = begin; c < end; ++c) sum += count[c * num_experts + e];
+  total[i] = 0;
+  __syncthreads();
+  const int place = e * parts + part;
+  if (part < parts) total[place] = sum;
   __syncthreads();
   for (int step = 1; step < static_cast<int>(blockDim.x); step *= 2) {  // inclusive scan
-    const int32_t left = e >= step ? total[e - step] : 0;
+    const int32_t left = i >= step ? total[i - step] : 0;
     __syncthreads();
-    total[e] += left;
+    total[i] += left;
     __syncthreads();
   }
-  if (e >= num_experts) return;
-  offsets[e] = total[e];
-  int32_t slot = total[e] - sum;
+  if (part >= parts) return;
+  if (part == parts - 1) offsets[e] = total[place];
+  int32_t slot = total[place] - sum;
 #pragma unroll 8
-  for (int64_t c = 0; c < chunks; ++c) {
+  for (int64_t c = begin; c < end; ++c) {
     const int32_t here = count[c * num_experts + e];
     count[c * num_experts + e] = slot;
     slot += here;
@@ -202,8 +208,7 @@ void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t nu
         topk_idx, entries, experts, chunk, count, offsets + num_experts);
     launch_check("expert_plan: count");
   }
-  scan_kernel<<<1, num_blocks(experts, kWarp) * kWarp, 0, stream>>>(
-      count, chunks, experts, offsets);
+  scan_kernel<<<1, 1024, 0, stream>>>(count, chunks, experts, offsets);
   launch_check("expert_plan: scan");
   if (blocks == 0) return;
   place_kernel<<<blocks, kWarpsPerBlock * kWarp, shared, stream>>>(

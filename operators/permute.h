@@ -10,14 +10,14 @@ struct ExpertPlan {
   Tensor row_of_slot;     // (S) int32: row of `rows` that stands in this slot
   Tensor slot_of;         // (R, K) int32: slot of entry (row, j), or -1: of no expert here
   Tensor offsets;         // (E) int32: end of each expert's slots, cumulative
-  Tensor offsets_host;    // the same on the CPU (waits for the device once)
   int64_t num_slots = 0;  // S
 };
 
 // topk_idx (R, K) int64: local expert ids in [0, E), or -1 for entries of other ranks; R * K < 2^31
-// and on CUDA E <= 1024. Where the caller knows the plan's `offsets_host`, nothing is waited for.
+// and on CUDA E <= 1024. Where the caller knows S, `num_slots`, nothing waits for the device (which
+// then does not report ids out of range).
 ExpertPlan make_expert_plan(
-    const Tensor& topk_idx, int64_t num_experts, const Tensor& offsets_host = {});
+    const Tensor& topk_idx, int64_t num_experts, std::optional<int64_t> num_slots = {});
 
 // rows (R, H) -> (S, H): row_of_slot's rows. Backward sums a row's slots in FP32.
 Tensor permute(const Tensor& rows, const ExpertPlan& plan);

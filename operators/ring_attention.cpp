@@ -35,14 +35,12 @@ void move_towards(Tensor out, const Tensor& part, const Tensor& weight) {
   out.lerp_(part.to(out.scalar_type()), weight);
 }
 
-// Sends a block to the next member while that of the one before arrives in `received`.
-Work pass_on(const Comm& context, const Tensor& sent, Tensor& received) {
-  received = sent;
-  const int64_t size = context.size(), rank = context.rank();
-  if (size == 1) return {};
+// Sends a block `by` members on while that of the one as far behind arrives in `received`.
+Work pass_on(const Comm& context, const Tensor& sent, Tensor& received, int64_t by) {
+  const int64_t size = context.size(), rank = context.rank() + size;
   received = at::empty_like(sent);
   return context.exchange_async(
-      {{(rank + 1) % size, sent, true}, {(rank + size - 1) % size, received, false}});
+      {{(rank + by) % size, sent, true}, {(rank - by) % size, received, false}});
 }
 
 // at::cat along the last dimension. On CUDA it moves element by element, so in elements of 16 bytes
@@ -91,7 +89,7 @@ struct LatentRows {
     const auto [latent, rotary_key] = parts(rows);
     const int64_t shared = rotary_key.size(1), plain = dk.size(2) - shared;
     const Tensor dkv = cat_last(dk.narrow(2, 0, plain), dv).flatten(1).to(rows.scalar_type());
-    if (up->value.requires_grad()) add_or_defer({up, dkv, latent.contiguous(), {}, {}});
+    if (up->value.requires_grad()) add_or_defer({up, dkv, latent.contiguous(), {}});
     return cat_last(
         multiply(dkv, up->value, dtype), widen(dk.narrow(2, plain, shared)).sum(1).to(dtype));
   }
@@ -102,9 +100,9 @@ at::ScalarType sum_dtype(const Tensor& q, const std::vector<RingStep>& ring) {
   return q.is_cuda() && ring.size() <= 2 ? q.scalar_type() : wide_dtype(q.scalar_type());
 }
 
-// Out and lse over all keys; `own`: the rows of this rank.
+// Out and lse over all keys. block: the rows of this rank, afterwards the last that came round.
 template <class Keys>
-AttentionPart forward(const Tensor& q, const Tensor& own, const Keys& keys,
+AttentionPart forward(const Tensor& q, Tensor& block, const Keys& keys,
     const std::vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
   PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
       "ring_attention: q has {} tokens on {} ranks, but the micro-batch was split for {} "
@@ -112,12 +110,11 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const Keys& keys,
       q.size(0), context.size(), ring.empty() ? 0 : ring[0].queries.count, ring.size());
   const at::NoGradGuard no_grad;
   AttentionPart whole;
-  Tensor block = own;
   for (size_t i = 0; i < ring.size(); ++i) {
     const RingStep& step = ring[i];
-    Tensor next;
+    Tensor next = block;
     Work travel;
-    if (i + 1 < ring.size()) travel = pass_on(context, block, next);
+    if (i + 1 < ring.size()) travel = pass_on(context, block, next, 1);
     if (step.queries.count > 0 || i == 0) {
       const auto [k, v] = keys.expand(take(block, step.keys));
       check_attention(q, k, v);
@@ -136,19 +133,21 @@ AttentionPart forward(const Tensor& q, const Tensor& own, const Keys& keys,
   return whole;
 }
 
-// Gradients of q and of this rank's rows. What others add to those follows them, one step behind.
+// Gradients of q and of this rank's rows, by the forward's way back from `last`, where it ended: so
+// the own rows come last, and while theirs is computed, what others add to their gradient arrives.
 template <class Keys>
 std::array<Tensor, 2> backward(const Tensor& dout, const Tensor& q, const Tensor& own,
-    const AttentionPart& whole, const Keys& keys, const std::vector<RingStep>& ring, double scale,
-    const Comm& context) {
+    const Tensor& last, const AttentionPart& whole, const Keys& keys,
+    const std::vector<RingStep>& ring, double scale, const Comm& context) {
   const at::ScalarType sums = sum_dtype(q, ring);
-  Tensor block = own, dq, down, dblock;  // down: this rank's share of its own rows' gradient
+  Tensor block = last, dq, dblock;  // dblock: what was added on its way here
   Work travel_back;
-  for (size_t i = 0; i < ring.size(); ++i) {
+  for (size_t i = ring.size(); i-- > 0;) {
     const RingStep& step = ring[i];
-    Tensor next, dstep, drows;
+    Tensor next = own;
     Work travel;
-    if (i + 1 < ring.size()) travel = pass_on(context, block, next);
+    if (i > 1) travel = pass_on(context, block, next, -1);
+    Tensor dstep, drows;
     if (step.queries.count > 0 || i == 0) {
       const Tensor rows = take(block, step.keys);
       const auto [k, v] = keys.expand(rows);
@@ -159,33 +158,31 @@ std::array<Tensor, 2> backward(const Tensor& dout, const Tensor& q, const Tensor
       dstep = dq_step;
       drows = keys.contract(rows, dk, dv, sums);
     }
+    travel_back.wait();
     if (i == 0) {
-      dq = dstep.to(sums);
-      down = drows;
-      if (ring.size() > 1) dblock = at::zeros_like(down);
+      dq = dq.defined() ? dq.add_(dstep) : dstep;
+      dblock = dblock.defined() ? dblock.add_(drows) : drows;
     } else {
-      travel_back.wait();
-      if (step.queries.count > 0) {
+      if (!dq.defined()) dq = at::zeros(q.sizes(), q.options().dtype(sums));
+      if (!dblock.defined()) dblock = at::zeros(block.sizes(), dq.options());
+      if (dstep.defined()) {
         add_rows(dq, step.queries, dstep);
         add_rows(dblock, step.keys, drows);
       }
       Tensor arriving;
-      travel_back = pass_on(context, dblock, arriving);
+      travel_back = pass_on(context, dblock, arriving, -1);
       dblock = arriving;
     }
     travel.wait();
     block = next;
   }
-  travel_back.wait();
-  if (dblock.defined()) down.add_(dblock);
-  return {dq.to(q.scalar_type()), down.to(q.scalar_type())};
+  return {dq.to(q.scalar_type()), dblock.to(q.scalar_type())};
 }
 
 Tensor take(const Tensor& rows, const Gather& gather) {
   return permute(rows, {.row_of_slot = gather.from,
                            .slot_of = gather.places,
                            .offsets = {},
-                           .offsets_host = {},
                            .num_slots = gather.from.size(0)});
 }
 
@@ -223,11 +220,13 @@ Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
   check_attention(given, k, v);
   const Tensor q = given.contiguous(), own = at::cat({k.detach(), v.detach()}, 2);
   const PlainKeys keys{k.size(2)};
-  const AttentionPart whole = forward(q, own, keys, ring, scale, context, sinks);
+  Tensor last = own;
+  const AttentionPart whole = forward(q, last, keys, ring, scale, context, sinks);
   const AttentionPart kept{whole.out.detach(), whole.lse};
   return record(whole.out, {q, k, v}, [=](const Tensor& dout) {
     add_sink_gradient(sinks, dout, kept);
-    const auto [dq, down] = backward(dout.contiguous(), q, own, kept, keys, ring, scale, context);
+    const auto [dq, down] =
+        backward(dout.contiguous(), q, own, last, kept, keys, ring, scale, context);
     const auto [dk, dv] = keys.expand(down);
     return Tensors{dq, dk, dv};
   });
@@ -250,10 +249,12 @@ Tensor latent_attention(const Tensor& given, const Tensor& latent, const Tensor&
     const Comm& context) {
   const Tensor q = given.contiguous(), own = cat_last(latent.detach(), rotary_key.detach());
   const LatentRows keys{&up, q.size(1), v_dim};
-  const AttentionPart whole = forward(q, own, keys, ring, scale, context, nullptr);
+  Tensor last = own;
+  const AttentionPart whole = forward(q, last, keys, ring, scale, context, nullptr);
   const AttentionPart kept{whole.out.detach(), whole.lse};
   return record(whole.out, {q, latent, rotary_key, up.value}, [=](const Tensor& dout) {
-    const auto [dq, down] = backward(dout.contiguous(), q, own, kept, keys, ring, scale, context);
+    const auto [dq, down] =
+        backward(dout.contiguous(), q, own, last, kept, keys, ring, scale, context);
     const auto [dlatent, dkey] = keys.parts(down);
     return Tensors{dq, dlatent, dkey, Tensor()};
   });

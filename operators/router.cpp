@@ -99,8 +99,8 @@ Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::D
   return slots.remainder(num_experts).view({num_tokens, k});
 }
 
-Tensor sequence_balance_loss(const Tensor& given, const Tensor& topk_idx, const Tensor& given_row,
-    int64_t num_rows, const Comm& context) {
+std::function<Tensor()> start_balance_loss(const Tensor& given, const Tensor& topk_idx,
+    const Tensor& given_row, int64_t num_rows, const Comm& context) {
   const Tensor p = given.contiguous(), idx = topk_idx.contiguous(), row_id = given_row.contiguous();
   check_scores(p, "sequence_balance_loss: probabilities");
   check_tensor(idx, "sequence_balance_loss: topk_idx", at::kLong, {p.size(0), -1});
@@ -115,20 +115,24 @@ Tensor sequence_balance_loss(const Tensor& given, const Tensor& topk_idx, const 
         write<float>(sum), write<int32_t>(count), write<int32_t>(start), p.size(0), num_experts, k,
         num_rows, current_stream());
     Tensor global;
+    auto travel = std::make_shared<Work>();
     if (context.size() > 1) {
       const Tensor length = start.diff().view({num_rows, 2}).narrow(1, 0, 1);
       global = at::cat({count.sum(1), length.to(at::kLong)}, 1);
-      context.all_reduce(global);
+      *travel = context.all_reduce_async(global);
     }
-    const Tensor loss = at::empty({}, p.options());
-    const Tensor coefficient = at::empty({num_rows, num_experts}, p.options());
-    cuda::balance_total(read<float>(sum), read<int32_t>(count), read<int32_t>(start),
-        read<int64_t>(global), write<float>(loss), write<float>(coefficient), num_experts, k,
-        num_rows, current_stream());
-    return record(loss, {p}, [coefficient, row_id](const Tensor& dloss) {
-      const Tensor dp = at::index_select(coefficient * dloss, 0, row_id.clamp_min(0));
-      return Tensors{dp.masked_fill_(row_id.lt(0).unsqueeze(1), 0)};
-    });
+    return [=] {
+      travel->wait();
+      const Tensor loss = at::empty({}, p.options());
+      const Tensor coefficient = at::empty({num_rows, num_experts}, p.options());
+      cuda::balance_total(read<float>(sum), read<int32_t>(count), read<int32_t>(start),
+          read<int64_t>(global), write<float>(loss), write<float>(coefficient), num_experts, k,
+          num_rows, current_stream());
+      return record(loss, {p}, [coefficient, row_id](const Tensor& dloss) {
+        const Tensor dp = at::index_select(coefficient * dloss, 0, row_id.clamp_min(0));
+        return Tensors{dp.masked_fill_(row_id.lt(0).unsqueeze(1), 0)};
+      });
+    };
   }
   check_ids(idx, "sequence_balance_loss: topk_idx", num_experts);
   const Tensor padding = row_id.lt(0), row = at::where(padding, row_id.bitwise_not(), row_id);
@@ -142,12 +146,15 @@ Tensor sequence_balance_loss(const Tensor& given, const Tensor& topk_idx, const 
   Tensor counts = at::bincount(cells.view(-1), {}, (num_rows + 1) * (num_experts + 1))
                       .view({num_rows + 1, num_experts + 1});
   counts.select(0, num_rows).zero_();
-  context.all_reduce(counts);
-  const Tensor length = counts.narrow(1, num_experts, 1).clamp_min(1).to(at::kDouble);
-  const double scale = static_cast<double>(num_experts) / static_cast<double>(k);
-  const Tensor coefficient =
-      (counts.narrow(1, 0, num_experts) * scale / length.square()).to(p.scalar_type());
-  return (p * coefficient.index_select(0, counted)).sum(at::kDouble).to(p.scalar_type());
+  auto travel = std::make_shared<Work>(context.all_reduce_async(counts));
+  return [=] {
+    travel->wait();
+    const Tensor length = counts.narrow(1, num_experts, 1).clamp_min(1).to(at::kDouble);
+    const double scale = static_cast<double>(num_experts) / static_cast<double>(k);
+    const Tensor coefficient =
+        (counts.narrow(1, 0, num_experts) * scale / length.square()).to(p.scalar_type());
+    return (p * coefficient.index_select(0, counted)).sum(at::kDouble).to(p.scalar_type());
+  };
 }
 
 }  // namespace pith

@@ -36,8 +36,12 @@ Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::D
 // differentiable in probabilities. Counts are integers. Divide by the global number of rows for the
 // mean; rows must not be cut between calls; a row without tokens adds 0. Where rows are split over
 // `context`, counts are summed over it (collective, in the forward pass only), and the result is
-// what the local tokens add to the loss of the whole rows.
-Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
+// what the local tokens add to the loss of the whole rows. They travel until the result is called.
+std::function<Tensor()> start_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
     const Tensor& row_id, int64_t num_rows, const Comm& context = {});
+inline Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
+    const Tensor& row_id, int64_t num_rows, const Comm& context = {}) {
+  return start_balance_loss(probabilities, topk_idx, row_id, num_rows, context)();
+}
 
 }  // namespace pith

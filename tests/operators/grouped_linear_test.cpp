@@ -77,7 +77,7 @@ TEST(GroupedLinear, EqualsOneProductPerExpert) {
     y.backward(dy);
     // BF16: FP32 sums rounded once; FP32: the order of sums of 33 (129 in the weight) terms.
     const double tolerance = dtype == at::kFloat ? 1e-6 : 1.0 / 256;
-    const int32_t* end = plan.offsets_host.const_data_ptr<int32_t>();
+    const int32_t* end = plan.offsets.const_data_ptr<int32_t>();
     for (int64_t e = 0, begin = 0; e < 6; begin = end[e++]) {
       const int64_t count = end[e] - begin;
       const Tensor w = weight.value.detach()[e].to(at::kDouble);

@@ -41,7 +41,6 @@ TEST(ExpertPlan, IsAStableSortByExpert) {
     EXPECT_EQ(list<int32_t>(plan.row_of_slot), row_of_slot);
     EXPECT_EQ(list<int32_t>(plan.slot_of), slot_of);
     EXPECT_EQ(list<int32_t>(plan.offsets), offsets);
-    EXPECT_EQ(list<int32_t>(plan.offsets_host), offsets);
     EXPECT_EQ(plan.num_slots, static_cast<int64_t>(row_of_slot.size()));
   }
 }

@@ -42,7 +42,7 @@ void check(const std::vector<int64_t>& rows_of_rank, int64_t k, bool all_to_last
   const Tensor by_expert = permute(arrived.rows, arrived.plan);
   int64_t begin = 0;
   for (int64_t e = 0; e < kPerRank; ++e) {
-    const int64_t end = arrived.plan.offsets_host[e].item<int>();
+    const int64_t end = arrived.plan.offsets[e].item<int>();
     slots.push_back(
         by_expert.narrow(0, begin, end - begin) * static_cast<double>(me * kPerRank + e + 1));
     begin = end;

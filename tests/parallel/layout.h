@@ -77,7 +77,6 @@ Outcome run_model(const Problem& problem, const Layout& layout, const Mesh& mesh
     zero_grads(groups);
     std::vector<RoutingTape> tapes = tapes_for(problem, batches, mesh.device);
     const BatchResult result = pipeline.forward_backward(batches, NextTokenLoss(), tapes);
-    finish_step(groups);
     const Tensor norm = grad_norm(groups, mesh);
     if (step == 1) {
       Tensor sums = at::zeros({2}, at::TensorOptions(mesh.device).dtype(at::kDouble));
