@@ -91,8 +91,8 @@ ModelSize GptOssConfig::size(int64_t sequence_length) const {
   total.active_parameters = total.parameters + num_layers * (matrices + vectors + slots * held);
   total.parameters += num_layers * (matrices + vectors + num_experts * held);
   // hidden, norm output, residual, rows, experts' sum, output; q and k before and after rotary, v,
-  // attention output; each slot's row, gate and up, activation, result.
-  total.activations_per_token = num_layers * (6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width));
+  // attention output; each slot's gate and up, activation, result (its row is made again).
+  total.activations_per_token = num_layers * (6 * h + 3 * q + 3 * kv + slots * (h + 3 * width));
   double keys = 0;  // that a token meets, the mean over positions, all layers
   const auto length = static_cast<double>(sequence_length), w = static_cast<double>(window);
   for (size_t i = 0; i < static_cast<size_t>(num_layers); ++i)
@@ -166,7 +166,7 @@ Attended GptOssLayer::attend(const LayerContext& context, const Tensor& hidden) 
 
 Tensor GptOssLayer::experts(
     const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
-  const Tensor gate_up = grouped_affine(permute(rows, plan), gate_up_, gate_up_bias_, plan);
+  const Tensor gate_up = permuted_affine(rows, gate_up_, gate_up_bias_, plan);
   const Tensor activated = clamped_swiglu(gate_up, config_.swiglu_alpha, config_.swiglu_limit);
   return unpermute(grouped_affine(activated, down_, down_bias_, plan), row_weight, plan);
 }

@@ -52,21 +52,24 @@ void add_bias_gradient(const Tensor& gradient, const Tensor& dy, const ExpertPla
   gradient.add_(columns.grad.select(2, 0));
 }
 
-// Matrices of `weight` are (out, in), or, with a bias, (in, out).
+// Matrices of `weight` are (out, in), or, with a bias, (in, out). permuted: `given` are rows.
 Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Parameter* bias,
-    const ExpertPlan& plan) {
+    const ExpertPlan& plan, bool permuted = false) {
   check_shape(weight.value, weight.name, {plan.offsets.numel(), -1, -1});
   const Tensor turned = weight.value.transpose(1, 2);
   const Tensor matrices = bias ? weight.value : turned, backwards = bias ? turned : weight.value;
-  check_tensor(given, name, weight.value.scalar_type(), {plan.num_slots, matrices.size(1)});
+  check_tensor(given, name, weight.value.scalar_type(),
+      {permuted ? plan.slot_of.size(0) : plan.num_slots, matrices.size(1)});
   if (bias) check_shape(bias->value, bias->name, {matrices.size(0), matrices.size(2)});
-  const Tensor x = given.contiguous();
-  Tensor y = multiply_grouped(x, matrices, plan);
+  const Tensor kept = given.contiguous();
+  const auto input = [=] { return permuted ? permute(kept.detach(), plan) : kept; };
+  Tensor y = multiply_grouped(input(), matrices, plan);
   if (bias) add_bias(y, bias->value, plan);
-  return record(y, {x, weight.value},
+  return record(y, {kept, weight.value},
       [=, &weight, trained = weight.value.requires_grad()](const Tensor& given_dy) {
-        const Tensor dy = given_dy.contiguous();
-        const Tensor dx = x.requires_grad() ? multiply_grouped(dy, backwards, plan) : Tensor();
+        const Tensor dy = given_dy.contiguous(), x = input();
+        Tensor dx = kept.requires_grad() ? multiply_grouped(dy, backwards, plan) : Tensor();
+        if (permuted && dx.defined()) dx = sum_slots(dx, plan);
         if (trained && bias) add_bias_gradient(bias->grad, dy, plan);
         if (trained) add_or_defer({&weight, bias ? x : dy, bias ? dy : x, plan.offsets});
         return Tensors{dx, Tensor()};
@@ -81,6 +84,10 @@ Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan
 Tensor grouped_affine(
     const Tensor& x, Parameter& weight, const Parameter& bias, const ExpertPlan& plan) {
   return apply("grouped_affine: x", x, weight, &bias, plan);
+}
+Tensor permuted_affine(
+    const Tensor& rows, Parameter& weight, const Parameter& bias, const ExpertPlan& plan) {
+  return apply("permuted_affine: rows", rows, weight, &bias, plan, /*permuted=*/true);
 }
 
 }  // namespace pith

@@ -14,5 +14,8 @@ Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan
 // (E, in, out), which is how GPT-OSS keeps it: y[s] = x[s] weight[e] + bias[e].
 Tensor grouped_affine(
     const Tensor& x, Parameter& weight, const Parameter& bias, const ExpertPlan& plan);
+// Of permute(rows, plan), which is made again in the backward instead of kept.
+Tensor permuted_affine(
+    const Tensor& rows, Parameter& weight, const Parameter& bias, const ExpertPlan& plan);
 
 }  // namespace pith

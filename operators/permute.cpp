@@ -92,11 +92,18 @@ Tensor permute(const Tensor& given, const ExpertPlan& plan) {
     const Tensor out = at::empty({plan.num_slots, rows.size(1)}, rows.options());
     cuda::gather_rows(write(out), read(rows), read<int32_t>(plan.row_of_slot), plan.num_slots,
         rows.size(1) * rows.element_size(), current_stream());
-    return record(out, {rows}, [slot_of = plan.slot_of](const Tensor& dy) {
-      return Tensors{gather_sum(dy.contiguous(), {}, slot_of)};
-    });
+    return record(out, {rows},
+        [plan](const Tensor& dy) { return Tensors{sum_slots(dy.contiguous(), plan)}; });
   }
   return widen(rows).index_select(0, plan.row_of_slot).to(rows.scalar_type());
+}
+
+Tensor sum_slots(const Tensor& slots, const ExpertPlan& plan) {
+  PITH_IF_CUDA (slots) { return gather_sum(slots, {}, plan.slot_of); }
+  const Tensor wide = widen(slots);
+  return at::zeros({plan.slot_of.size(0), slots.size(1)}, wide.options())
+      .index_add_(0, plan.row_of_slot, wide)
+      .to(slots.scalar_type());
 }
 
 Tensor unpermute(const Tensor& given, const Tensor& given_weight, const ExpertPlan& plan) {

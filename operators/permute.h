@@ -22,6 +22,10 @@ ExpertPlan make_expert_plan(
 // rows (R, H) -> (S, H): row_of_slot's rows. Backward sums a row's slots in FP32.
 Tensor permute(const Tensor& rows, const ExpertPlan& plan);
 
+// permute's backward: slots (S, H) -> (R, H), the sum of each row's slots in FP32. Not
+// differentiable.
+Tensor sum_slots(const Tensor& slots, const ExpertPlan& plan);
+
 // expert_rows (S, H), weight (R, K) float32 -> (R, H): sum over j of weight(r, j) *
 // expert_rows(slot_of(r, j)), in FP32, rounded once to expert_rows' dtype; entries of -1 add
 // nothing, a row without experts becomes 0. Differentiable in both: d weight(r, j) = <d out(r),

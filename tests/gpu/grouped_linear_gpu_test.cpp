@@ -42,6 +42,11 @@ TEST(GroupedLinearGpu, MatchesTheReference) {
     };
     // The product is rounded before the bias is added: a second half unit.
     check_on_gpu(affine, {x}, weights, 0x1p-8);
+    const auto permuted = [&](const std::vector<Tensor>& in, std::vector<Parameter>& p) {
+      const Tensor twice = at::cat({idx, idx.flip(0)}, 1).to(in[0].device());
+      return permuted_affine(in[0], p[0], p[1], make_expert_plan(twice, num_experts));
+    };
+    check_on_gpu(permuted, {x}, weights, 0x1p-8);
   }
 }
 

@@ -66,6 +66,29 @@ TEST(GroupedLinear, AffineEqualsLinear) {
   }
 }
 
+TEST(GroupedLinear, PermutedAffineIsTheAffineOfPermutedRows) {
+  const Tensor idx = (at::arange(60, at::kLong) * 7).remainder(5).view({20, 3});
+  const ExpertPlan plan = make_expert_plan(idx.masked_fill(idx == 3, -1), 5);
+  for (auto dtype : {at::kFloat, at::kBFloat16}) {
+    std::vector<Parameter> a, b;
+    for (auto* p : {&a, &b}) {
+      p->push_back(make_parameter("w", {5, 33, 17}, dtype, 0.2));
+      p->push_back(make_parameter("b", {5, 17}, dtype, 0.2));
+    }
+    const Tensor rows = random_tensor("rows", {20, 33}, dtype).set_requires_grad(true);
+    const Tensor again = rows.detach().clone().set_requires_grad(true);
+    const Tensor y = grouped_affine(permute(rows, plan), a[0], a[1], plan);
+    const Tensor same = permuted_affine(again, b[0], b[1], plan);
+    EXPECT_TRUE(at::equal(y, same));
+    const Tensor dy = random_tensor("dy", y.sizes().vec(), dtype);
+    y.backward(dy);
+    same.backward(dy);
+    EXPECT_LE(
+        relative_difference(again.grad(), rows.grad()), dtype == at::kFloat ? 1e-6 : 1.0 / 256);
+    for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(a[i].grad, b[i].grad));
+  }
+}
+
 TEST(GroupedLinear, EqualsOneProductPerExpert) {
   const ExpertPlan plan = plan_of({0, 129, 1, 127, 0, 7});
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
