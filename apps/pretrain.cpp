@@ -1,6 +1,7 @@
 // pithtrain pretrain: the training loop.
 #include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/where.h>
 
 #include "apps/families.h"
 #include "build_info.h"
@@ -105,6 +106,11 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
       to_string(make_schedule(shape.pp, 0, shown, overlap)), micro_batches > shown ? " ..." : "");
 }
 
+BalanceKind balance_kind(const RunConfig::Training& training) {
+  if (training.balance_kind == "global_batch") return BalanceKind::global_batch;
+  return training.balance_kind == "sequence" ? BalanceKind::sequence : BalanceKind::micro_batch;
+}
+
 std::vector<RowStream> open_streams(
     const RunConfig& config, const std::vector<DataSource>& sources, uint64_t seed) {
   const Packing packing = config.data.packing == "best_fit" ? Packing::best_fit : Packing::concat;
@@ -137,8 +143,9 @@ class Run {
             config.parallel.weights == "reshard" ? ShardMode::reshard : ShardMode::keep)),
         shards_(groups_, part_, part_.head ? &model_.head_weight() : nullptr),
         pipeline_(model_, mesh_, data_.sequence_length,
-            {training_.balance_loss, training_.force_balance}, chunks_, &shards_,
-            recomputes(config, mesh.place.pp)),
+            {training_.balance_loss, training_.force_balance, balance_kind(training_),
+                training_.z_loss},
+            chunks_, &shards_, recomputes(config, mesh.place.pp)),
         rows_(open_blend(config)) {
     if (config.validation.interval > 0)  // seed 0: the same tokens in all runs
       validation_ = open_streams(config, data_.validation, 0);
@@ -176,6 +183,8 @@ class Run {
         describe_device(mesh_.device), seconds_since(launched));
     if (training_.force_balance)
       event("warning", "training.force_balance replaces the router: for measurements only");
+    if (balance_kind(training_) == BalanceKind::micro_batch)
+      event("warning", "training.balance_kind = micro_batch: results depend on the layout");
     log_data();
     std::vector<MicroBatch> batch;
     while (!done() && !stopping_) {
@@ -281,9 +290,11 @@ class Run {
     if (!config_.model.init.empty()) {
       const auto& config = model_.config();
       Model whole(config, whole_model(config.num_layers, config.num_experts));
+      start_router(Model::Config::parse_file(config_.model.init).router_state);
       restore_weights(groups_, config_.model.init, config.tie_embeddings, whole.parameter_units());
       return "weights of " + config_.model.init;
     }
+    start_router({});
     for (ShardGroup& group : groups_)
       group.initialize(training_.seed, training_.init_std, model_.config().num_layers);
     return fmt::format("random weights, seed {}", training_.seed);
@@ -305,6 +316,7 @@ class Run {
     if (Model::Config::parse_file(checkpoint).to_json(dtype) != model_.config().to_json(dtype))
       PITH_FAIL_HINT("restore it, or choose another run.folder",
           "{} was saved with another model.config than {}", name, config_.model.config);
+    start_router(Model::Config::parse_file(checkpoint).router_state);
     restore_state(groups_, checkpoint);
     saved_step_ = state_.step = saved.step;
     state_.rows_read = saved.rows_read;
@@ -339,6 +351,7 @@ class Run {
         sum_over_ranks({value(result.loss_sum), value(result.balance_sum),
             real(result.num_moe_layers) / real(mesh_.plane.size()), stop_requested() ? 1.0 : 0.0});
     metrics.loss = sums[0] / real(std::max<int64_t>(metrics.trained_tokens, 1));
+    use_counts(result, metrics);
     if (sums[2] > 0) metrics.balance_loss = sums[1] / real(training_.global_batch) / sums[2];
     stopping_ = sums[3] > 0;
     check_finite(current, metrics.loss, metrics.grad_norm);
@@ -354,6 +367,42 @@ class Run {
     metrics.memory_gib = memory.current_gib;
     metrics.memory_peak_gib = memory.peak_gib;
     return metrics;
+  }
+
+  // The bias of the next step, from the choices of this one's tokens.
+  void use_counts(const BatchResult& result, StepMetrics& metrics) {
+    const auto& config = model_.config();
+    Tensor counts = at::zeros({config.num_layers, config.num_experts},
+        at::TensorOptions(mesh_.device).dtype(at::kDouble));
+    if (result.expert_counts.defined()) counts.copy_(result.expert_counts);
+    mesh_.world.all_reduce(counts);
+    const Tensor total = counts.sum(1, /*keepdim=*/true);
+    auto& [bias, shares] = pipeline_.router_state();
+    if (training_.router_bias_rate > 0)
+      bias.add_((counts.mean(1, /*keepdim=*/true) - counts).sign(), training_.router_bias_rate);
+    if (shares.defined()) shares.copy_(at::where(total > 0, counts / total, shares));
+    metrics.expert_counts = counts.index_select(0, total.view(-1).nonzero().view(-1)).cpu();
+    const int64_t interval = config_.log.expert_counts;
+    metrics.all_counts = interval > 0 && metrics.step % interval == 0;
+    if (training_.z_loss > 0) {
+      Tensor sum =
+          result.z_sum.defined() ? result.z_sum.to(at::kDouble) : at::zeros({}, counts.options());
+      mesh_.world.all_reduce(sum);
+      metrics.extra.emplace_back("z_loss", sum.item<double>() / real(metrics.trained_tokens));
+    }
+  }
+
+  // Of weights that are about to be trained.
+  void start_router(const RouterState& saved) {
+    const auto& config = model_.config();
+    const std::vector<int64_t> shape{config.num_layers, config.num_experts};
+    auto& [bias, shares] = pipeline_.router_state();
+    const auto options = at::TensorOptions(mesh_.device);
+    if (saved.bias.defined()) bias = saved.bias.to(mesh_.device);
+    if (training_.router_bias_rate > 0 && !bias.defined()) bias = at::zeros(shape, options);
+    if (balance_kind(training_) != BalanceKind::global_batch) return;
+    const Tensor even = at::full(shape, 1 / real(shape[1]), options.dtype(at::kDouble));
+    shares = saved.shares.defined() ? saved.shares.to(mesh_.device) : even;
   }
 
   // The first weight, stage output (of another forward pass) or gradient that is not finite.
@@ -434,7 +483,8 @@ class Run {
     CheckpointContent content;
     content.step = state_.step;
     content.training_state = state_.to_json();
-    content.files = {{"config.json", model.to_json(compute_dtype(config_))},
+    content.files = {{"config.json", with_router_state(model.to_json(compute_dtype(config_)),
+                                         pipeline_.router_state())},
         {"generation_config.json", model.generation_json()}, {"run.toml", to_toml(config_)}};
     collect_state(groups_, content, mesh_.expert);
     for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {

@@ -8,7 +8,8 @@
 #                                     the training step of the 8-layer cut of Qwen3-30B-A3B, or of
 #                                     examples/$MODEL.toml (deepseek_v2_lite_8layers, gpt_oss_20b_6layers)
 #   benchmarks/gpu.sh collectives     all visible GPUs: every NCCL collective, the layout suite over NCCL
-#   benchmarks/gpu.sh profiles        two GPUs: where a step's time goes on one, EP2, PP2, CP2 at 32k
+#   benchmarks/gpu.sh profiles        two GPUs: where a step's time goes on one, EP2, PP2, CP2 at 32k; traces
+#                                     for benchmarks/trace_picture.sh
 #   benchmarks/gpu.sh layouts         (ONLY="one32k cp2": these) two GPUs: that step ($MODEL) on one of them, then EP2, PP2, FSDP2, and CP2 at 32k
 # Several words run one after another. $OUT (default build/gpu-results) receives metrics and logs.
 set -uo pipefail
@@ -125,31 +126,36 @@ layout() {
 
 # The head weighs three of the eight layers: with a share of it on the second GPU both have the same work.
 pp2=(parallel.pp=2 parallel.chunks=2,1,4,1 parallel.head_share=0.15)
+long=(data.sequence_length=32768 training.global_batch=4)
 
+# Two GPUs have memory for micro-batches twice as large: half as many additions to the gradients.
 layouts() {
   corpus
-  local long=(data.sequence_length=32768 training.global_batch=4 training.micro_batch=1) failed=0
+  local failed=0
   layout one 1 || failed=1
-  layout ep2 2 parallel.ep=2 || failed=1
-  layout fsdp2 2 || failed=1
+  layout ep2 2 parallel.ep=2 training.micro_batch=8 || failed=1
+  layout fsdp2 2 training.micro_batch=8 || failed=1
   layout pp2 2 "${pp2[@]}" || failed=1
-  layout one32k 1 "${long[@]}" || failed=1
-  layout cp2 2 parallel.cp=2 "${long[@]}" || failed=1
+  layout one32k 1 "${long[@]}" training.micro_batch=1 || failed=1
+  layout cp2 2 parallel.cp=2 "${long[@]}" training.micro_batch=2 || failed=1
   return $failed
 }
 
 profiles() {
   corpus
-  local long=(data.sequence_length=32768 training.global_batch=4 training.micro_batch=1) steps=7 failed=0 name
+  local steps=7 failed=0 name rank
   local trace=(profile.first=7 profile.count=1)
   layout one 1 "${trace[@]}" || failed=1
-  layout ep2 2 parallel.ep=2 "${trace[@]}" || failed=1
+  layout ep2 2 parallel.ep=2 training.micro_batch=8 "${trace[@]}" || failed=1
   layout pp2 2 "${pp2[@]}" "${trace[@]}" || failed=1
-  layout cp2 2 parallel.cp=2 "${long[@]}" "${trace[@]}" || failed=1
+  layout cp2 2 parallel.cp=2 "${long[@]}" training.micro_batch=2 "${trace[@]}" || failed=1
   for name in one ep2 pp2 cp2; do
-    cp "runs/layout-$name/profile-rank0.txt" "$out/profile-$name.txt" || failed=1
-    cp "runs/layout-$name/profile-rank1.txt" "$out/profile-$name-1.txt" 2>/dev/null
-    echo "-- $name" && head -n 24 "$out/profile-$name.txt"
+    [ -d "runs/layout-$name" ] || continue
+    for rank in 0 1; do
+      cp "runs/layout-$name/profile-rank$rank.txt" "$out/profile-$name-$rank.txt" 2>/dev/null || continue
+      gzip -9 <"runs/layout-$name/trace-rank$rank.json" >"$out/trace-$name-$rank.json.gz"
+    done
+    echo "-- $name" && head -n 24 "$out/profile-$name-0.txt" || failed=1
   done
   return $failed
 }
@@ -158,7 +164,7 @@ status=0
 case "${1:-}" in
   pack) pack ;;
   step) step "${@:2}" || status=1 ;;
-  "") sed -n '2,13p' "$0" ;;
+  "") sed -n '2,16p' "$0" ;;
   *)
     for word in "$@"; do
       echo "== $word"

@@ -71,6 +71,9 @@ const Key kKeys[] = {
     {KEY(training, epsilon), "(0, 1]", "AdamW: added to the root of the second moment", "eps"},
     {KEY(training, clip_norm), "[0, inf)", "clip gradients to this norm; 0 = off", "max_grad_norm"},
     {KEY(training, balance_loss), "[0, inf)", "coefficient of the load-balance loss", "aux_loss"},
+    {KEY(training, balance_kind), "sequence|micro_batch|global_batch", "whose loads it balances"},
+    {KEY(training, z_loss), "[0, inf)", "coefficient of the router's z-loss", "z_loss_coeff"},
+    {KEY(training, router_bias_rate), "[0, 1]", "step of balancing by bias (1e-3); 0 = off"},
     {KEY(training, force_balance), "", "route evenly whatever the router says: to measure speed"},
     {KEY(training, deterministic), "", "bit-identical when repeated or resumed"},
     {KEY(training, seed), "[0, inf)", "initialisation of the weights", "random_seed"},
@@ -84,6 +87,7 @@ const Key kKeys[] = {
     {KEY(checkpoint, allow_schedule_change), "", "resume with another schedule of lr than saved"},
     {KEY(log, tensorboard), "", "write TensorBoard event files too"},
     {KEY(log, check_finite), "", "stop at the first NaN or Inf and name the tensor"},
+    {KEY(log, expert_counts), "[0, 1e9]", "record every expert's tokens every so many steps"},
     {KEY(profile, first), "[0, 1e9]", "trace from this step on, into run.folder; 0 = never",
         "steps"},
     {KEY(profile, count), "[1, 1000]", "steps to trace"},
@@ -467,7 +471,7 @@ std::string describe_config_keys() {
   return by_section([&](const Key& key) {
     const Field field = key.field(defaults);
     const char* const types[] = {"text", "integer", "integer", "float", "bool", "corpora"};
-    return fmt::format("  {:<22}{:<9}{:<12}{:<21}{}", key.name(), types[field.index()],
+    return fmt::format("  {:<22}{:<9}{:<12}{:<20} {}", key.name(), types[field.index()],
         toml_of(field), key.limits, key.description);
   });
 }

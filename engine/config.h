@@ -42,7 +42,9 @@ struct RunConfig {
     std::string schedule = "cosine";
     int64_t warmup_steps = 0, decay_steps = 0;
     double min_lr_ratio = 0.1, weight_decay = 0.1, weight_decay_other = 0;
-    double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8, clip_norm = 1.0, balance_loss = 1e-3;
+    double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8, clip_norm = 1.0;
+    double balance_loss = 1e-3, z_loss = 0, router_bias_rate = 0;
+    std::string balance_kind = "sequence";
     bool force_balance = false, deterministic = false;
     uint64_t seed = 1;
     double init_std = 0.02;
@@ -56,6 +58,7 @@ struct RunConfig {
   } checkpoint;
   struct Log {
     bool tensorboard = true, check_finite = true;
+    int64_t expert_counts = 100;
   } log;
   struct Profile {
     int64_t first = 0, count = 2;

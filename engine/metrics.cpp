@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <ATen/ops/xlogy.h>
+
 #include <nlohmann/json.hpp>
 
 #include "engine/file_io.h"
@@ -28,6 +30,23 @@ Scalars scalars_of(const StepMetrics& m) {
       {"memory_gib", m.memory_gib}, {"memory_peak_gib", m.memory_peak_gib}};
 }
 
+Json expert_load(const Tensor& counts, bool all) {
+  Json load;
+  const auto list = [](const Tensor& x) {
+    const Tensor wide = x.to(at::kDouble).contiguous();
+    return std::vector<double>(
+        wide.const_data_ptr<double>(), wide.const_data_ptr<double>() + wide.numel());
+  };
+  const Tensor share = counts / counts.sum(1, /*keepdim=*/true).clamp_min(1);
+  load["max_over_mean"] = list(share.amax(1) * counts.size(1));
+  const double even = std::log(static_cast<double>(std::max<int64_t>(2, counts.size(1))));
+  load["entropy"] = list(at::xlogy(share, share).sum(1) / -even);
+  load["dead"] = list(counts.eq(0).sum(1));
+  for (int64_t layer = 0; all && layer < counts.size(0); ++layer)
+    load["counts"].push_back(list(counts[layer]));
+  return load;
+}
+
 // Bytes that are no UTF-8 (of a path, say) become U+FFFD: the file stays valid.
 std::string dump(const Json& line) {
   return line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
@@ -42,6 +61,7 @@ std::string step_line(const StepMetrics& m) {
       line[name] = value;  // nlohmann writes null for what is not finite
       if (!std::isfinite(value)) line["nonfinite"][name] = fmt::format("{}", value);
     }
+  if (m.expert_counts.defined()) line["expert_load"] = expert_load(m.expert_counts, m.all_counts);
   return dump(line);
 }
 

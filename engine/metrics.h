@@ -18,15 +18,20 @@ struct StepMetrics {
   double seconds = 0;                      // of this step
   double mfu = 0;                          // 0 .. 1; 0 = peak not known
   double memory_gib = 0, memory_peak_gib = 0;
-  Scalars extra;  // "validation/loss", ...
+  Scalars extra;         // "validation/loss", ...
+  Tensor expert_counts;  // (MoE layers, E) float64 on the CPU: choices of this step, or undefined
+  bool all_counts = false;  // write them, not only what they come to
 };
 
 // Logging never stops training: a sink that can't be written is reported once and left out.
 //
 // metrics.jsonl holds one JSON object a line, flushed at once. A step has the fields of
 // StepMetrics, "time" (Unix seconds), "tokens_per_second" and the extra values under their names;
-// "mfu" is null where the peak is not known. NaN and infinities, which JSON lacks, are null too and
-// stand in "nonfinite": {"loss": "nan"}. An event has "event", "time", "after_step" and "text".
+// "expert_load" has, a MoE layer each, the largest load over the mean, the entropy of the loads
+// over that of even ones, the experts without tokens and, where all_counts says so, all experts'
+// tokens; "mfu" is null where the peak is not known. NaN and infinities, which JSON lacks, are null
+// too and stand in "nonfinite": {"loss": "nan"}. An event has "event", "time", "after_step" and
+// "text".
 class MetricsLog {
  public:
   // Appends to run_folder/metrics.jsonl and, for TensorBoard, makes

@@ -268,17 +268,30 @@ struct Pipeline<Model>::Impl {
 
   void aggregate_stage(const LayerContext& context, LayerRun& layer) {
     const c10::AutoGradMode keeps(grad_of(layer));
-    if (layer.attended.balance_loss) {
-      const Tensor balance = layer.attended.balance_loss();
-      if (!layer.again) accumulate(result_.balance_sum, balance.detach());
-      const auto rows = static_cast<double>(context.batch.global_rows);
-      if (router_.balance_loss > 0) layer.aux = balance * (router_.balance_loss / rows);
-    }
+    if (layer.attended.balance) balance(context.batch, layer);
     // Its gradients don't depend on its values, so what came back need not travel again.
     if (layer.attended.topk_idx.defined())
       layer.returned = leaf(layer.again ? layer.attended.residual : layer.exchange.combined());
     layer.output = model_.layer(layer.layer)
                        .aggregate(context, layer.returned, layer.joined, layer.shared_leaf);
+  }
+
+  // The router's own losses.
+  void balance(const MicroBatch& batch, LayerRun& layer) {
+    const auto [loss, counts] = std::exchange(layer.attended.balance, {})();
+    const Tensor& z = layer.attended.z_sum;
+    const double rows = static_cast<double>(batch.global_rows);
+    if (router_.balance_loss > 0) layer.aux = loss * (router_.balance_loss / rows);
+    if (z.defined())
+      accumulate(
+          layer.aux, z * (router_.z_loss / static_cast<double>(batch.global_trained_tokens)));
+    if (layer.again) return;
+    accumulate(result_.balance_sum, loss.detach());
+    if (z.defined()) accumulate(result_.z_sum, z.detach());
+    if (!result_.expert_counts.defined())
+      result_.expert_counts =
+          at::zeros({model_.config().num_layers, counts.numel()}, counts.options());
+    result_.expert_counts[layer.layer] += counts;
   }
 
   // The forward pass again for its graphs: by the same routes, counted and recorded no second time.
@@ -507,6 +520,10 @@ Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, Rou
     std::vector<int64_t> chunks, const ModelShards* shards, bool recompute) {
   const auto& config = model.config();
   if (chunks.empty()) chunks = {config.num_layers, 0};
+  if (const Tensor& bias = config.router_state.bias; bias.defined()) {
+    check_shape(bias, "router_state.bias", {config.num_layers, config.num_experts});
+    router.state.bias = bias.to(mesh.device);
+  }
   const auto dtype = model.parameter_units().front().front()->value.scalar_type();
   const bool resharded =
       shards && !shards->layers.empty() &&
@@ -515,6 +532,11 @@ Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, Rou
       layers_of_rank(chunks, mesh.pipeline.size(), mesh.place.pp),
       stage_links(mesh, config.hidden_size, dtype), shards ? *shards : ModelShards(), recompute,
       !resharded});
+}
+
+template <DecoderModel Model>
+RouterState& Pipeline<Model>::router_state() {
+  return impl_->router_.state;
 }
 
 template <DecoderModel Model>

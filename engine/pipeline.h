@@ -13,6 +13,8 @@ namespace pith {
 struct BatchResult {
   Tensor loss_sum;     // scalar float32: sum of token losses, or undefined
   Tensor balance_sum;  // scalar float32: balance loss summed over rows and MoE layers, or undefined
+  Tensor z_sum;        // the same of logsumexp(router logits)^2 over tokens, where it is trained
+  Tensor expert_counts;  // (all layers, E) int64: choices of each expert by this rank's tokens
   int64_t num_moe_layers = 0;
   std::vector<Tensor> per_token;  // the objective's report, one tensor a micro-batch
 };
@@ -62,6 +64,7 @@ class Pipeline {
       std::span<LayerCache> caches = {}, std::span<RoutingTape> tapes = {});
 
   void observe(StageObserver observer);
+  RouterState& router_state();  // at first the configuration's bias; read by every forward pass
  private:
   struct Impl;
   std::shared_ptr<Impl> impl_;

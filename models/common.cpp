@@ -1,8 +1,9 @@
 #include "models/common.h"
 
-#include <nlohmann/json.hpp>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 
-#include "operators/router.h"
+#include <nlohmann/json.hpp>
 
 namespace pith {
 
@@ -88,6 +89,15 @@ json read_config(const std::filesystem::path& path) {
   return object;
 }
 
+// (rows, columns) from an array of arrays.
+static Tensor table_of(const json& object, const char* key, at::ScalarType dtype) {
+  if (!object.contains(key)) return {};
+  std::vector<Tensor> rows;
+  for (const auto& row : object[key].get<std::vector<std::vector<double>>>())
+    rows.push_back(at::tensor(row, at::kDouble));
+  return at::stack(rows).to(dtype);
+}
+
 void read_common(Fields& fields, ModelConfig& config, const char* family, const char* width) {
   fields.only("model_type", family);
   if (!fields.has("model_type")) fields.problem("model_type", "is missing");
@@ -101,12 +111,34 @@ void read_common(Fields& fields, ModelConfig& config, const char* family, const 
   config.rms_norm_eps = fields.number("rms_norm_eps", 1e-6);
   fields.only("hidden_act", "silu");
   fields.only("attention_dropout", 0);
+  if (fields.has("router_state")) try {
+      config.router_state = {table_of(fields["router_state"], "bias", at::kFloat),
+          table_of(fields["router_state"], "shares", at::kDouble)};
+    } catch (const std::exception& error) {
+      fields.problem("router_state", fmt::format("is no object of tables: {}", error.what()));
+    }
+}
+
+std::string with_router_state(const std::string& config_json, const RouterState& state) {
+  json object = json::parse(config_json);
+  for (const auto& [name, table] : {std::pair("bias", state.bias), {"shares", state.shares}}) {
+    if (!table.defined()) continue;
+    json& rows = object["router_state"][name] = json::array();
+    const Tensor wide = table.to(at::kCPU, at::kDouble);
+    for (int64_t layer = 0; layer < wide.size(0); ++layer) {
+      const double* row = wide[layer].const_data_ptr<double>();
+      rows.push_back(std::vector<double>(row, row + wide.size(1)));
+    }
+  }
+  return object.dump(2) + "\n";
 }
 
 void ModelConfig::cut_layers(int64_t layers) {
   PITH_CHECK(layers >= 1 && layers <= num_layers, "cannot cut a model of {} layers to {}",
       num_layers, layers);
   num_layers = layers;
+  for (Tensor* table : {&router_state.bias, &router_state.shares})
+    if (table->defined()) *table = table->slice(0, 0, layers);
 }
 
 std::string ModelConfig::generation_json() const {
@@ -122,7 +154,8 @@ json config_for_export(const std::string& source_json, const char* architecture,
   json object = json::parse(source_json);
   object["architectures"] = {architecture};
   object["num_hidden_layers"] = num_layers;
-  object.erase("torch_dtype");  // the older name of dtype
+  object.erase("router_state");  // of the weights that were read: with_router_state()
+  object.erase("torch_dtype");   // the older name of dtype
   object["dtype"] = dtype_name(dtype);
   return object;
 }
@@ -191,8 +224,12 @@ void choose_routes(
     forced = tape->topk_idx.at(layer);
   else if (context.router.force_balance)
     forced = balanced_routes(logits.size(0), choice.k, choice.num_experts, logits.device());
-  else if (choice.topk_groups < choice.groups)
-    forced = group_limited_topk(logits, choice.k, choice.groups, choice.topk_groups);
+  else if (const Tensor& bias = context.router.state.bias;
+      bias.defined() || choice.topk_groups < choice.groups) {
+    const Tensor scores =
+        bias.defined() ? logits.detach().softmax(1) + bias[context.layer] : logits;
+    forced = group_limited_topk(scores, choice.k, choice.groups, choice.topk_groups);
+  }
   const Routing routing = route(logits, choice.k, choice.normalize, forced);
   out.topk_idx = routing.topk_idx;
   out.topk_weight = choice.scale == 1 ? routing.topk_weight : routing.topk_weight * choice.scale;
@@ -201,8 +238,12 @@ void choose_routes(
     tape->topk_weight.at(layer) = out.topk_weight.detach();
   }
   if (!context.batch.row_id.defined()) return;
-  out.balance_loss = start_balance_loss(routing.probabilities, routing.topk_idx,
-      context.batch.row_id, context.batch.num_rows, context.mesh.context);
+  const Tensor& shares = context.router.state.shares;
+  out.balance = start_balance_loss(routing.probabilities, routing.topk_idx, context.batch.row_id,
+      context.batch.num_rows, context.mesh.context, context.router.kind,
+      shares.defined() ? shares[context.layer] : Tensor());
+  if (context.router.z_loss > 0)
+    out.z_sum = logits.logsumexp(1).square().masked_fill(context.batch.row_id.lt(0), 0).sum();
 }
 
 Tensor sum_of_parts(const Attended& attended, const Tensor& returned, const Tensor& shared) {

@@ -51,6 +51,9 @@ void read_common(Fields& fields, ModelConfig& config, const char* family,
 nlohmann::json config_for_export(const std::string& source_json, const char* architecture,
     int64_t num_layers, at::ScalarType dtype);
 
+// The same with the state of its router's balancing, as read_common() reads it.
+std::string with_router_state(const std::string& config_json, const RouterState& state);
+
 // What stands before a model's first layer and behind its last, as far as a part holds it.
 struct ModelEnds {
   Parameter embedding, norm, head;  // (V, H), (H), (V, H)

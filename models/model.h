@@ -17,6 +17,7 @@
 #include "operators/permute.h"
 #include "operators/ring_attention.h"
 #include "operators/rotary.h"
+#include "operators/router.h"
 
 namespace pith {
 
@@ -31,10 +32,21 @@ struct RoutingTape {
   std::vector<Tensor> topk_idx, topk_weight;  // (T, K) int64, float32
 };
 
+// What balancing carries from step to step, one row a layer; in config.json as "router_state".
+struct RouterState {
+  Tensor bias;    // (layers, E) float32: added to probabilities where experts are chosen (Wang et
+                  // al. 2024, arXiv 2408.15664), or undefined
+  Tensor shares;  // (layers, E) float64: of the last step's choices, or undefined
+};
+
 // How the router is trained, from the run configuration.
 struct RouterTraining {
   double balance_loss = 0;     // coefficient of the load-balance loss; 0 = only measured
   bool force_balance = false;  // balanced_routes() instead of the router's choice
+  BalanceKind kind = BalanceKind::sequence;
+  double z_loss =
+      0;  // coefficient of the mean of logsumexp(logits)^2 (Zoph et al. 2022, 2202.08906)
+  RouterState state = {};
 };
 
 struct LayerContext {
@@ -74,11 +86,12 @@ inline Tensor attend_documents(const LayerContext& context, const Tensor& q, con
 
 // Result of stage 1.
 struct Attended {
-  Tensor rows;                           // (T, H) what the experts and shared() see
-  Tensor residual;                       // (T, H)
-  Tensor topk_idx;                       // (T, K) int64; undefined in a dense layer
-  Tensor topk_weight;                    // (T, K) float32; undefined in a dense layer
-  std::function<Tensor()> balance_loss;  // summed over rows; empty in a dense layer
+  Tensor rows;                             // (T, H) what the experts and shared() see
+  Tensor residual;                         // (T, H)
+  Tensor topk_idx;                         // (T, K) int64; undefined in a dense layer
+  Tensor topk_weight;                      // (T, K) float32; undefined in a dense layer
+  std::function<RouterBalance()> balance;  // empty in a dense layer
+  Tensor z_sum;  // scalar float32: sum of logsumexp(logits)^2, or undefined
 };
 
 // Which part of a model this process holds.
@@ -104,6 +117,7 @@ struct ModelConfig {
   bool tie_embeddings;
   int64_t window = 0;       // of the layers that have one, the token itself included
   std::string source_json;  // the config.json it was read from: nothing is lost on export
+  RouterState router_state;
 
   void cut_layers(int64_t layers);      // keeps the first
   std::string generation_json() const;  // generation_config.json of a checkpoint

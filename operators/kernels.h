@@ -120,21 +120,6 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
     const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
     bool normalize, CUstream_st* stream);
 
-// A row's tokens are summed in this many parts.
-inline constexpr int64_t kBalanceParts = 32;
-
-// sum and count (num_rows, kBalanceParts, E) of probabilities and choices; start (2 num_rows +
-// 1): first token of each row, then of its padding.
-void balance_parts(const float* probabilities, const int64_t* idx, const int32_t* row_id,
-    float* sum, int32_t* count, int32_t* start, int64_t tokens, int64_t num_experts, int64_t k,
-    int64_t num_rows, CUstream_st* stream);
-
-// loss (scalar) and coefficient (num_rows, E) = dloss / dprobability of any token of that row, from
-// balance_parts. `global` (num_rows, E + 1): where not null, counts and, last, tokens of the rows.
-void balance_total(const float* sum, const int32_t* count, const int32_t* start,
-    const int64_t* global, float* loss, float* coefficient, int64_t num_experts, int64_t k,
-    int64_t num_rows, CUstream_st* stream);
-
 // --- swiglu ---
 // g sigmoid(alpha g) (u + plus) of gates, at most `limit`, and ups between -limit and limit. They
 // alternate, or all gates of a row stand before its ups.

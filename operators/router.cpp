@@ -1,6 +1,5 @@
 #include "operators/router.h"
 
-#include <ATen/ops/bincount.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/where.h>
@@ -99,61 +98,45 @@ Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::D
   return slots.remainder(num_experts).view({num_tokens, k});
 }
 
-std::function<Tensor()> start_balance_loss(const Tensor& given, const Tensor& topk_idx,
-    const Tensor& given_row, int64_t num_rows, const Comm& context) {
-  const Tensor p = given.contiguous(), idx = topk_idx.contiguous(), row_id = given_row.contiguous();
-  check_scores(p, "sequence_balance_loss: probabilities");
-  check_tensor(idx, "sequence_balance_loss: topk_idx", at::kLong, {p.size(0), -1});
-  check_tensor(row_id, "sequence_balance_loss: row_id", at::kInt, {p.size(0)});
-  const int64_t num_experts = p.size(1), k = idx.size(1);
-  PITH_IF_CUDA (p) {
-    const auto int32 = p.options().dtype(at::kInt);
-    const Tensor sum = at::empty({num_rows, cuda::kBalanceParts, num_experts}, p.options());
-    const Tensor count = at::empty(sum.sizes(), int32),
-                 start = at::empty({2 * num_rows + 1}, int32);
-    cuda::balance_parts(read<float>(p), read<int64_t>(idx), read<int32_t>(row_id),
-        write<float>(sum), write<int32_t>(count), write<int32_t>(start), p.size(0), num_experts, k,
-        num_rows, current_stream());
-    Tensor global;
-    auto travel = std::make_shared<Work>();
-    if (context.size() > 1) {
-      const Tensor length = start.diff().view({num_rows, 2}).narrow(1, 0, 1);
-      global = at::cat({count.sum(1), length.to(at::kLong)}, 1);
-      *travel = context.all_reduce_async(global);
-    }
-    return [=] {
-      travel->wait();
-      const Tensor loss = at::empty({}, p.options());
-      const Tensor coefficient = at::empty({num_rows, num_experts}, p.options());
-      cuda::balance_total(read<float>(sum), read<int32_t>(count), read<int32_t>(start),
-          read<int64_t>(global), write<float>(loss), write<float>(coefficient), num_experts, k,
-          num_rows, current_stream());
-      return record(loss, {p}, [coefficient, row_id](const Tensor& dloss) {
-        const Tensor dp = at::index_select(coefficient * dloss, 0, row_id.clamp_min(0));
-        return Tensors{dp.masked_fill_(row_id.lt(0).unsqueeze(1), 0)};
-      });
-    };
-  }
-  check_ids(idx, "sequence_balance_loss: topk_idx", num_experts);
-  const Tensor padding = row_id.lt(0), row = at::where(padding, row_id.bitwise_not(), row_id);
-  check_ids(row, "sequence_balance_loss: row_id", num_rows);
-  PITH_CHECK(row.mul(2).add(padding).diff().ge(0).all().item<bool>(),
-      "sequence_balance_loss: row_id is not ascending");
-  // Choices of each expert in each row and, last, the row's tokens; padding is one more row.
-  const Tensor counted = row.masked_fill(padding, num_rows);
-  const Tensor cells = at::cat({idx, at::full_like(idx.narrow(1, 0, 1), num_experts)}, 1)
-                           .add(counted.unsqueeze(1), num_experts + 1);
-  Tensor counts = at::bincount(cells.view(-1), {}, (num_rows + 1) * (num_experts + 1))
-                      .view({num_rows + 1, num_experts + 1});
+std::function<RouterBalance()> start_balance_loss(const Tensor& given, const Tensor& topk_idx,
+    const Tensor& row_id, int64_t num_rows, const Comm& context, BalanceKind kind,
+    const Tensor& shares) {
+  const Tensor p = given.contiguous();
+  check_scores(p, "balance loss: probabilities");
+  check_tensor(topk_idx, "balance loss: topk_idx", at::kLong, {p.size(0), -1});
+  check_tensor(row_id, "balance loss: row_id", at::kInt, {p.size(0)});
+  const int64_t num_experts = p.size(1), k = topk_idx.size(1), width = num_experts + 1;
+  check_ids(topk_idx, "balance loss: topk_idx", num_experts);
+  const Tensor row = at::where(row_id.lt(0), num_rows, row_id);  // padding is one more row
+  check_ids(row, "balance loss: row_id", num_rows + 1);
+  // Choices of each expert in each row and, last, the row's tokens.
+  const at::NoGradGuard no_grad;
+  const Tensor cells = at::cat({topk_idx, at::full_like(topk_idx.narrow(1, 0, 1), num_experts)}, 1)
+                           .add_(row.unsqueeze(1), width)
+                           .view(-1);
+  const Tensor one = at::ones({1}, topk_idx.options());
+  Tensor counts = at::zeros({(num_rows + 1) * width}, topk_idx.options())
+                      .scatter_add_(0, cells, one.expand(cells.sizes()))
+                      .view({num_rows + 1, width});
   counts.select(0, num_rows).zero_();
+  const Tensor local = counts.sum(0).narrow(0, 0, num_experts);
   auto travel = std::make_shared<Work>(context.all_reduce_async(counts));
   return [=] {
     travel->wait();
+    const Tensor choices = counts.narrow(1, 0, num_experts).to(at::kDouble);
     const Tensor length = counts.narrow(1, num_experts, 1).clamp_min(1).to(at::kDouble);
-    const double scale = static_cast<double>(num_experts) / static_cast<double>(k);
-    const Tensor coefficient =
-        (counts.narrow(1, 0, num_experts) * scale / length.square()).to(p.scalar_type());
-    return (p * coefficient.index_select(0, counted)).sum(at::kDouble).to(p.scalar_type());
+    Tensor share = choices / (length * k);
+    if (kind == BalanceKind::micro_batch) share = choices.sum(0) / choices.sum().clamp_min(1);
+    if (kind == BalanceKind::global_batch) share = shares;
+    const Tensor coefficient = (share * num_experts / length).to(p.scalar_type());  // (rows + 1, E)
+    coefficient.select(0, num_rows).zero_();
+    const Tensor loss =
+        (p.detach() * coefficient.index_select(0, row)).sum(at::kDouble).to(p.scalar_type());
+    return RouterBalance{record(loss, {p},
+                             [coefficient, row](const Tensor& dloss) {
+                               return Tensors{coefficient.index_select(0, row).mul_(dloss)};
+                             }),
+        local};
   };
 }
 

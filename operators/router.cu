@@ -139,78 +139,6 @@ __global__ void route_backward_kernel(const float* __restrict__ probabilities,
   }
 }
 
-// --- The balance loss: a row's tokens are neighbours ---
-
-// Even for tokens of a row, odd for the padding behind them.
-__device__ int64_t place_of(int64_t row_id) { return row_id < 0 ? 2 * ~row_id + 1 : 2 * row_id; }
-
-// start (2 num_rows + 1): first token of each row, then of its padding. Their order is ascending.
-__global__ void row_start_kernel(const int32_t* __restrict__ row_id, int64_t tokens,
-    int64_t num_rows, int32_t* __restrict__ start) {
-  const int64_t t = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  if (t > tokens) return;
-  const int64_t before = t == 0 ? -1 : place_of(row_id[t - 1]),
-                here = place_of(t == tokens ? num_rows : row_id[t]);
-  for (int64_t place = before + 1; place <= here; ++place) start[place] = static_cast<int32_t>(t);
-}
-
-// Block (row, part): sum (num_rows, kBalanceParts, E) of probabilities, count of choices.
-__global__ void balance_part_kernel(const float* __restrict__ probabilities,
-    const int64_t* __restrict__ idx, const int32_t* __restrict__ start, float* __restrict__ sum,
-    int32_t* __restrict__ count, int num_experts, int64_t k) {
-  extern __shared__ int32_t chosen[];
-  const int64_t row = blockIdx.x, part = blockIdx.y;
-  const int64_t first = start[2 * row], length = start[2 * row + 1] - first;
-  const int64_t begin = first + length * part / kBalanceParts,
-                end = first + length * (part + 1) / kBalanceParts;
-  const int e = static_cast<int>(threadIdx.x);
-  if (e < num_experts) chosen[e] = 0;
-  __syncthreads();
-  for (int64_t i = begin * k + e; i < end * k; i += blockDim.x)
-    atomicAdd(&chosen[idx[i]], 1);  // integers: any order, one result
-  __syncthreads();
-  if (e >= num_experts) return;
-  float total = 0;
-#pragma unroll 8
-  for (int64_t t = begin; t < end; ++t) total += probabilities[t * num_experts + e];
-  const int64_t at = (row * kBalanceParts + part) * num_experts + e;
-  sum[at] = total;
-  count[at] = chosen[e];
-}
-
-// One block, one thread an expert: coefficient (num_rows, E) and the loss.
-__global__ void balance_total_kernel(const float* __restrict__ sum,
-    const int32_t* __restrict__ count, const int32_t* __restrict__ start,
-    const int64_t* __restrict__ global, float* __restrict__ loss, float* __restrict__ coefficient,
-    int64_t num_rows, int num_experts, int64_t k) {
-  __shared__ double share[1024];
-  const int e = static_cast<int>(threadIdx.x);
-  double mine = 0;
-  for (int64_t row = 0; row < num_rows && e < num_experts; ++row) {
-    double total = 0;
-    int64_t choices = 0;
-    for (int64_t part = 0; part < kBalanceParts; ++part) {
-      const int64_t at = (row * kBalanceParts + part) * num_experts + e;
-      total += sum[at];
-      choices += count[at];
-    }
-    double length = start[2 * row + 1] - start[2 * row];
-    if (global != nullptr) {
-      choices = global[row * (num_experts + 1) + e];
-      length = static_cast<double>(global[row * (num_experts + 1) + num_experts]);
-    }
-    const double factor =
-        length == 0 ? 0 : static_cast<double>(num_experts) * choices / (k * length * length);
-    coefficient[row * num_experts + e] = static_cast<float>(factor);
-    mine += factor * total;
-  }
-  share[e] = mine;
-  __syncthreads();
-  if (e != 0) return;
-  for (int other = 1; other < num_experts; ++other) mine += share[other];
-  *loss = static_cast<float>(mine);
-}
-
 // Calls f.operator()<N>() with N registers a lane, enough for num_experts <= 1024.
 template <class F>
 void with_registers(int64_t num_experts, F&& f) {
@@ -248,31 +176,6 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
         static_cast<int>(k), normalize);
   });
   launch_check("route_backward");
-}
-
-void balance_parts(const float* probabilities, const int64_t* idx, const int32_t* row_id,
-    float* sum, int32_t* count, int32_t* start, int64_t tokens, int64_t num_experts, int64_t k,
-    int64_t num_rows, cudaStream_t stream) {
-  const auto experts = static_cast<int>(num_experts);
-  const unsigned threads = num_blocks(experts, kWarp) * kWarp;
-  row_start_kernel<<<static_cast<unsigned>(tokens / 256 + 1), 256, 0, stream>>>(
-      row_id, tokens, num_rows, start);
-  launch_check("balance: row_start");
-  if (num_rows == 0) return;
-  const dim3 grid(static_cast<unsigned>(num_rows), kBalanceParts);
-  balance_part_kernel<<<grid, threads, sizeof(int32_t) * static_cast<size_t>(experts), stream>>>(
-      probabilities, idx, start, sum, count, experts, k);
-  launch_check("balance: parts");
-}
-
-void balance_total(const float* sum, const int32_t* count, const int32_t* start,
-    const int64_t* global, float* loss, float* coefficient, int64_t num_experts, int64_t k,
-    int64_t num_rows, cudaStream_t stream) {
-  const auto experts = static_cast<int>(num_experts);
-  const unsigned threads = num_blocks(experts, kWarp) * kWarp;
-  balance_total_kernel<<<1, threads, 0, stream>>>(
-      sum, count, start, global, loss, coefficient, num_rows, experts, k);
-  launch_check("balance: total");
 }
 
 }  // namespace pith::cuda

@@ -29,19 +29,28 @@ Tensor group_limited_topk(const Tensor& logits, int64_t k, int64_t groups, int64
 // (T, K) int64 that loads all experts equally, for measurements: entry (t, j) is (t K + j) mod E.
 Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::Device device);
 
-// Load-balance loss summed over rows (DeepSeek-V2, arXiv 2405.04434, eq. 12 to 14, per sequence):
-// for each row sum_e (E / (K T_row)) count_e * mean_t probability_e, which is 1 for a perfectly
-// balanced row. probabilities (T, E) float32, topk_idx (T, K), row_id (T) int32 in [0, num_rows),
-// ascending, or ~row for padding at the end of a row, which does not count -> scalar,
-// differentiable in probabilities. Counts are integers. Divide by the global number of rows for the
-// mean; rows must not be cut between calls; a row without tokens adds 0. Where rows are split over
-// `context`, counts are summed over it (collective, in the forward pass only), and the result is
-// what the local tokens add to the loss of the whole rows. They travel until the result is called.
-std::function<Tensor()> start_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
-    const Tensor& row_id, int64_t num_rows, const Comm& context = {});
+// Which share of the choices an expert is charged for: that of its row (DeepSeek-V2, arXiv
+// 2405.04434, eq. 12 to 14), of the micro-batch, or of the whole batch of the step before.
+enum class BalanceKind { sequence, micro_batch, global_batch };
+
+struct RouterBalance {
+  Tensor loss;    // scalar, differentiable in the probabilities
+  Tensor counts;  // (E) int64: choices of each expert by these tokens, padding left out
+};
+
+// Load-balance loss summed over rows: for each row E sum_e share_e * mean_t probability_e, which is
+// 1 for balanced shares. probabilities (T, E) float32, topk_idx (T, K), row_id (T) int32 in
+// [0, num_rows), or ~row for padding, which does not count; shares (E) float64: of global_batch.
+// Divide by the global number of rows for the mean; rows must not be cut between calls; a row
+// without tokens adds 0. Where rows are split over `context`, counts (integers) are summed over it
+// (collective, in the forward pass only; they travel until the result is called), and the loss is
+// what the local tokens add to that of the whole rows.
+std::function<RouterBalance()> start_balance_loss(const Tensor& probabilities,
+    const Tensor& topk_idx, const Tensor& row_id, int64_t num_rows, const Comm& context = {},
+    BalanceKind kind = BalanceKind::sequence, const Tensor& shares = {});
 inline Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
     const Tensor& row_id, int64_t num_rows, const Comm& context = {}) {
-  return start_balance_loss(probabilities, topk_idx, row_id, num_rows, context)();
+  return start_balance_loss(probabilities, topk_idx, row_id, num_rows, context)().loss;
 }
 
 }  // namespace pith

@@ -183,6 +183,48 @@ void check_padding(const nlohmann::json& config) {
   EXPECT_GT(std::abs(balance(0, 3) - balance(0, 44)), 1e-3);
 }
 
+// z-loss: c / N sum over tokens of lse^2, so 2 c / N sum of lse softmax x^T in the router's weight.
+// Balancing by bias moves choices, not weights; what is recorded is what was chosen.
+TEST(Pipeline, ZLossAndBiasOfTheRouter) {
+  TinyModel tiny;
+  const std::vector<MicroBatch> batches = cut(ragged_rows(2, 24, 61), 2);
+  const int64_t last = tiny.model.config().num_layers - 1;
+  const std::string name = fmt::format("model.layers.{}.mlp.gate.weight", last);
+  Tensor rows;
+  const auto gradient = [&](double z_loss, const Tensor& bias, RoutingTape& tape) {
+    Pipeline<Qwen3MoeModel> pipeline(
+        tiny.model, tiny.mesh, 64, {.z_loss = z_loss, .state = {bias, {}}});
+    pipeline.observe([&](const std::string& stage, const Tensor& value) {
+      if (stage == fmt::format("model.layers.{}.attend.rows", last)) rows = value.clone();
+    });
+    zero_grads(tiny.groups);
+    std::vector<RoutingTape> tapes(1);
+    const BatchResult result = pipeline.forward_backward(batches, NextTokenLoss(), tapes);
+    tape = tapes[0];
+    for (int64_t layer = 0; layer <= last; ++layer)
+      EXPECT_TRUE(at::equal(result.expert_counts[layer],
+          tape.topk_idx[static_cast<size_t>(layer)].view(-1).bincount({}, 6)));
+    for (const Parameter* p : all_parameters(tiny.groups))
+      if (p->name == name) return std::pair(p->value.detach().clone(), p->grad.clone());
+    throw std::runtime_error(name);
+  };
+  RoutingTape plain, same, moved;
+  const auto [weight, without] = gradient(0, {}, plain);
+  const auto [again, with] = gradient(0.5, {}, same);
+  const Tensor logits = at::matmul(rows, weight.t());
+  const Tensor factor = logits.logsumexp(1, true) * logits.softmax(1) *
+                        (2 * 0.5 / static_cast<double>(batches[0].global_trained_tokens));
+  EXPECT_LT(relative_error(with - without, at::matmul(factor.t(), rows)), 1e-5);
+
+  const Tensor bias = at::zeros({last + 1, 6});
+  bias.select(1, 5).fill_(1);  // probabilities differ by less
+  gradient(0, bias, moved);
+  const auto at_last = static_cast<size_t>(last);
+  EXPECT_TRUE(moved.topk_idx[0].eq(5).any(1).all().item<bool>());
+  EXPECT_FALSE(plain.topk_idx[0].eq(5).any(1).all().item<bool>());
+  EXPECT_NEAR(moved.topk_weight[at_last].sum(1).max().item<double>(), 1, 1e-5);  // no bias in it
+}
+
 TEST(Pipeline, PaddingIsInNoBalanceLoss) {
   check_padding<Qwen3MoeModel>(tiny_config());
   check_padding<DeepseekV2Model>(tiny_deepseek_config());

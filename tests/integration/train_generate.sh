@@ -71,6 +71,32 @@ grep -q 'validation: held loss [0-9.]*, perplexity [0-9.]*; mean loss' validated
 grep '"loss"' straight/metrics.jsonl | grep -oE '"loss":[0-9.]+' | cut -d: -f2 |
   awk 'NR == 1 { first = $1 } { last = $1 } END { exit !(last < 0.8 * first) }' || fail "the loss does not fall"
 
+# Balancing by a bias and by the loads of the whole batch before: state of the router, which is part of the weights.
+balance=(--set training.balance_kind=global_batch --set training.router_bias_rate=0.01 --set training.z_loss=1e-3
+  --set log.expert_counts=5 --set training.schedule=constant)
+train biased "${balance[@]}" >biased.log
+train biased_halves "${balance[@]}" --set training.steps=10 >biased_halves.log
+train biased_halves "${balance[@]}" >>biased_halves.log
+diff <(numbers biased) <(numbers biased_halves) || fail "resuming changed the numbers of a router with a bias"
+weights=biased/checkpoints/step-00000020
+diff -r $weights biased_halves/checkpoints/step-00000020 -x run.toml -x manifest.json || fail "resuming changed the router's state"
+[ "$(grep -c '"counts"' biased/metrics.jsonl)" -eq 4 ] || fail "4 records of all experts' tokens expected"
+[ "$(grep -c '"max_over_mean"' biased/metrics.jsonl)" -eq 20 ] || fail "no loads of experts"
+grep -q '"z_loss"' biased/metrics.jsonl || fail "no z-loss"
+cp -r $weights unbiased
+"${PYTHON:-python3}" - unbiased/config.json <<'END'
+import json, sys
+config = json.load(open(sys.argv[1]))
+state = config.pop("router_state")
+assert any(state["bias"][0]) and abs(sum(state["shares"][0]) - 1) < 1e-12, state
+json.dump(config, open(sys.argv[1], "w"))
+END
+echo '[[[1, 2, 3, 4, 5, 6, 7, 8]]]' >some.json
+for folder in $weights unbiased; do
+  "$PITHTRAIN" trace $folder --tokens some.json --out "$(basename $folder).safetensors" --routing >/dev/null
+done
+! cmp -s step-00000020.safetensors unbiased.safetensors || fail "the bias changes no route"
+
 # SIGTERM: finishes the step, saves, exits 0; and goes on where it stopped.
 train_in_background stopped --set training.steps=100000 --set training.schedule=constant >stopped.log 2>&1 &
 process=$!
