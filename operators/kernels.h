@@ -63,13 +63,6 @@ void cross_entropy_rows(void* logits, const int64_t* labels, float* logprobs, in
     int64_t vocabulary, bool gradient, bool is_bf16, CUstream_st* stream);
 
 // --- permute ---
-// Bytes of scratch that expert_plan needs for R * K entries.
-int64_t expert_plan_workspace(int64_t entries, int64_t num_experts);
-
-// Fills row_of_slot (R * K reserved), slot_of (R, K) and offsets (E + 1): ends, wrong ids' count.
-void expert_plan(const int64_t* topk_idx, int64_t entries, int64_t k, int64_t num_experts,
-    int32_t* row_of_slot, int32_t* slot_of, int32_t* offsets, void* workspace, CUstream_st* stream);
-
 // out (S, H) = rows[row_of_slot], rows of row_bytes bytes.
 void gather_rows(void* out, const void* rows, const int32_t* row_of_slot, int64_t slots,
     int64_t row_bytes, CUstream_st* stream);

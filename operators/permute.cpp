@@ -18,70 +18,34 @@ Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_
   return out;
 }
 
+}  // namespace
+
 // A stable sort by expert leaves an expert's entries sorted by row; those of -1 come first.
-ExpertPlan plan_on_cpu(const Tensor& topk_idx, int64_t num_experts) {
-  ExpertPlan plan;
+ExpertPlan make_expert_plan(
+    const Tensor& topk_idx, int64_t num_experts, std::optional<int64_t> num_slots) {
+  at::NoGradGuard no_grad;
+  const int64_t count = topk_idx.numel();
+  check_tensor(topk_idx, "make_expert_plan: topk_idx", at::kLong, {-1, -1});
+  PITH_CHECK(num_experts >= 1 && num_experts < INT16_MAX && topk_idx.size(1) >= 1,
+      "make_expert_plan: {} experts, top {}", num_experts, topk_idx.size(1));
+  PITH_CHECK(count <= INT32_MAX, "make_expert_plan: {} entries do not fit into int32 slots", count);
   check_ids(topk_idx, "make_expert_plan: topk_idx", num_experts, /*none=*/-1);
   const auto int32 = topk_idx.options().dtype(at::kInt);
-  const auto [experts, entries] = at::sort(topk_idx.view(-1), /*stable=*/true, 0, false);
-  const Tensor ends = at::searchsorted(experts, at::arange(-1, num_experts, topk_idx.options()),
+  const Tensor ids = topk_idx.to(at::kShort).view(-1);  // short keys sort faster
+  const auto [experts, entries] = at::sort(ids, /*stable=*/true, 0, /*descending=*/false);
+  const Tensor ends = at::searchsorted(experts, at::arange(-1, num_experts, ids.options()),
       /*out_int32=*/true, /*right=*/true);
-  const int64_t absent = ends[0].item<int32_t>();
-  plan.num_slots = topk_idx.numel() - absent;
+  ExpertPlan plan;
+  if (!num_slots || topk_idx.is_cpu()) plan.num_slots = count - ends[0].item<int32_t>();
+  PITH_CHECK(topk_idx.is_cuda() || num_slots.value_or(plan.num_slots) == plan.num_slots,
+      "make_expert_plan: topk_idx has {} slots, not {}", plan.num_slots, *num_slots);
+  if (num_slots) plan.num_slots = *num_slots;
+  const int64_t absent = count - plan.num_slots;
   plan.offsets = ends.narrow(0, 1, num_experts) - absent;
   const Tensor chosen = entries.narrow(0, absent, plan.num_slots);
   plan.row_of_slot = chosen.div(topk_idx.size(1), "floor").to(at::kInt);
   plan.slot_of = at::full(topk_idx.sizes(), -1, int32);
   plan.slot_of.view(-1).index_copy_(0, chosen, at::arange(plan.num_slots, int32));
-  return plan;
-}
-
-#if PITH_CUDA
-ExpertPlan plan_on_cuda(
-    const Tensor& topk_idx, int64_t num_experts, std::optional<int64_t> num_slots) {
-  ExpertPlan plan;
-  PITH_CHECK(
-      num_experts <= 1024, "make_expert_plan: {} experts; CUDA takes at most 1024", num_experts);
-  const int64_t entries = topk_idx.numel();
-  const auto int32 = topk_idx.options().dtype(at::kInt);
-  Tensor ends = at::empty({num_experts + 1}, int32);
-  plan.row_of_slot = at::empty({entries}, int32);
-  plan.slot_of = at::empty(topk_idx.sizes(), int32);
-  Tensor workspace = at::empty(
-      {cuda::expert_plan_workspace(entries, num_experts)}, topk_idx.options().dtype(at::kByte));
-  cuda::expert_plan(read<int64_t>(topk_idx), entries, topk_idx.size(1), num_experts,
-      write<int32_t>(plan.row_of_slot), write<int32_t>(plan.slot_of), write<int32_t>(ends),
-      write(workspace), current_stream());
-  plan.offsets = ends.narrow(0, 0, num_experts);
-  if (!num_slots) {
-    const Tensor host = ends.cpu();
-    const int32_t wrong = host[num_experts].item<int32_t>();
-    PITH_CHECK(wrong == 0, "make_expert_plan: {} ids in topk_idx are neither -1 nor in [0, {})",
-        wrong, num_experts);
-    num_slots = host[num_experts - 1].item<int32_t>();
-  }
-  plan.num_slots = *num_slots;
-  plan.row_of_slot = plan.row_of_slot.narrow(0, 0, plan.num_slots);
-  return plan;
-}
-#endif
-
-}  // namespace
-
-ExpertPlan make_expert_plan(
-    const Tensor& topk_idx, int64_t num_experts, std::optional<int64_t> num_slots) {
-  at::NoGradGuard no_grad;
-  check_tensor(topk_idx, "make_expert_plan: topk_idx", at::kLong, {-1, -1});
-  PITH_CHECK(num_experts >= 1 && topk_idx.size(1) >= 1, "make_expert_plan: {} experts, top {}",
-      num_experts, topk_idx.size(1));
-  PITH_CHECK(topk_idx.numel() <= std::numeric_limits<int32_t>::max(),
-      "make_expert_plan: {} entries do not fit into int32 slots", topk_idx.numel());
-#if PITH_CUDA
-  if (topk_idx.is_cuda()) return plan_on_cuda(topk_idx.contiguous(), num_experts, num_slots);
-#endif
-  const ExpertPlan plan = plan_on_cpu(topk_idx.contiguous(), num_experts);
-  PITH_CHECK(num_slots.value_or(plan.num_slots) == plan.num_slots,
-      "make_expert_plan: topk_idx has {} slots, not {}", plan.num_slots, *num_slots);
   return plan;
 }
 

@@ -14,8 +14,7 @@ struct ExpertPlan {
 };
 
 // topk_idx (R, K) int64: local expert ids in [0, E), or -1 for entries of other ranks; R * K < 2^31
-// and on CUDA E <= 1024. Where the caller knows S, `num_slots`, nothing waits for the device (which
-// then does not report ids out of range).
+// and E < 2^15. Where the caller knows S, `num_slots`, nothing waits for the device.
 ExpertPlan make_expert_plan(
     const Tensor& topk_idx, int64_t num_experts, std::optional<int64_t> num_slots = {});
 

@@ -49,8 +49,6 @@ TEST(PermuteGpu, PlanEqualsTheReference) {
   expect_equal_plans(make_expert_plan(one.to(kGpu), 5), make_expert_plan(one, 5));
   const Tensor none = at::full({40, 2}, -1, at::kLong);
   expect_equal_plans(make_expert_plan(none.to(kGpu), 5), make_expert_plan(none, 5));
-  EXPECT_TRUE(
-      contains(error_text([&] { make_expert_plan(one.to(kGpu), 2); }), "2052 ids in topk_idx"));
 }
 
 TEST(PermuteGpu, MatchesTheReference) {
