@@ -186,6 +186,7 @@ class Run {
     if (balance_kind(training_) == BalanceKind::micro_batch)
       event("warning", "training.balance_kind = micro_batch: results depend on the layout");
     log_data();
+    const double flops = model_.config().size(data_.sequence_length).flops_per_token;
     std::vector<MicroBatch> batch;
     while (!done() && !stopping_) {
       set_comm_context(fmt::format("step {}", state_.step + 1));
@@ -196,7 +197,6 @@ class Run {
       StepMetrics metrics = step(batch);
       if (state_.step + 1 == config_.profile.first + config_.profile.count) profile_.reset();
       metrics.seconds = seconds_since(start);
-      const double flops = model_.config().size(data_.sequence_length).flops_per_token;
       if (const double peak = peak_flops(mesh_.device) * real(mesh_.world.size()); peak > 0)
         metrics.mfu = flops * real(metrics.tokens) / metrics.seconds / peak;
       std::string validated;

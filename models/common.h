@@ -72,6 +72,27 @@ std::vector<std::vector<Parameter*>> units_of(ModelEnds& ends, std::deque<Layer>
   return units;
 }
 
+// The size of a model by its parameters. mixing: floating-point operations of a token's attention,
+// forward and backward pass.
+template <class Model>
+ModelSize size_of(const typename Model::Config& config, double mixing, int64_t activations) {
+  Model model(config, whole_model(config.num_layers, config.num_experts));
+  ModelSize size{.activations_per_token = activations};
+  int64_t matrices = config.tie_embeddings ? 0 : -config.vocab_size * config.hidden_size;
+  for (const auto& unit : model.parameter_units()) {
+    for (const Parameter* p : unit) {
+      const bool expert = p->group == ParameterGroup::expert;
+      const int64_t passed =
+          expert ? p->numel() / config.num_experts * config.experts_per_token : p->numel();
+      size.parameters += p->numel();
+      size.active_parameters += passed;
+      if (p->shape.size() > (expert ? 2 : 1)) matrices += passed;
+    }
+  }
+  size.flops_per_token = 6.0 * static_cast<double>(matrices) + mixing;
+  return size;
+}
+
 std::string layer_prefix(int64_t index);
 Parameter norm_weight(const std::string& name, int64_t size);
 // Query, key and value projections as one parameter (q_size + 2 kv_size, hidden).

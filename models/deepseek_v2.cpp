@@ -84,32 +84,20 @@ std::string DeepseekV2Config::to_json(at::ScalarType dtype) const {
 
 ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
   const int64_t h = hidden_size, q = num_heads * qk_dim(), out = num_heads * v_dim;
-  const int64_t in = (q_rank > 0 ? q_rank : q) + kv_rank + rope_dim;
-  const int64_t attention = h * in + q_rank * q + kv_rank * (num_heads * plain_dim + out) + out * h;
-  const int64_t norms = 2 * h + q_rank + kv_rank, expert = 3 * h * moe_intermediate_size;
-  ModelSize total;
-  int64_t matrices = vocab_size * h;  // the head, per token
-  total.parameters = (tie_embeddings ? 1 : 2) * vocab_size * h + h;
-  total.active_parameters = total.parameters;
+  int64_t activations = 0;
   for (int64_t layer = 0; layer < num_layers; ++layer) {
     const bool sparse = layer >= dense_layers;
-    const int64_t slots = sparse ? experts_per_token : 0, router = sparse ? num_experts * h : 0;
+    const int64_t slots = sparse ? experts_per_token : 0;
     const int64_t always = sparse ? shared_experts * moe_intermediate_size : intermediate_size;
-    const int64_t passed = 3 * h * always + router + slots * expert;
-    total.parameters += attention + norms + passed + (sparse ? num_experts - slots : 0) * expert;
-    total.active_parameters += attention + norms + passed;
-    matrices += attention + passed;
     // hidden, norm output, residual, rows, sums of experts and shared experts, output; latents
     // before and after their norms, queries, rotary key, attention output; each slot's row, gate
     // and up, activation, result; the same of what every token passes.
-    total.activations_per_token += 7 * h + 2 * (q_rank + kv_rank) + q + rope_dim + out +
-                                   slots * (2 * h + 3 * moe_intermediate_size) + 3 * always;
+    activations += 7 * h + 2 * (q_rank + kv_rank) + q + rope_dim + out +
+                   slots * (2 * h + 3 * moe_intermediate_size) + 3 * always;
   }
   // Attention: 2 (length / 2) heads (Dqk + Dv) forward, three times that with the backward pass.
-  const double attention_flops =
-      3.0 * static_cast<double>(sequence_length * (q + out) * num_layers);
-  total.flops_per_token = 6.0 * static_cast<double>(matrices) + attention_flops;
-  return total;
+  const double attention = 3.0 * static_cast<double>(sequence_length * (q + out) * num_layers);
+  return size_of<DeepseekV2Model>(*this, attention, activations);
 }
 
 DeepseekV2Layer::DeepseekV2Layer(

@@ -82,25 +82,17 @@ std::string GptOssConfig::to_json(at::ScalarType dtype) const {
 
 ModelSize GptOssConfig::size(int64_t sequence_length) const {
   const int64_t h = hidden_size, q = num_heads * head_dim, kv = num_kv_heads * head_dim;
-  const int64_t width = moe_intermediate_size, slots = experts_per_token;
-  const int64_t matrices = h * (q + 2 * kv) + q * h + num_experts * h;       // attention, router
-  const int64_t vectors = q + 2 * kv + num_heads + h + 2 * h + num_experts;  // biases, sinks, norms
-  const int64_t expert = 3 * h * width, held = expert + 2 * width + h;
-  ModelSize total;
-  total.parameters = (tie_embeddings ? 1 : 2) * vocab_size * h + h;
-  total.active_parameters = total.parameters + num_layers * (matrices + vectors + slots * held);
-  total.parameters += num_layers * (matrices + vectors + num_experts * held);
   // hidden, norm output, residual, rows, experts' sum, output; q and k before and after rotary, v,
   // attention output; each slot's gate and up, activation, result (its row is made again).
-  total.activations_per_token = num_layers * (6 * h + 3 * q + 3 * kv + slots * (h + 3 * width));
+  const int64_t activations =
+      6 * h + 3 * q + 3 * kv + experts_per_token * (h + 3 * moe_intermediate_size);
   double keys = 0;  // that a token meets, the mean over positions, all layers
   const auto length = static_cast<double>(sequence_length), w = static_cast<double>(window);
   for (size_t i = 0; i < static_cast<size_t>(num_layers); ++i)
     keys += windowed[i] && w < length ? w - w * w / (2 * length) : length / 2;
-  const int64_t passed = vocab_size * h + num_layers * (matrices + slots * expert);
   // Attention: 2 x 2 x keys x heads x head_dim forward, three times that with the backward pass.
-  total.flops_per_token = 6.0 * static_cast<double>(passed) + 12.0 * keys * static_cast<double>(q);
-  return total;
+  return size_of<GptOssModel>(
+      *this, 12.0 * keys * static_cast<double>(q), num_layers * activations);
 }
 
 GptOssLayer::GptOssLayer(

@@ -77,30 +77,18 @@ std::string Qwen3MoeConfig::to_json(at::ScalarType dtype) const {
 
 ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
   const int64_t h = hidden_size, q = num_heads * head_dim, kv = num_kv_heads * head_dim;
-  const int64_t attention = h * (q + 2 * kv) + q * h;
-  const int64_t expert = 3 * h * moe_intermediate_size;
-  ModelSize total;
-  int64_t matrices = vocab_size * h;  // the head, per token
-  total.parameters = (tie_embeddings ? 1 : 2) * vocab_size * h + h;
-  total.active_parameters = total.parameters;
+  int64_t activations = 0;
   for (int64_t layer = 0; layer < num_layers; ++layer) {
     const bool is_sparse = sparse[static_cast<size_t>(layer)];
-    const int64_t norms = 2 * h + 2 * head_dim, router = is_sparse ? num_experts * h : 0;
-    const int64_t passed = is_sparse ? experts_per_token * expert : 3 * h * intermediate_size;
-    const int64_t held = is_sparse ? num_experts * expert : passed;
-    total.parameters += attention + norms + router + held;
-    total.active_parameters += attention + norms + router + passed;
-    matrices += attention + router + passed;
     // hidden, norm output, residual, rows, experts' sum, output; q and k before and after norm, v,
     // attention output; each slot's row, gate and up, activation, result.
     const int64_t slots = is_sparse ? experts_per_token : 1;
     const int64_t width = is_sparse ? moe_intermediate_size : intermediate_size;
-    total.activations_per_token += 6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width);
+    activations += 6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width);
   }
   // Attention: 2 x 2 x (length / 2) x heads x head_dim forward, three times that with the backward.
-  const double attention_flops = 6.0 * static_cast<double>(sequence_length * q * num_layers);
-  total.flops_per_token = 6.0 * static_cast<double>(matrices) + attention_flops;
-  return total;
+  const double attention = 6.0 * static_cast<double>(sequence_length * q * num_layers);
+  return size_of<Qwen3MoeModel>(*this, attention, activations);
 }
 
 Qwen3MoeLayer::Qwen3MoeLayer(
