@@ -42,6 +42,11 @@ struct RopeFields {
 // Without `yarn`, a configuration that asks for it has a problem.
 RopeFields read_rope(Fields& fields, bool yarn);
 
+// Which layers have this type by layer_types, the others having full attention; without the field
+// all but every `interval`-th.
+std::vector<bool> layers_of_type(
+    Fields& fields, int64_t num_layers, const char* type, int64_t interval);
+
 // The object in a config.json or in the one of a folder.
 nlohmann::json read_config(const std::filesystem::path& path);
 // Checks and reads what all families say in the same way; `width`: the experts' field.

@@ -187,6 +187,7 @@ TEST(Pipeline, PaddingIsInNoBalanceLoss) {
   check_padding<Qwen3MoeModel>(tiny_config());
   check_padding<DeepseekV2Model>(tiny_deepseek_config());
   check_padding<GptOssModel>(tiny_gpt_oss_config());
+  check_padding<Qwen35MoeModel>(tiny_qwen35_config());
 }
 
 TEST(Pipeline, ADocumentLongerThanTheRotaryTableIsRefused) {

@@ -240,17 +240,7 @@ TEST(CausalConvolution, StateContinues) {
   }
 }
 
-// --- gates and parts ---
-
-TEST(Gated, GradientsMatchFiniteDifferences) {
-  for (const bool silu : {false, true})
-    for (const int64_t width : {4, 1}) {
-      Tensor x = random_tensor("x", {3, 4}), gate = random_tensor("gate", {3, width});
-      const Tensor s = at::sigmoid(gate);
-      EXPECT_LE(max_difference(gated(x, gate, silu), x * (silu ? gate * s : s)), 1e-15);
-      check_gradients([&] { return gated(x, gate, silu); }, {x, gate}, {});
-    }
-}
+// --- parts ---
 
 TEST(TokenParts, AreRowsOfOneLength) {
   const auto count = [](std::vector<int32_t> borders, int64_t rows, int64_t tokens) {
