@@ -21,7 +21,7 @@ check qwen3_5_35b_a3b 8 '34\.7G total, 3\.4[0-9]G active'
 check qwen3_5_35b_a3b_8layers 2 '7\.75G total'
 # The larger ones, from the numbers of their configurations.
 sized() {  # sized NAME PARAMETERS KEY=VALUE...
-  sed -E "$(for pair in "${@:3}"; do printf 's/("%s": )[^,]*/\1%s/;' "${pair%=*}" "${pair#*=}"; done)
+  sed -E "$(for pair in "${@:3}"; do printf 's/("%s": )[^,]*/\\1%s/;' "${pair%=*}" "${pair#*=}"; done)
     /layer_types/,/\]/d" "$PITH_SOURCE_DIR/examples/qwen3_5_35b_a3b/config.json" >"$1.json"
   env -C "$PITH_SOURCE_DIR" "$PITHTRAIN" pretrain examples/qwen3_5_35b_a3b.toml --dry-run --processes 64 --set data.train="$PWD/corpus" \
     --set run.folder="$PWD/$1" --set run.device=cpu --set model.config="$PWD/$1.json" --set parallel.ep=64 >"$1.out" 2>&1 || { cat "$1.out"; fail "$1"; }
