@@ -45,6 +45,7 @@ void Fields::only(const char* key, const json& value) {
 
 RopeFields read_rope(Fields& fields, bool yarn) {
   RopeFields rope{.theta = fields.number("rope_theta", 10000.0), .yarn = {}};
+  rope.partial = fields.number("partial_rotary_factor", rope.partial);
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
     if (!fields.has(key)) continue;
     if (!fields[key].is_object()) {
@@ -53,6 +54,7 @@ RopeFields read_rope(Fields& fields, bool yarn) {
     }
     Fields inner(fields[key], std::string(key) + ".");
     rope.theta = inner.number("rope_theta", rope.theta);
+    rope.partial = inner.number("partial_rotary_factor", rope.partial);
     bool stretched = false;
     for (const char* kind : {"rope_type", "type"}) {
       if (!inner.has(kind) || inner[kind] == "default") continue;

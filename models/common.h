@@ -37,6 +37,7 @@ class Fields {
 struct RopeFields {
   double theta;
   Yarn yarn;
+  double partial = 0.25;      // share of a head, in families that rotate a part of it
   double softmax_factor = 1;  // of the softmax scale: the mscale of mscale_all_dim, squared
 };
 // Without `yarn`, a configuration that asks for it has a problem.

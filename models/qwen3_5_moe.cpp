@@ -17,21 +17,6 @@ using nlohmann::json;
 
 constexpr const char *kText = "text_config", *kNested = "model.language_model.";
 
-// The share of a head that is rotated; positions of text are the same on all axes of mrope, so its
-// sections change nothing.
-int64_t read_rotary_dim(Fields& fields, int64_t head_dim) {
-  double share = fields.number("partial_rotary_factor", 0.25);
-  if (fields.has("rope_parameters") && fields["rope_parameters"].is_object()) {
-    Fields rope(fields["rope_parameters"], "rope_parameters.");
-    share = rope.number("partial_rotary_factor", share);
-    fields.add_problems(rope);
-  }
-  const double dim = std::floor(static_cast<double>(head_dim) * share);
-  if (!(share <= 1) || dim < 2 || std::fmod(dim, 2) != 0)
-    return fields.problem("partial_rotary_factor", "must rotate an even part of a head"), 2;
-  return static_cast<int64_t>(dim);
-}
-
 // The beginning of a folder's index or only weight file, where names stand; "" where there is none.
 std::string names_of_weights(const std::filesystem::path& folder) {
   std::ifstream index(folder / "model.safetensors.index.json"), file(folder / "model.safetensors");
@@ -58,7 +43,6 @@ Qwen35MoeConfig Qwen35MoeConfig::parse(const json& object, const std::string& so
   c.fused_experts = nested;
   c.num_kv_heads = fields.count_or("num_key_value_heads", 2);
   c.head_dim = fields.count_or("head_dim", 256);
-  c.rotary_dim = read_rotary_dim(fields, c.head_dim);
   c.max_positions = fields.count_or("max_position_embeddings", 32768);
   c.num_experts = fields.count("num_experts");
   c.intermediate_size = c.moe_intermediate_size;  // no layer is dense
@@ -70,7 +54,13 @@ Qwen35MoeConfig Qwen35MoeConfig::parse(const json& object, const std::string& so
   c.value_dim = fields.count_or("linear_value_head_dim", 128);
   c.delta = layers_of_type(
       fields, c.num_layers, "linear_attention", fields.count_or("full_attention_interval", 4));
-  c.rope_theta = read_rope(fields, /*yarn=*/false).theta;
+  const RopeFields rope = read_rope(fields, /*yarn=*/false);
+  c.rope_theta = rope.theta;
+  // Positions of text are the same on all axes of mrope: its sections change nothing.
+  c.rotary_dim =
+      static_cast<int64_t>(std::min(rope.partial, 2.0) * static_cast<double>(c.head_dim));
+  if (c.rotary_dim < 2 || c.rotary_dim % 2 != 0 || c.rotary_dim > c.head_dim)
+    fields.problem("partial_rotary_factor", "must give an even part of head_dim");
   if (c.num_heads % c.num_kv_heads != 0)
     fields.problem("num_key_value_heads", "must divide num_attention_heads");
   if (c.value_heads % c.key_heads != 0)
@@ -158,15 +148,12 @@ Qwen35MoeLayer::Qwen35MoeLayer(
   input_norm_ = centred(prefix + "input_layernorm.weight", h);
   post_norm_ = centred(prefix + "post_attention_layernorm.weight", h);
   if (delta_) {
-    std::vector<HfTensor> tensors;
-    int64_t rows = 0;
-    for (const auto& [name, size] : {std::pair{"qkv", c.channels()}, {"z", c.values()},
-             {"b", c.value_heads}, {"a", c.value_heads}}) {
-      tensors.push_back({fmt::format("{}in_proj_{}.weight", mixer, name), {size, h}, rows * h});
-      rows += size;
-    }
-    in_ = Parameter(
-        mixer + "in_proj.weight", {rows, h}, tensors, ParameterGroup::matrix, Init::normal);
+    const int64_t heads = c.value_heads, z = c.channels(), b = z + c.values(), a = b + heads;
+    in_ = Parameter(mixer + "in_proj.weight", {a + heads, h},
+        {{mixer + "in_proj_qkv.weight", {z, h}, 0}, {mixer + "in_proj_z.weight", {b - z, h}, z * h},
+            {mixer + "in_proj_b.weight", {heads, h}, b * h},
+            {mixer + "in_proj_a.weight", {heads, h}, a * h}},
+        ParameterGroup::matrix, Init::normal);
     conv_ = Parameter(
         mixer + "conv1d.weight", {c.channels(), 1, c.taps}, ParameterGroup::bias, Init::normal);
     a_log_ = Parameter(mixer + "A_log", {c.value_heads}, ParameterGroup::bias, Init::log_decay);

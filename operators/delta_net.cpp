@@ -41,22 +41,20 @@ Tensor own_parts(const Tensor& all, const Comm& context, int64_t shift = 0) {
 struct Cut {
   int64_t parts, length, chunk, count;
 
-  Tensor split(const Tensor& x, int64_t repeat = 1) const {
+  Tensor split(const Tensor& x) const {
     const int64_t heads = x.size(1), dim = x.size(2);
-    const Tensor padded = at::constant_pad_nd(
-        widen(x).reshape({parts, length, heads, dim}), {0, 0, 0, 0, 0, count * chunk - length});
-    const Tensor y = padded.view({parts, count, chunk, heads, dim}).permute({1, 0, 3, 2, 4});
-    return y.unsqueeze(3)
-        .expand({-1, -1, -1, repeat, -1, -1})
-        .reshape({count, parts * heads * repeat, chunk, dim});
+    return at::constant_pad_nd(
+        widen(x).reshape({parts, length, heads, dim}), {0, 0, 0, 0, 0, count * chunk - length})
+        .view({parts, count, chunk, heads, dim})
+        .permute({1, 0, 3, 2, 4})
+        .reshape({count, parts * heads, chunk, dim});
   }
-  // The inverse; repeated heads are summed.
-  Tensor join(const Tensor& x, int64_t heads, int64_t repeat = 1) const {
-    const Tensor y = x.view({count, parts, heads, repeat, chunk, x.size(3)}).sum(3);
-    return y.permute({1, 0, 3, 2, 4})
-        .reshape({parts, count * chunk, heads, x.size(3)})
+  Tensor join(const Tensor& x) const {  // the inverse
+    return x.view({count, parts, x.size(1) / parts, chunk, x.size(3)})
+        .permute({1, 0, 3, 2, 4})
+        .flatten(1, 2)
         .narrow(1, 0, length)
-        .reshape({parts * length, heads, x.size(3)});
+        .flatten(0, 1);
   }
   Tensor last(const Tensor& x) const { return x.narrow(2, chunk - 1, 1); }
 };
@@ -79,21 +77,23 @@ struct Rule {
   Tensor q, k, v, a, b, a_log, dt_bias, positions;
   Cut cut;
   Comm context;
-  int64_t repeat() const { return v.size(1) / k.size(1); }
   double scale() const { return 1 / std::sqrt(static_cast<double>(q.size(2))); }
 
   Chunks chunks() const {
     Chunks c;
-    const Tensor wide_q = widen(q), wide_k = widen(k);
-    c.q = cut.split(wide_q * inverse_norm(wide_q) * scale(), repeat());
-    c.k = cut.split(wide_k * inverse_norm(wide_k), repeat());
+    const auto normal = [&](const Tensor& raw) {  // for each value head
+      const Tensor wide = widen(raw);
+      return cut.split((wide * inverse_norm(wide)).repeat_interleave(v.size(1) / k.size(1), 1));
+    };
+    c.q = normal(q).mul_(scale());
+    c.k = normal(k);
     c.v = cut.split(v);
     c.beta = cut.split(at::sigmoid(widen(b)).unsqueeze(2));
     c.g = at::softplus(widen(a) + widen(dt_bias)).mul_(widen(a_log).exp().neg_());
     // Sums in FP64: what counts are small differences of large ones.
     const Tensor sum = cut.split(c.g.to(at::kDouble).unsqueeze(2)).cumsum(2);
     const Tensor begins = positions.eq(0).to(at::kFloat).view({-1, 1, 1});
-    const Tensor document = cut.split(begins, v.size(1)).cumsum(2);  // of the chunk
+    const Tensor document = cut.split(begins.expand({-1, v.size(1), 1})).cumsum(2);  // of the chunk
     const auto wide = [&](const Tensor& x) { return x.to(c.v.scalar_type()); };
     c.decay = wide(sum - sum.transpose(2, 3))
                   .masked_fill_(document.ne(document.transpose(2, 3)), -INFINITY)
@@ -188,20 +188,19 @@ Tensors backward(const Rule& rule, const Tensor& dout) {
   dsum.add_(sum((dq_start * c.q).add_(dk_start * c.k).mul_(c.from_start), 3));
   cut.last(dsum)
       .add_(sum(ends, 2))
-      .add_((after * before).sum(3).sum(2).view({n, -1, 1, 1}).mul_(cut.last(c.from_start)));
-  const int64_t heads = rule.v.size(1);
+      .add_((after * before).sum(3, true).sum(2, true).mul_(cut.last(c.from_start)));
   const auto of_tokens = [&](const Tensor& of) {  // (T, Hv)
-    return cut.join(of, heads).squeeze(2).to(c.g.scalar_type());
+    return cut.join(of).squeeze(2).to(c.g.scalar_type());
   };
   const Tensor dg = of_tokens(dsum.flip(2).cumsum(2).flip(2)), beta = at::sigmoid(widen(rule.b));
   const Tensor slope = at::sigmoid(widen(rule.a) + widen(rule.dt_bias));
   const auto of_normalised = [&](const Tensor& raw, const Tensor& dy) {
     const Tensor wide = widen(raw), inverse = inverse_norm(wide), y = wide * inverse;
-    const Tensor dy_heads = cut.join(dy, raw.size(1), rule.repeat());
-    return (dy_heads - y * (dy_heads * y).sum(-1, true)).mul_(inverse).to(raw.scalar_type());
+    const Tensor sums = cut.join(dy).unflatten(1, {raw.size(1), -1}).sum(2);  // of value heads
+    return (sums - y * (sums * y).sum(-1, true)).mul_(inverse).to(raw.scalar_type());
   };
   return {of_normalised(rule.q, dq * rule.scale()), of_normalised(rule.k, dk),
-      cut.join(dright.narrow(3, 0, value_dim), heads).to(rule.v.scalar_type()),
+      cut.join(dright.narrow(3, 0, value_dim).contiguous()).to(rule.v.scalar_type()),
       dg * slope * widen(rule.a_log).exp().neg_(), of_tokens(dbeta) * beta * (1 - beta),
       (dg * c.g).sum(0)};
 }
@@ -247,7 +246,9 @@ Tensor causal_convolution(
   const auto column = [=, &weight](int64_t j) {
     return widen(weight.value.detach()).select(2, kept - j).squeeze(1);
   };
-  const auto inside = [=](int64_t j) { return parts.positions.view({-1, length, 1}).ge(j); };
+  const auto inside = [=](int64_t j) {
+    return parts.positions.view({parts.count, length, 1}).ge(j);
+  };
   const auto convolve = [=](const Tensor& extended) {
     Tensor sum = rows(extended, 0) * column(0);
     for (int64_t j = 1; j <= kept; ++j) sum.add_((rows(extended, j) * column(j)).mul_(inside(j)));
@@ -285,11 +286,11 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
   const int64_t tokens = v.size(0), heads = v.size(1);
   check_shape(k, "delta rule: k", {tokens, -1, -1});
   check_shape(q, "delta rule: q", {tokens, k.size(1), k.size(2)});
-  check_shape(gates.a, "delta rule: a", {tokens, heads});
-  check_shape(gates.b, "delta rule: b", {tokens, heads});
-  check_shape(a_log.value, a_log.name, {heads});
-  check_shape(dt_bias.value, dt_bias.name, {heads});
   check_tensor(parts.positions, "delta rule: positions", at::kInt, {tokens});
+  for (const Tensor& gate : {gates.a, gates.b})
+    check_shape(gate, "delta rule: gate", {tokens, heads});
+  for (Parameter* parameter : {&a_log, &dt_bias})
+    check_shape(parameter->value, parameter->name, {heads});
   div_exact(heads, k.size(1));
   const int64_t length = div_exact(tokens, parts.count);
   const int64_t size = std::clamp<int64_t>(length, 1, chunk), count = (length + size - 1) / size;
@@ -304,7 +305,7 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
                  before = states.narrow(0, 0, count);
     const Tensor values = c.u - at::matmul(c.w, before);
     const Tensor y = at::matmul(c.q * c.from_start, before).add_(at::matmul(c.scores, values));
-    out = rule.cut.join(y, heads).to(v.scalar_type());
+    out = rule.cut.join(y).to(v.scalar_type());
     if (state.defined()) Tensor(state).copy_(states[count].view(state.sizes()));
   }
   return record(out, {q, k, v, gates.a, gates.b, a_log.value, dt_bias.value},

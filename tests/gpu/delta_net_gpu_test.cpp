@@ -14,8 +14,8 @@ Tensor places_of(const std::vector<int64_t>& documents) {
   return at::tensor(positions, at::kInt);
 }
 
-// Documents longer and shorter than a chunk and than the convolution, sizes of Qwen3.5 and odd ones.
-// Noise: FP32 products over a chunk, states over several.
+// Documents longer and shorter than a chunk and than the convolution, sizes of Qwen3.5 and odd
+// ones. Noise: FP32 products over a chunk, states over several.
 TEST(DeltaNetGpu, AgreesWithCpu) {
   struct Sizes {
     int64_t key_heads, heads, dk, dv;
@@ -39,8 +39,7 @@ TEST(DeltaNetGpu, AgreesWithCpu) {
           [](const auto& in, auto& w) {
             return causal_convolution(in[0].narrow(1, 1, in[0].size(1) - 1), w[0], {in[1]});
           },
-          {random_tensor("x", {tokens, 1 + s.dk}), positions},
-          {random_tensor("w", {s.dk, 1, 4})});
+          {random_tensor("x", {tokens, 1 + s.dk}), positions}, {random_tensor("w", {s.dk, 1, 4})});
     }
 }
 

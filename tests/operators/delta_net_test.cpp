@@ -190,6 +190,16 @@ TEST(DeltaRule, BFloat16) {
   }
 }
 
+TEST(DeltaRule, NoTokens) {
+  DeltaInputs x(0, at::kDouble, 2, 4, 5, 3);
+  x.v.set_requires_grad(true);
+  const Tensor out = x.run({positions_of({})}, 64);
+  EXPECT_EQ(out.sizes(), at::IntArrayRef({0, 4, 3}));
+  out.sum().backward();
+  Parameter w = make_parameter("w", {3, 1, 4});
+  EXPECT_EQ(causal_convolution(at::zeros({0, 3}, at::kDouble), w, {positions_of({})}).size(0), 0);
+}
+
 TEST(DeltaRule, Refuses) {
   DeltaInputs x(4, at::kDouble, 2, 3);
   EXPECT_THROW(x.run({positions_of({4})}, 4), Error);  // 3 heads over 2 keys
