@@ -5,6 +5,7 @@
 #include "engine/checkpoint.h"
 #include "models/deepseek_v2.h"
 #include "models/gpt_oss.h"
+#include "models/qwen3_5_moe.h"
 #include "models/qwen3_moe.h"
 
 namespace pith {
@@ -19,7 +20,9 @@ auto with_family(const fs::path& path, Use&& use) {
   if (family == "qwen3_moe") return use.template operator()<Qwen3MoeModel>();
   if (family == "deepseek_v2") return use.template operator()<DeepseekV2Model>();
   if (family == "gpt_oss") return use.template operator()<GptOssModel>();
-  PITH_FAIL_HINT("supported: qwen3_moe, deepseek_v2, gpt_oss",
+  if (family == "qwen3_5_moe" || family == "qwen3_5_moe_text")
+    return use.template operator()<Qwen35MoeModel>();
+  PITH_FAIL_HINT("supported: qwen3_moe, deepseek_v2, gpt_oss, qwen3_5_moe",
       "{}: model_type \"{}\" is not supported", path.string(), family);
 }
 

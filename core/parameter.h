@@ -4,7 +4,8 @@
 
 namespace pith {
 
-enum class Init { normal, output_normal, ones, zeros };  // output_normal: std / sqrt(2 layers)
+// output_normal: std / sqrt(2 layers). log_decay: log of a number from 0.01 to 16, all as likely.
+enum class Init { normal, output_normal, ones, zeros, log_decay };
 
 // Decides weight decay (engine/optimizer.h): by default matrices, experts and embeddings decay.
 // `expert`: of one expert each along dim 0; their biases (E, n) do not decay.

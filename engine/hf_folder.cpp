@@ -2,6 +2,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/comm.h"
+
 namespace pith {
 namespace {
 
@@ -189,7 +191,7 @@ Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales) {
 
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
     std::span<const std::string> optional_extra) {
-  std::vector<std::string> missing, left_over, problems;
+  std::vector<std::string> missing, left_over, ignored, problems;
   std::set<std::string> used;
   const auto use = [&](const std::string& name, const std::vector<int64_t>& shape, bool packed) {
     used.insert(name);
@@ -217,12 +219,16 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
     used.insert(name);
     if (!folder.file_of(name)) used.insert({name + kBlocks, name + kScales});
   }
-  for (const std::string& name : folder.names())
-    if (!used.count(name)) left_over.push_back(name);
+  for (const std::string& name : folder.names()) {
+    const bool other = name.starts_with("model.visual.") || name.starts_with("mtp.");
+    if (!used.count(name)) (other ? ignored : left_over).push_back(name);
+  }
   report(problems, "missing in the folder", missing);
   report(problems, "in the folder, but not in the model", left_over);
   if (!problems.empty()) fail_with(folder.path().string() + " does not fit the model", problems);
 
+  for (const std::string& line : summarize_names(ignored))
+    if (launch_info().rank == 0) fmt::print(stderr, "not part of the text model: {}\n", line);
   at::NoGradGuard no_grad;
   for (const ImportTarget& to : targets) {
     if (is_packed(folder, *to.tensor))

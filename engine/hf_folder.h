@@ -43,7 +43,7 @@ Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales);
 // Copies ranges from the folder into the targets, converting. A tensor (E, K, N) may lie there in
 // MXFP4, as GPT-OSS' experts do: NAME_blocks (E, N, K / 32, 16), NAME_scales (E, N, K / 32).
 // Tensors missing, left over (but not in `optional_extra`), of another shape or a non-float dtype
-// are collected into one Error.
+// are collected into one Error; those of vision and MTP parts are listed and left out.
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
     std::span<const std::string> optional_extra = {});
 

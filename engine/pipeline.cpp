@@ -6,6 +6,7 @@
 #include "engine/expert_parallel.h"
 #include "models/deepseek_v2.h"
 #include "models/gpt_oss.h"
+#include "models/qwen3_5_moe.h"
 #include "models/qwen3_moe.h"
 #include "operators/matmul.h"
 
@@ -578,6 +579,7 @@ BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch> batches,
 PITH_FAMILY(Qwen3MoeModel);
 PITH_FAMILY(DeepseekV2Model);
 PITH_FAMILY(GptOssModel);
+PITH_FAMILY(Qwen35MoeModel);
 #undef PITH_FAMILY
 #undef PITH_OBJECTIVE
 

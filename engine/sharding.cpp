@@ -94,11 +94,14 @@ void ShardGroup::initialize(uint64_t seed, double init_std, int64_t num_layers) 
   const double output_std = init_std / std::sqrt(2.0 * static_cast<double>(num_layers));
   for (const auto& [parameter, tensor, first, begin, count] : pieces()) {
     Tensor target = import_target().narrow(0, begin, count);
-    const bool output = parameter->init == Init::output_normal;
-    if (output || parameter->init == Init::normal)
-      fill_normal(target, seed, tensor->name, output ? output_std : init_std, first);
+    const Init init = parameter->init;
+    const bool output = init == Init::output_normal, decay = init == Init::log_decay;
+    if (output || decay || init == Init::normal)
+      fill_normal(target, seed, tensor->name, decay ? 1 : output ? output_std : init_std, first);
     else
-      target.fill_(parameter->init == Init::ones ? 1 : 0);
+      target.fill_(init == Init::ones ? 1 : 0);
+    if (decay)  // from normal to uniform by the distribution function
+      target.div_(-std::numbers::sqrt2).erfc_().mul_((16 - 0.01) / 2).add_(0.01).log_();
   }
   publish();
 }

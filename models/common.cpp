@@ -46,6 +46,7 @@ void Fields::only(const char* key, const json& value) {
 
 RopeFields read_rope(Fields& fields, bool yarn) {
   RopeFields rope{.theta = fields.number("rope_theta", 10000.0), .yarn = {}};
+  rope.partial = fields.number("partial_rotary_factor", rope.partial);
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
     if (!fields.has(key)) continue;
     if (!fields[key].is_object()) {
@@ -54,6 +55,7 @@ RopeFields read_rope(Fields& fields, bool yarn) {
     }
     Fields inner(fields[key], std::string(key) + ".");
     rope.theta = inner.number("rope_theta", rope.theta);
+    rope.partial = inner.number("partial_rotary_factor", rope.partial);
     bool stretched = false;
     for (const char* kind : {"rope_type", "type"}) {
       if (!inner.has(kind) || inner[kind] == "default") continue;
@@ -78,6 +80,21 @@ RopeFields read_rope(Fields& fields, bool yarn) {
     fields.add_problems(inner);
   }
   return rope;
+}
+
+std::vector<bool> layers_of_type(
+    Fields& fields, int64_t num_layers, const char* type, int64_t interval) {
+  const bool stated = fields.has("layer_types");
+  const json types = stated ? fields["layer_types"] : json::array();
+  std::vector<bool> chosen(static_cast<size_t>(std::min<int64_t>(num_layers, 1 << 16)));
+  if (stated && (!types.is_array() || types.size() < chosen.size()))
+    return fields.problem("layer_types", "must list every layer"), chosen;
+  for (size_t i = 0; i < chosen.size(); ++i) {
+    chosen[i] = stated ? types[i] == type : (static_cast<int64_t>(i) + 1) % interval != 0;
+    if (stated && !chosen[i] && types[i] != "full_attention")
+      fields.problem("layer_types", fmt::format("holds {}", types[i].dump()));
+  }
+  return chosen;
 }
 
 json read_config(const std::filesystem::path& path) {
@@ -123,7 +140,8 @@ std::string with_router_state(const std::string& config_json, const RouterState&
   json object = json::parse(config_json);
   for (const auto& [name, table] : {std::pair("bias", state.bias), {"shares", state.shares}}) {
     if (!table.defined()) continue;
-    json& rows = object["router_state"][name] = json::array();
+    json& part = object.contains("text_config") ? object["text_config"] : object;
+    json& rows = part["router_state"][name] = json::array();
     const Tensor wide = table.to(at::kCPU, at::kDouble);
     for (int64_t layer = 0; layer < wide.size(0); ++layer) {
       const double* row = wide[layer].const_data_ptr<double>();
@@ -142,7 +160,7 @@ void ModelConfig::cut_layers(int64_t layers) {
 }
 
 std::string ModelConfig::generation_json() const {
-  const json object = json::parse(source_json);
+  const json whole = json::parse(source_json), object = whole.value("text_config", whole);
   json generation = json::object();
   for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
     if (object.contains(key) && !object[key].is_null()) generation[key] = object[key];
@@ -157,17 +175,21 @@ json config_for_export(const std::string& source_json, const char* architecture,
   object.erase("router_state");  // of the weights that were read: with_router_state()
   object.erase("torch_dtype");   // the older name of dtype
   object["dtype"] = dtype_name(dtype);
+  if (object.contains("layer_types") && object["layer_types"].is_array()) {
+    json& types = object["layer_types"];
+    types.erase(types.begin() + num_layers, types.end());
+  }
   return object;
 }
 
 ModelEnds::ModelEnds(const ModelConfig& config, const ModelPart& part) {
-  const auto table = [&](const char* name) {
+  const auto table = [&](const std::string& name) {
     const std::vector<int64_t> shape{config.vocab_size, config.hidden_size};
     return Parameter(name, shape, ParameterGroup::embedding, Init::normal);
   };
   if (part.embedding || (part.head && config.tie_embeddings))
-    embedding = table("model.embed_tokens.weight");
-  if (part.head) norm = norm_weight("model.norm.weight", config.hidden_size);
+    embedding = table(config.prefix + "embed_tokens.weight");
+  if (part.head) norm = norm_weight(config.prefix + "norm.weight", config.hidden_size);
   if (part.head && !config.tie_embeddings) head = table("lm_head.weight");
 }
 

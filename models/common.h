@@ -37,10 +37,16 @@ class Fields {
 struct RopeFields {
   double theta;
   Yarn yarn;
+  double partial = 0.25;      // share of a head, in families that rotate a part of it
   double softmax_factor = 1;  // of the softmax scale: the mscale of mscale_all_dim, squared
 };
 // Without `yarn`, a configuration that asks for it has a problem.
 RopeFields read_rope(Fields& fields, bool yarn);
+
+// Which layers have this type by layer_types, the others having full attention; without the field
+// all but every `interval`-th.
+std::vector<bool> layers_of_type(
+    Fields& fields, int64_t num_layers, const char* type, int64_t interval);
 
 // The object in a config.json or in the one of a folder.
 nlohmann::json read_config(const std::filesystem::path& path);

@@ -9,26 +9,8 @@
 #include "operators/swiglu.h"
 
 namespace pith {
-namespace {
 
 using nlohmann::json;
-
-// Without the field every second layer has a window, the first among them.
-std::vector<bool> read_windowed(Fields& fields, int64_t num_layers) {
-  const bool stated = fields.has("layer_types");
-  const json types = stated ? fields["layer_types"] : json::array();
-  std::vector<bool> windowed(static_cast<size_t>(std::min<int64_t>(num_layers, 1 << 16)));
-  if (stated && (!types.is_array() || types.size() < windowed.size()))
-    return fields.problem("layer_types", "must list every layer"), windowed;
-  for (size_t i = 0; i < windowed.size(); ++i) {
-    windowed[i] = stated ? types[i] == "sliding_attention" : i % 2 == 0;
-    if (stated && !windowed[i] && types[i] != "full_attention")
-      fields.problem("layer_types", fmt::format("holds {}", types[i].dump()));
-  }
-  return windowed;
-}
-
-}  // namespace
 
 GptOssConfig GptOssConfig::parse(const json& object, const std::string& source) {
   PITH_CHECK(object.is_object(), "{}: a model configuration must be a JSON object", source);
@@ -42,7 +24,7 @@ GptOssConfig GptOssConfig::parse(const json& object, const std::string& source) 
   c.max_positions = fields.count_or("max_position_embeddings", 131072);
   c.num_experts = fields.count("num_local_experts");
   c.window = fields.count_or("sliding_window", 128);
-  c.windowed = read_windowed(fields, c.num_layers);
+  c.windowed = layers_of_type(fields, c.num_layers, "sliding_attention", /*interval=*/2);
   c.swiglu_alpha = fields.number("swiglu_alpha", 1.702);
   c.swiglu_limit = fields.number("swiglu_limit", 7.0);
   const RopeFields rope = read_rope(fields, /*yarn=*/true);
@@ -73,10 +55,6 @@ GptOssConfig GptOssConfig::parse_file(const std::filesystem::path& path) {
 std::string GptOssConfig::to_json(at::ScalarType dtype) const {
   json object = config_for_export(source_json, "GptOssForCausalLM", num_layers, dtype);
   object.erase("quantization_config");  // of what was read; what is written is not packed
-  if (object.contains("layer_types") && object["layer_types"].is_array()) {
-    json& types = object["layer_types"];
-    types.erase(types.begin() + num_layers, types.end());
-  }
   return object.dump(2) + "\n";
 }
 

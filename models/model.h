@@ -13,6 +13,7 @@
 #include "core/mesh.h"
 #include "core/microbatch.h"
 #include "core/parameter.h"
+#include "operators/delta_net.h"
 #include "operators/kv_cache.h"
 #include "operators/permute.h"
 #include "operators/ring_attention.h"
@@ -24,6 +25,7 @@ namespace pith {
 // What generation keeps of one layer between calls.
 struct LayerCache {
   KvCache kv;
+  DeltaCache delta;
 };
 
 // The routes of one micro-batch, one entry per layer (undefined in dense layers).
@@ -115,8 +117,9 @@ struct ModelConfig {
   int64_t intermediate_size;  // of dense layers
   double rms_norm_eps, rope_theta;
   bool tie_embeddings;
-  int64_t window = 0;       // of the layers that have one, the token itself included
-  std::string source_json;  // the config.json it was read from: nothing is lost on export
+  int64_t window = 0;             // of the layers that have one, the token itself included
+  std::string prefix = "model.";  // of the names on disk, but lm_head.weight
+  std::string source_json;        // the config.json it was read from: nothing is lost on export
   RouterState router_state;
 
   void cut_layers(int64_t layers);      // keeps the first

@@ -86,13 +86,15 @@ void merge_rows(void* out, const float* weight, const void* part, int64_t rows, 
 struct NormRows {
   int64_t count, dim, inner, outer_stride, inner_stride;
 };
-void rms_norm_forward(const void* x, const NormRows& rows, const void* weight, double eps, void* y,
-    float* rstd, bool is_bf16, CUstream_st* stream);
+// The factor is weight + plus.
+void rms_norm_forward(const void* x, const NormRows& rows, const void* weight, float plus,
+    double eps, void* y, float* rstd, bool is_bf16, CUstream_st* stream);
 // Rows of `partial` that the backward needs.
 int64_t rms_norm_blocks(const NormRows& rows);
 // dx (count, dim) and dweight (dim) += unless null; partial (rms_norm_blocks, dim) is scratch.
-void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, const float* rstd,
-    const void* dy, void* dx, float* partial, float* dweight, bool is_bf16, CUstream_st* stream);
+void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, float plus,
+    const float* rstd, const void* dy, void* dx, float* partial, float* dweight, bool is_bf16,
+    CUstream_st* stream);
 
 // --- rotary ---
 // x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, whose rows

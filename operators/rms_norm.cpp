@@ -14,37 +14,39 @@ cuda::NormRows rows_of(const Tensor& x) {
 // Whether rows_of describes x: up to three dimensions, the last one contiguous.
 bool has_rows(const Tensor& x) { return x.is_contiguous() || (x.dim() <= 3 && x.stride(-1) == 1); }
 
-// -> y, and rstd = 1 / sqrt(mean(x^2) + eps), a number a row.
-std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, double eps) {
+// The factor is weight + plus. -> y, and rstd = 1 / sqrt(mean(x^2) + eps), a number a row.
+std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, double eps, float plus) {
   const at::NoGradGuard no_grad;
   PITH_IF_CUDA (x) {
     Tensor y = at::empty(x.sizes(), x.options());
     Tensor rstd =
         at::empty(x.sizes().slice(0, x.sizes().size() - 1), x.options().dtype(at::kFloat));
-    cuda::rms_norm_forward(read(x), rows_of(x), read(weight), eps, write(y), write<float>(rstd),
-        is_bf16(x), current_stream());
+    cuda::rms_norm_forward(read(x), rows_of(x), read(weight), plus, eps, write(y),
+        write<float>(rstd), is_bf16(x), current_stream());
     return {y, rstd};
   }
   const Tensor wide = widen(x), rstd = wide.square().mean(-1).add_(eps).rsqrt_();
-  return {(wide * rstd.unsqueeze(-1)).mul_(widen(weight)).to(x.scalar_type()), rstd};
+  return {(wide * rstd.unsqueeze(-1)).mul_(widen(weight) + plus).to(x.scalar_type()), rstd};
 }
 
-// With n = x rstd, g = dy w: dx = rstd (g - n mean(g n)); dweight, where defined, += sum of dy n.
-Tensor backward(
-    const Tensor& x, const Tensor& rstd, const Tensor& weight, const Tensor& dy, Tensor dweight) {
+// With n = x rstd, g = dy (w + plus): dx = rstd (g - n mean(g n)); dweight, where defined, += sum
+// of dy n.
+Tensor backward(const Tensor& x, const Tensor& rstd, const Tensor& weight, const Tensor& dy,
+    Tensor dweight, float plus) {
   Tensor dx;
   PITH_IF_CUDA (x) {
     const cuda::NormRows rows = rows_of(x);
     if (x.requires_grad()) dx = at::empty(x.sizes(), x.options());
     Tensor partial = at::empty({cuda::rms_norm_blocks(rows), rows.dim}, rstd.options());
-    cuda::rms_norm_backward(read(x), rows, read(weight), read<float>(rstd), read(dy.contiguous()),
-        write(dx), write<float>(partial), write<float>(dweight), is_bf16(x), current_stream());
+    cuda::rms_norm_backward(read(x), rows, read(weight), plus, read<float>(rstd),
+        read(dy.contiguous()), write(dx), write<float>(partial), write<float>(dweight), is_bf16(x),
+        current_stream());
     return dx;
   }
   const Tensor scale = rstd.unsqueeze(-1), normal = widen(x) * scale, wide_dy = widen(dy);
   if (dweight.defined()) dweight.add_((wide_dy * normal).sum_to_size(dweight.sizes()));
   if (x.requires_grad()) {
-    Tensor g = wide_dy * widen(weight);
+    Tensor g = wide_dy * (widen(weight) + plus);
     const Tensor mean = (g * normal).mean(-1, /*keepdim=*/true);
     dx = g.addcmul_(normal, mean, -1).mul_(scale).to(x.scalar_type());
   }
@@ -53,18 +55,19 @@ Tensor backward(
 
 }  // namespace
 
-Tensor rms_norm(const Tensor& given, Parameter& weight, double eps) {
+Tensor rms_norm(const Tensor& given, Parameter& weight, double eps, bool zero_centred) {
   check_shape(weight.value, weight.name, {-1});
   PITH_CHECK(given.defined() && given.dim() > 0 && given.size(-1) == weight.value.size(0),
       "{}; its last dimension should be {} as in {}", describe(given, "rms_norm: x"),
       weight.value.size(0), weight.name);
   check_dtype(given, "rms_norm: input of " + weight.name, weight.value.scalar_type());
   const Tensor x = has_rows(given) ? given : given.contiguous();
-  const auto [y, rstd] = forward(x, weight.value, eps);
+  const float plus = zero_centred ? 1 : 0;
+  const auto [y, rstd] = forward(x, weight.value, eps, plus);
   return record(y, {x, weight.value},
-      [x, rstd = rstd, &weight, trained = weight.value.requires_grad()](const Tensor& dy) {
+      [x, rstd = rstd, &weight, plus, trained = weight.value.requires_grad()](const Tensor& dy) {
         return Tensors{
-            backward(x, rstd, weight.value, dy, trained ? weight.grad : Tensor()), Tensor()};
+            backward(x, rstd, weight.value, dy, trained ? weight.grad : Tensor(), plus), Tensor()};
       });
 }
 

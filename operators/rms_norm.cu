@@ -62,8 +62,8 @@ __device__ inline int64_t row_start(const NormRows& rows, int64_t r) {
 }
 
 template <class T, class S>
-__global__ void __launch_bounds__(S::MOST)
-    forward_kernel(const T* x, NormRows rows, const T* weight, float eps, T* y, float* rstd) {
+__global__ void __launch_bounds__(S::MOST) forward_kernel(
+    const T* x, NormRows rows, const T* weight, float plus, float eps, T* y, float* rstd) {
   const int rows_per_block = blockDim.x / group_size<S>();
   const int64_t r = blockIdx.x * int64_t{rows_per_block} + threadIdx.x / group_size<S>();
   const bool valid = r < rows.count;  // threads past the end stay for the shuffles
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(S::MOST)
   for_vectors<S>(rows.dim, [&](int k, int j) {
     const Vec<T, S::N> w = load<S::N>(weight + j);
     for (int i = 0; i < S::N; ++i)
-      cached[k].v[i] = from_float<T>(to_float(cached[k].v[i]) * scale * to_float(w.v[i]));
+      cached[k].v[i] = from_float<T>(to_float(cached[k].v[i]) * scale * (to_float(w.v[i]) + plus));
     store(y + r * rows.dim + j, cached[k]);
   });
 }
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(S::MOST)
 // A block takes rows a grid apart, keeps sums for dweight in registers, writes a row of `partial`.
 template <class T, class S>
 __global__ void __launch_bounds__(S::MOST) backward_kernel(const T* x, NormRows rows,
-    const T* weight, const float* rstd, const T* dy, T* dx, float* partial) {
+    const T* weight, float plus, const float* rstd, const T* dy, T* dx, float* partial) {
   constexpr int N = S::N;
   const int group = threadIdx.x / group_size<S>(), num_groups = blockDim.x / group_size<S>();
   float sums[S::PER][N] = {};
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(S::MOST) backward_kernel(const T* x, NormRows 
       for (int i = 0; i < N; ++i) {
         const float product = to_float(d[k].v[i]) * (to_float(a[k].v[i]) * scale);
         sums[k][i] += product;
-        projection += product * to_float(w.v[i]);
+        projection += product * (to_float(w.v[i]) + plus);
       }
     });
     if (dx == nullptr) continue;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(S::MOST) backward_kernel(const T* x, NormRows 
       const Vec<T, N> w = load<N>(weight + j);
       Vec<T, N> out;
       for (int i = 0; i < N; ++i) {
-        const float g = to_float(d[k].v[i]) * to_float(w.v[i]);
+        const float g = to_float(d[k].v[i]) * (to_float(w.v[i]) + plus);
         out.v[i] = from_float<T>(scale * (g - to_float(a[k].v[i]) * scale * projection));
       }
       store(dx + r * rows.dim + j, out);
@@ -177,8 +177,8 @@ void with_spread(int64_t dim, F&& f) {
 
 }  // namespace
 
-void rms_norm_forward(const void* x, const NormRows& rows, const void* weight, double eps, void* y,
-    float* rstd, bool is_bf16, CUstream_st* stream) {
+void rms_norm_forward(const void* x, const NormRows& rows, const void* weight, float plus,
+    double eps, void* y, float* rstd, bool is_bf16, CUstream_st* stream) {
   if (rows.count == 0) return;
   const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
   with_vectors(is_bf16, {x, weight, y}, strides, [&]<class T, int N>() {
@@ -186,8 +186,8 @@ void rms_norm_forward(const void* x, const NormRows& rows, const void* weight, d
       using S = decltype(spread);
       const unsigned at_a_time = S::LANES == 0 ? 1 : threads / std::max(S::LANES, 1);
       forward_kernel<T, S><<<num_blocks(rows.count, at_a_time), threads, 0, stream>>>(
-          static_cast<const T*>(x), rows, static_cast<const T*>(weight), static_cast<float>(eps),
-          static_cast<T*>(y), rstd);
+          static_cast<const T*>(x), rows, static_cast<const T*>(weight), plus,
+          static_cast<float>(eps), static_cast<T*>(y), rstd);
     });
   });
   launch_check("rms_norm forward");
@@ -200,8 +200,9 @@ int64_t rms_norm_blocks(const NormRows& rows) {
   return by_rows < most ? by_rows : most;
 }
 
-void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, const float* rstd,
-    const void* dy, void* dx, float* partial, float* dweight, bool is_bf16, CUstream_st* stream) {
+void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, float plus,
+    const float* rstd, const void* dy, void* dx, float* partial, float* dweight, bool is_bf16,
+    CUstream_st* stream) {
   if (rows.count == 0) return;
   const auto blocks = static_cast<unsigned>(rms_norm_blocks(rows));
   const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
@@ -214,7 +215,7 @@ void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, 
                   kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
             "rms_norm backward");
       kernel<<<blocks, threads, shared, stream>>>(static_cast<const T*>(x), rows,
-          static_cast<const T*>(weight), rstd, static_cast<const T*>(dy), static_cast<T*>(dx),
+          static_cast<const T*>(weight), plus, rstd, static_cast<const T*>(dy), static_cast<T*>(dx),
           partial);
     });
   });

@@ -8,6 +8,7 @@ namespace pith {
 // dimension, in FP32, rounded once. Serves layer norms (T, H) and per-head norms (T, heads, D).
 // Backward adds into weight.grad in FP32; x and 1 / sqrt(...) are saved. x may be a strided view of
 // up to three dimensions with a contiguous last one (a slice of a fused projection).
-Tensor rms_norm(const Tensor& x, Parameter& weight, double eps);
+// `zero_centred`: the factor is 1 + weight, formed in FP32 (Qwen3.5).
+Tensor rms_norm(const Tensor& x, Parameter& weight, double eps, bool zero_centred = false);
 
 }  // namespace pith

@@ -9,19 +9,22 @@
 namespace pith {
 namespace {
 
-// x (T, heads, first + D) turned by the angles of its positions, or back. -> contiguous
+// x (T, heads, ..) turned by the angles of its positions, or back. -> contiguous
 Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table, RotaryPairs pairs,
     int64_t first, bool inverse) {
   const at::NoGradGuard no_grad;
   const bool neighbours = pairs == RotaryPairs::neighbours;
-  const Tensor turned = x.narrow(2, first, x.size(2) - first);
+  const int64_t dim = 2 * table.cos.size(1), rest = first + dim;
+  const Tensor turned = x.narrow(2, first, dim);
+  const Tensor before = x.narrow(2, 0, first), after = x.narrow(2, rest, x.size(2) - rest);
   PITH_IF_CUDA (x) {
     Tensor y = at::empty(x.sizes(), x.options());
-    if (first > 0) y.narrow(2, 0, first).copy_(x.narrow(2, 0, first));
+    if (first > 0) y.narrow(2, 0, first).copy_(before);
+    if (after.size(2) > 0) y.narrow(2, rest, after.size(2)).copy_(after);
     cuda::rotary(read(turned), read<int32_t>(positions), read<float>(table.cos),
-        read<float>(table.sin), write(y.narrow(2, first, turned.size(2))), x.size(0), x.size(1),
-        turned.size(2), x.stride(0), x.stride(1), x.size(2), table.cos.size(0), neighbours, inverse,
-        is_bf16(x), current_stream());
+        read<float>(table.sin), write(y.narrow(2, first, dim)), x.size(0), x.size(1), dim,
+        x.stride(0), x.stride(1), x.size(2), table.cos.size(0), neighbours, inverse, is_bf16(x),
+        current_stream());
     return y;
   }
   const Tensor wide = widen(turned);
@@ -35,7 +38,7 @@ Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table
   const Tensors out{(a * cos).addcmul_(b, sin, -sign), (b * cos).addcmul_(a, sin, sign)};
   const Tensor y =
       (neighbours ? at::stack(out, 3).flatten(2) : at::cat(out, 2)).to(x.scalar_type());
-  return first == 0 ? y : at::cat({x.narrow(2, 0, first), y}, 2);
+  return dim == x.size(2) ? y : at::cat({before, y, after}, 2);
 }
 
 // The frequency (a real number between them) that turns `turns` times over the original positions.
@@ -71,12 +74,11 @@ RotaryTable make_rotary_table(
 Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table, RotaryPairs pairs,
     int64_t first) {
   check_shape(x, "rotary: x", {-1, -1, -1});
-  PITH_CHECK(
-      x.is_floating_point() && (x.size(2) - first) % 2 == 0 && (x.stride(2) == 1 || x.size(2) <= 1),
-      "{}: floating-point heads of even size, contiguous each, are needed",
-      describe(x, "rotary: x"));
+  PITH_CHECK(x.is_floating_point() && x.size(2) >= first + 2 * table.cos.size(1) &&
+                 (x.stride(2) == 1 || x.size(2) <= 1),
+      "{}: floating-point heads of {} elements or more, contiguous each, are needed",
+      describe(x, "rotary: x"), first + 2 * table.cos.size(1));
   check_tensor(positions, "rotary: positions", at::kInt, {x.size(0)});
-  check_shape(table.cos, "rotary: table.cos", {-1, (x.size(2) - first) / 2});
   check_ids(positions, "rotary: positions", table.cos.size(0));
   const Tensor turned_by = positions.contiguous();
   return record(

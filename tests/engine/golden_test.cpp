@@ -68,6 +68,7 @@ void with_family(const std::string& name, const Check& check) {
   if (name.starts_with("qwen3_moe")) return check.template operator()<Qwen3MoeModel>();
   if (name.starts_with("deepseek_v2")) return check.template operator()<DeepseekV2Model>();
   if (name.starts_with("gpt_oss")) return check.template operator()<GptOssModel>();
+  if (name.starts_with("qwen3_5_moe")) return check.template operator()<Qwen35MoeModel>();
   FAIL() << name << " belongs to no family";
 }
 
@@ -115,8 +116,8 @@ void check_balance_loss(const std::string& name_of_case) {
 
 // Group of a gradient, for errors that are compared as a whole.
 std::string group_of(const std::string& name) {
-  for (const char* part :
-      {"norm.weight", "experts", "mlp.gate.weight", "mlp", "self_attn", "embed_tokens", "lm_head"})
+  for (const char* part : {"norm.weight", "experts", "mlp.gate.weight", "mlp", "self_attn",
+           "linear_attn", "embed_tokens", "lm_head"})
     if (name.find(part) != std::string::npos) return part;
   return name;
 }
@@ -220,7 +221,8 @@ TEST_P(Golden, ExportsTheBytesItImported) {
 
 INSTANTIATE_TEST_SUITE_P(Families, Golden,
     testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d", "deepseek_v2_a",
-        "deepseek_v2_b", "deepseek_v2_c", "gpt_oss_a", "gpt_oss_b", "gpt_oss_c"),
+        "deepseek_v2_b", "deepseek_v2_c", "gpt_oss_a", "gpt_oss_b", "gpt_oss_c", "qwen3_5_moe_a",
+        "qwen3_5_moe_b", "qwen3_5_moe_c"),
     [](const auto& test) { return std::string(test.param); });
 
 }  // namespace

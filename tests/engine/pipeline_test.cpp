@@ -128,8 +128,9 @@ TEST(Pipeline, ForwardOnlyTouchesNoGradient) {
 }
 
 // Two sequences of unequal length, token by token through the cache, against the whole at once.
-TEST(Pipeline, DecodingThroughTheCacheEqualsTheFullForward) {
-  TinyModel tiny;
+template <class Model>
+void check_unequal_decoding(const nlohmann::json& config) {
+  TinyModelOf<Model> tiny(config);
   auto pipeline = tiny.pipeline();
   std::vector<Row> rows = ragged_rows(2, 12, 61);
   for (Row& row : rows) {
@@ -159,6 +160,13 @@ TEST(Pipeline, DecodingThroughTheCacheEqualsTheFullForward) {
     done_a = a;
     done_b = b;
   }
+}
+
+TEST(Pipeline, DecodingThroughTheCacheEqualsTheFullForward) {
+  check_unequal_decoding<Qwen3MoeModel>(tiny_config());
+  check_unequal_decoding<DeepseekV2Model>(tiny_deepseek_config());
+  check_unequal_decoding<GptOssModel>(tiny_gpt_oss_config());
+  check_unequal_decoding<Qwen35MoeModel>(tiny_qwen35_config());
 }
 
 // Padding at the end of rows is in no family's balance loss, whatever its tokens are.
@@ -229,6 +237,7 @@ TEST(Pipeline, PaddingIsInNoBalanceLoss) {
   check_padding<Qwen3MoeModel>(tiny_config());
   check_padding<DeepseekV2Model>(tiny_deepseek_config());
   check_padding<GptOssModel>(tiny_gpt_oss_config());
+  check_padding<Qwen35MoeModel>(tiny_qwen35_config());
 }
 
 TEST(Pipeline, ADocumentLongerThanTheRotaryTableIsRefused) {

@@ -9,6 +9,7 @@
 #include "engine/pipeline.h"
 #include "models/deepseek_v2.h"
 #include "models/gpt_oss.h"
+#include "models/qwen3_5_moe.h"
 #include "models/qwen3_moe.h"
 
 namespace pith {
@@ -45,6 +46,19 @@ inline nlohmann::json tiny_gpt_oss_config() {
       {"eos_token_id", 60},
       {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 4},
                            {"original_max_position_embeddings", 16}, {"truncate", false}}}};
+}
+
+// Two delta nets, then attention. Documents are shorter and longer than the convolution.
+inline nlohmann::json tiny_qwen35_config() {
+  return {{"model_type", "qwen3_5_moe_text"}, {"vocab_size", 61}, {"hidden_size", 32},
+      {"num_hidden_layers", 3}, {"full_attention_interval", 3}, {"num_attention_heads", 4},
+      {"num_key_value_heads", 2}, {"head_dim", 8}, {"num_experts", 8}, {"num_experts_per_tok", 2},
+      {"moe_intermediate_size", 24}, {"shared_expert_intermediate_size", 20},
+      {"linear_num_key_heads", 2}, {"linear_num_value_heads", 4}, {"linear_key_head_dim", 8},
+      {"linear_value_head_dim", 6}, {"rms_norm_eps", 1e-5}, {"max_position_embeddings", 512},
+      {"eos_token_id", 60},
+      {"rope_parameters", {{"rope_type", "default"}, {"rope_theta", 10000.0},
+                              {"partial_rotary_factor", 0.5}, {"mrope_section", {1, 1, 0}}}}};
 }
 
 inline Mesh mesh_of_one(at::Device device) {

@@ -4,6 +4,7 @@
 #include "engine/hf_folder.h"
 #include "models/deepseek_v2.h"
 #include "models/gpt_oss.h"
+#include "models/qwen3_5_moe.h"
 #include "models/qwen3_moe.h"
 #include "tests/fuzz/fuzz.h"
 
@@ -15,6 +16,8 @@ PITH_FUZZ(text) {
     pith::DeepseekV2Config::parse(json, "fuzz");
   else if (family == "gpt_oss")
     pith::GptOssConfig::parse(json, "fuzz");
+  else if (family == "qwen3_5_moe" || family == "qwen3_5_moe_text")
+    pith::Qwen35MoeConfig::parse(json, "fuzz");
   else
     pith::Qwen3MoeConfig::parse(json, "fuzz");
 }

@@ -39,7 +39,7 @@ sources_of() {
   case "$1" in
     toml) echo engine/config ;;
     tokenizer | jsonl) ls text/*.cpp | sed 's/\.cpp$//' ;;
-    *) printf '%s\n' core/{tensor,random,parameter} models/{common,qwen3_moe,deepseek_v2,gpt_oss} \
+    *) printf '%s\n' core/{tensor,random,parameter} models/{common,qwen3_moe,deepseek_v2,gpt_oss,qwen3_5_moe} \
          engine/{file_io,safetensors,hf_folder,checkpoint,corpus} ;;
   esac
 }

@@ -146,6 +146,7 @@ def check_numbers(folder, ids_path, trace_path, tolerance):
     print(f"transformers {transformers.__version__}: {type(model).__name__}, {count} parameters")
     if not ids_path or problems:
         return problems
+    model.released_names = "text_config" in json.loads((folder / "config.json").read_text())
     reference, _ = golden.run(model, json.loads(ids_path.read_text()))
     print(f"loss {reference['loss'].item():.9g}")
     if not trace_path:

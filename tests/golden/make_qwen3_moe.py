@@ -114,9 +114,11 @@ def read_ids(ids):
 
 def checkpoint_names(model, name, tensor):
     """(name, tensor) pairs as a saved checkpoint has them: one tensor for each expert, but as they
-    are in memory for GPT-OSS."""
+    are in memory for GPT-OSS and in the released layout of Qwen3.5."""
     if model.config.model_type == "gpt_oss":
         yield name, tensor
+    elif getattr(model, "released_names", False):
+        yield name.replace("model.", "model.language_model.", 1), tensor
     elif name.endswith("experts.gate_up_proj"):
         for i, expert in enumerate(tensor):
             gate, up = expert.chunk(2)
@@ -274,7 +276,7 @@ def group_of(name):
     if not name.startswith("grad."):
         return ".".join(part for part in name.split(".") if not part.isdigit())
     kinds = {"experts": "experts", "mlp.gate.": "router", "mlp.router.": "router", "norm": "norms", "self_attn": "attention",
-             "embed": "embedding", "lm_head": "head"}
+             "linear_attn": "delta net", "embed": "embedding", "lm_head": "head"}
     return "grad " + next((group for key, group in kinds.items() if key in name), "dense mlp")
 
 

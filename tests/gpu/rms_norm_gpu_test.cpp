@@ -19,6 +19,12 @@ TEST(RmsNormGpu, AgreesWithCpu) {
   }
 }
 
+TEST(RmsNormGpu, ZeroCentred) {
+  for (const int64_t dim : {7, 256, 2048, 2051})
+    check_on_gpu([](const auto& in, auto& w) { return rms_norm(in[0], w[0], 1e-6, true); },
+        {random_tensor("x", {131, dim})}, {random_tensor("w", {dim}, at::kDouble, 0.01)});
+}
+
 // Heads inside a fused projection (T, 3 heads of D), aligned and not.
 TEST(RmsNormGpu, StridedHeads) {
   for (int64_t dim : {64, 128, 129}) {

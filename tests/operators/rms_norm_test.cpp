@@ -25,6 +25,20 @@ TEST(RmsNorm, GradientsMatchFiniteDifferences) {
   }
 }
 
+// Known fault 29: 1 + w is formed in FP32; in BF16 1.0038 would be 1.
+TEST(RmsNorm, ZeroCentred) {
+  Tensor x = random_tensor("x", {3, 5});
+  Parameter w = make_parameter("w", {5}, at::kDouble, 0.3);
+  check_gradients([&] { return rms_norm(x, w, 1e-2, true); }, {x}, {&w});
+  EXPECT_LE(max_difference(rms_norm(x, w, 1e-2, true), reference(x, w.value + 1, 1e-2)), 1e-14);
+  Parameter small = make_parameter("small", {2}, at::kBFloat16, 0, 0.0038);
+  const Tensor y = rms_norm(at::full({1, 2}, 7.9, at::kBFloat16), small, 0, true);
+  EXPECT_EQ(y[0][0].item<float>(), 1.0f);  // 1.0038 rounds to 1, after the product
+  const Tensor wide = at::full({1, 2}, 7.9, at::kFloat);
+  Parameter same = make_parameter("same", {2}, at::kFloat, 0, 0.0038);
+  EXPECT_NEAR(rms_norm(wide, same, 0, true)[0][0].item<float>(), 1.0038f, 1e-6f);
+}
+
 // The q and k heads of a fused projection (T, 3 heads, D) are normed where they lie.
 TEST(RmsNorm, StridedViews) {
   Tensor fused = random_tensor("x", {5, 24});

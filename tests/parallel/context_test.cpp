@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 
 #include "core/mesh.h"
+#include "operators/delta_net.h"
 #include "operators/ring_attention.h"
 #include "operators/router.h"
 #include "tests/allocate.h"
@@ -255,6 +256,80 @@ TEST(Context, LatentAttentionEqualsAttention) {
         EXPECT_LE(relative_error(up.grad, whole_up.grad), tolerance);
       }
     }
+  }
+}
+
+// Convolution and delta rule, states and halos travelling, against whole rows.
+TEST(Context, DeltaNetEqualsWholeRows) {
+  constexpr int64_t kKeys = 3, kValues = 2, kHeads = 4, kTaps = 3, kChunk = 4;
+  constexpr int64_t kChannels = 2 * 2 * kKeys + kHeads * kValues;
+  for (const Mesh& mesh : meshes()) {
+    for (const Case& c : kCases) {
+      const MicroBatch whole = whole_batch(c.length, c.documents), part = split(whole, mesh);
+      const Tensor mine = part.tokens.cpu();
+      const int64_t tokens = whole.num_tokens();
+      // -> result, then gradients of the input, of the gates and of all parameters.
+      const auto run = [&](const MicroBatch& batch, const Comm& context, const Tensor& rows,
+                           at::ScalarType dtype, at::Device where) {
+        const auto input = [&](const char* name, int64_t width) {
+          return random_tensor(name, {tokens, width})
+              .index_select(0, rows)
+              .to(where, dtype)
+              .set_requires_grad(true);
+        };
+        const auto parameter = [&](const char* name, std::vector<int64_t> shape) {
+          Parameter made(name, shape, ParameterGroup::bias, Init::normal);
+          allocate(made, dtype, where);
+          made.value.detach().copy_(random_tensor(name, shape, at::kDouble, 0.5));
+          return made;
+        };
+        Parameter conv = parameter("conv", {kChannels, 1, kTaps});
+        Parameter a_log = parameter("a_log", {kHeads}), dt_bias = parameter("dt_bias", {kHeads});
+        const Tensor x = input("x", kChannels), a = input("a", kHeads), b = input("b", kHeads);
+        const TokenParts parts =
+            token_parts(batch.positions, batch.cu_seqlens_host, batch.num_rows, context);
+        const Tensor y = causal_convolution(x, conv, parts);
+        const auto heads = [&](int64_t first, int64_t count, int64_t dim) {
+          return y.narrow(1, first, count * dim).unflatten(1, {count, dim});
+        };
+        const Tensor out = gated_delta_rule(heads(0, 2, kKeys), heads(2 * kKeys, 2, kKeys),
+            heads(4 * kKeys, kHeads, kValues), {a, b, a_log, dt_bias}, parts, {}, kChunk);
+        out.backward(random_tensor("cotangent", {tokens, kHeads, kValues})
+                .index_select(0, rows)
+                .to(where, dtype));
+        for (Parameter* sum : {&conv, &a_log, &dt_bias}) context.all_reduce(sum->grad);
+        return std::vector<Tensor>{
+            out, x.grad(), a.grad(), b.grad(), conv.grad, a_log.grad, dt_bias.grad};
+      };
+      const auto expected =
+          run(whole, Comm(), at::arange(tokens, at::kLong), at::kDouble, at::kCPU);
+      for (const at::ScalarType dtype : {at::kDouble, at::kFloat}) {
+        SCOPED_TRACE(fmt::format("CP {}, {}, {}", mesh.context.size(), c.name, dtype_name(dtype)));
+        const auto got = run(part, mesh.context, mine, dtype, device());
+        for (size_t i = 0; i < got.size(); ++i)
+          EXPECT_LE(relative_error(got[i], i < 4 ? expected[i].index_select(0, mine) : expected[i]),
+              dtype == at::kDouble ? 1e-10 : 1e-5)
+              << i;
+      }
+    }
+  }
+}
+
+TEST(Context, DeltaNetRefusesRowsItCannotCut) {
+  const MicroBatch whole = whole_batch(16, {{0}, {0}});
+  Parameter conv("conv", {2, 1, 6}, ParameterGroup::bias, Init::normal);
+  allocate(conv, at::kFloat, device());
+  for (const Mesh& mesh : meshes()) {
+    const MicroBatch part = split(whole, mesh);
+    const int64_t tokens = part.num_tokens();
+    EXPECT_THAT(
+        error_text([&] { token_parts(part.positions, part.cu_seqlens_host, 3, mesh.context); }),
+        testing::HasSubstr("rows of one length"));
+    const TokenParts parts = token_parts(part.positions, part.cu_seqlens_host, 2, mesh.context);
+    EXPECT_THAT(error_text([&] {
+      causal_convolution(at::zeros({tokens, 2}, conv.value.options()), conv, parts);
+    }),
+        testing::HasSubstr("the convolution needs 5"));
   }
 }
 

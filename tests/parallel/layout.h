@@ -115,9 +115,10 @@ Outcome run_model(const Problem& problem, const Layout& layout, const Mesh& mesh
 inline Outcome run(const Problem& problem, const Layout& layout, const Mesh& mesh,
     const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
   const auto& family = problem.config["model_type"];
-  const auto run_it = family == "deepseek_v2" ? run_model<DeepseekV2Model>
-                      : family == "gpt_oss"   ? run_model<GptOssModel>
-                                              : run_model<Qwen3MoeModel>;
+  const auto run_it = family == "deepseek_v2"        ? run_model<DeepseekV2Model>
+                      : family == "gpt_oss"          ? run_model<GptOssModel>
+                      : family == "qwen3_5_moe_text" ? run_model<Qwen35MoeModel>
+                                                     : run_model<Qwen3MoeModel>;
   return run_it(problem, layout, mesh, batches, rule, steps);
 }
 

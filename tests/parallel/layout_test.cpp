@@ -69,6 +69,9 @@ TEST(Layout, EveryLayoutComputesTheSameOfDeepseekV2) {
 TEST(Layout, EveryLayoutComputesTheSameOfGptOss) {
   check_layouts(usual_problem(tiny_gpt_oss_config()), world().size() < 8 ? 7 : 13);
 }
+TEST(Layout, EveryLayoutComputesTheSameOfQwen35) {
+  check_layouts(usual_problem(tiny_qwen35_config()), world().size() < 8 ? 11 : 17);
+}
 
 // Recomputed layers: with experts, stages and rows that are cut.
 void check_recomputed(Problem problem) {
@@ -89,6 +92,9 @@ TEST(Layout, RecomputedActivationsGiveTheSameGradientsOfDeepseekV2) {
 }
 TEST(Layout, RecomputedActivationsGiveTheSameGradientsOfGptOss) {
   check_recomputed(usual_problem(tiny_gpt_oss_config()));
+}
+TEST(Layout, RecomputedActivationsGiveTheSameGradientsOfQwen35) {
+  check_recomputed(usual_problem(tiny_qwen35_config()));
 }
 
 struct PeakMemory : c10::MemoryReportingInfoBase {

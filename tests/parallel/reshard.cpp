@@ -8,6 +8,7 @@
 #include "engine/file_io.h"
 #include "engine/pipeline.h"
 #include "models/gpt_oss.h"
+#include "models/qwen3_5_moe.h"
 #include "models/qwen3_moe.h"
 #include "tests/parallel/world.h"
 
@@ -42,8 +43,11 @@ void save_again(const std::string& what) {
   MeshShape shape;
   words >> from >> root >> shape.pp >> shape.cp >> shape.ep >> shape.head_share;
   PITH_CHECK(!words.fail(), "'{}' is not FROM ROOT PP CP EP HEAD_SHARE", what);
-  if (read_json(from / "config.json")["model_type"] == "gpt_oss")
+  const nlohmann::json family = read_json(from / "config.json")["model_type"];
+  if (family == "gpt_oss")
     save_again_as<GptOssModel>(from, root, shape);
+  else if (family == "qwen3_5_moe")
+    save_again_as<Qwen35MoeModel>(from, root, shape);
   else
     save_again_as<Qwen3MoeModel>(from, root, shape);
 }

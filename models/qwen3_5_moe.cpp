@@ -1,0 +1,282 @@
+#include "models/qwen3_5_moe.h"
+
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/split_with_sizes.h>
+
+#include <nlohmann/json.hpp>
+
+#include "operators/delta_net.h"
+#include "operators/grouped_linear.h"
+#include "operators/linear.h"
+#include "operators/swiglu.h"
+
+namespace pith {
+namespace {
+
+using nlohmann::json;
+
+constexpr const char *kText = "text_config", *kNested = "model.language_model.";
+
+// The beginning of a folder's index or only weight file, where names stand; "" where there is none.
+std::string names_of_weights(const std::filesystem::path& folder) {
+  std::ifstream index(folder / "model.safetensors.index.json"), file(folder / "model.safetensors");
+  std::string names(1 << 20, ' ');
+  std::ifstream& stream = index ? index : file;
+  stream.read(names.data(), std::ssize(names));
+  return names.substr(0, static_cast<size_t>(stream.gcount()));
+}
+
+}  // namespace
+
+Qwen35MoeConfig Qwen35MoeConfig::parse(const json& object, const std::string& source) {
+  PITH_CHECK(object.is_object(), "{}: a model configuration must be a JSON object", source);
+  const bool nested = object.contains(kText) && object[kText].is_object();
+  Fields fields(nested ? object[kText] : object), outer(object);
+  Qwen35MoeConfig c;
+  read_common(fields, c, "qwen3_5_moe_text");
+  if (nested) {
+    outer.only("model_type", "qwen3_5_moe");
+    c.tie_embeddings = outer.flag("tie_word_embeddings", c.tie_embeddings);
+    fields.add_problems(outer);
+    c.prefix = kNested;
+  }
+  c.fused_experts = nested;
+  c.num_kv_heads = fields.count_or("num_key_value_heads", 2);
+  c.head_dim = fields.count_or("head_dim", 256);
+  c.max_positions = fields.count_or("max_position_embeddings", 32768);
+  c.num_experts = fields.count("num_experts");
+  c.intermediate_size = c.moe_intermediate_size;  // no layer is dense
+  c.shared_width = fields.count("shared_expert_intermediate_size");
+  c.taps = fields.count_or("linear_conv_kernel_dim", 4);
+  c.key_heads = fields.count_or("linear_num_key_heads", 16);
+  c.value_heads = fields.count_or("linear_num_value_heads", 32);
+  c.key_dim = fields.count_or("linear_key_head_dim", 128);
+  c.value_dim = fields.count_or("linear_value_head_dim", 128);
+  c.delta = layers_of_type(
+      fields, c.num_layers, "linear_attention", fields.count_or("full_attention_interval", 4));
+  const RopeFields rope = read_rope(fields, /*yarn=*/false);
+  c.rope_theta = rope.theta;
+  // Positions of text are the same on all axes of mrope: its sections change nothing.
+  c.rotary_dim =
+      static_cast<int64_t>(std::min(rope.partial, 2.0) * static_cast<double>(c.head_dim));
+  if (c.rotary_dim < 2 || c.rotary_dim % 2 != 0 || c.rotary_dim > c.head_dim)
+    fields.problem("partial_rotary_factor", "must give an even part of head_dim");
+  if (c.num_heads % c.num_kv_heads != 0)
+    fields.problem("num_key_value_heads", "must divide num_attention_heads");
+  if (c.value_heads % c.key_heads != 0)
+    fields.problem("linear_num_key_heads", "must divide linear_num_value_heads");
+  if (c.experts_per_token > c.num_experts)
+    fields.problem("num_experts_per_tok", "must not be larger than the number of experts");
+  fields.only("attention_bias", false);
+  fields.only("attn_output_gate", true);
+  fields.only("mamba_ssm_dtype", "float32");
+  fields.only("mlp_only_layers", json::array());
+  PITH_CHECK(fields.problems().empty(), "{}: not a usable qwen3_5_moe configuration:{}", source,
+      fields.problems());
+  c.source_json = object.dump();
+  return c;
+}
+
+Qwen35MoeConfig Qwen35MoeConfig::parse_file(const std::filesystem::path& path) {
+  Qwen35MoeConfig config = parse(read_config(path), path.string());
+  if (const std::string names = names_of_weights(path); !names.empty()) {
+    config.fused_experts = names.find(".experts.gate_up_proj\"") != std::string::npos;
+    config.prefix = names.find(kNested) != std::string::npos ? kNested : "model.";
+  }
+  return config;
+}
+
+std::string Qwen35MoeConfig::to_json(at::ScalarType dtype) const {
+  json object = json::parse(source_json);
+  const bool nested = object.contains(kText);
+  const std::string part = (nested ? object[kText] : object).dump();
+  json text = config_for_export(part, "Qwen3_5MoeForCausalLM", num_layers, dtype);
+  if (text.contains("mtp_num_hidden_layers")) text["mtp_num_hidden_layers"] = 0;  // not written
+  if (!nested) return text.dump(2) + "\n";
+  object["architectures"] = text["architectures"];
+  object["dtype"] = text["dtype"];
+  object.erase("torch_dtype");
+  object[kText] = text;
+  return object.dump(2) + "\n";
+}
+
+ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
+  const int64_t h = hidden_size, q = num_heads * head_dim, kv = num_kv_heads * head_dim;
+  const int64_t in = channels() + values() + 2 * value_heads;  // of a delta net
+  int64_t activations = 0;
+  double mixing = 0;
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    const bool is_delta = delta[static_cast<size_t>(layer)];
+    // Delta rule, token by token: three products with the state forward, twice that backward.
+    mixing += is_delta ? 18.0 * static_cast<double>(values() * key_dim)
+                       : 6.0 * static_cast<double>(sequence_length * q);
+    // hidden, norm output, residual, rows, sums of experts and shared expert, output; projections,
+    // then convolved q, k, v, result, normed, gated, or normed and turned q and k, result, gated;
+    // each slot's row, gate and up, activation, result; the same of the shared expert.
+    activations += 7 * h + (is_delta ? in + channels() + 3 * values() : 6 * q + 4 * kv) +
+                   experts_per_token * (2 * h + 3 * moe_intermediate_size) + 3 * shared_width;
+  }
+  return size_of<Qwen35MoeModel>(*this, mixing, activations);
+}
+
+Qwen35MoeLayer::Qwen35MoeLayer(
+    const Qwen35MoeConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end)
+    : config_(config), delta_(config.delta.at(static_cast<size_t>(index))) {
+  const Qwen35MoeConfig& c = config;
+  const std::string prefix = fmt::format("{}layers.{}.", c.prefix, index), mlp = prefix + "mlp.",
+                    mixer = prefix + (delta_ ? "linear_attn." : "self_attn.");
+  const int64_t h = c.hidden_size, q = c.num_heads * c.head_dim, width = c.moe_intermediate_size;
+  const auto matrix = [](const std::string& name, int64_t out, int64_t in, Init init) {
+    return Parameter(name, {out, in}, ParameterGroup::matrix, init);
+  };
+  const auto centred = [](const std::string& name, int64_t size) {
+    return Parameter(name, {size}, ParameterGroup::norm, Init::zeros);
+  };
+  input_norm_ = centred(prefix + "input_layernorm.weight", h);
+  post_norm_ = centred(prefix + "post_attention_layernorm.weight", h);
+  if (delta_) {
+    const int64_t heads = c.value_heads, z = c.channels(), b = z + c.values(), a = b + heads;
+    in_ = Parameter(mixer + "in_proj.weight", {a + heads, h},
+        {{mixer + "in_proj_qkv.weight", {z, h}, 0}, {mixer + "in_proj_z.weight", {b - z, h}, z * h},
+            {mixer + "in_proj_b.weight", {heads, h}, b * h},
+            {mixer + "in_proj_a.weight", {heads, h}, a * h}},
+        ParameterGroup::matrix, Init::normal);
+    conv_ = Parameter(
+        mixer + "conv1d.weight", {c.channels(), 1, c.taps}, ParameterGroup::bias, Init::normal);
+    a_log_ = Parameter(mixer + "A_log", {c.value_heads}, ParameterGroup::bias, Init::log_decay);
+    dt_bias_ = Parameter(mixer + "dt_bias", {c.value_heads}, ParameterGroup::bias, Init::ones);
+    norm_ = norm_weight(mixer + "norm.weight", c.value_dim);
+    out_ = matrix(mixer + "out_proj.weight", h, c.values(), Init::output_normal);
+  } else {
+    in_ = qkv_weight(mixer, 2 * q, c.num_kv_heads * c.head_dim, h);
+    q_norm_ = centred(mixer + "q_norm.weight", c.head_dim);
+    k_norm_ = centred(mixer + "k_norm.weight", c.head_dim);
+    out_ = matrix(mixer + "o_proj.weight", h, q, Init::output_normal);
+  }
+  router_ =
+      Parameter(mlp + "gate.weight", {c.num_experts, h}, ParameterGroup::router, Init::normal);
+  if (c.fused_experts) {
+    const auto held = [&](const std::string& name, int64_t out, int64_t in, Init init) {
+      const std::vector<int64_t> shape{expert_end - expert_begin, out, in};
+      return Parameter(name, shape, {{name, shape, 0, expert_begin, c.num_experts}},
+          ParameterGroup::expert, init);
+    };
+    experts_gate_up_ = held(mlp + "experts.gate_up_proj", 2 * width, h, Init::normal);
+    experts_down_ = held(mlp + "experts.down_proj", h, width, Init::output_normal);
+  } else {
+    experts_gate_up_ = expert_gate_up_weight(mlp, width, h, expert_begin, expert_end);
+    experts_down_ = expert_down_weight(mlp, width, h, expert_begin, expert_end);
+  }
+  shared_gate_up_ = gate_up_weight(mlp + "shared_expert.", c.shared_width, h);
+  shared_down_ =
+      matrix(mlp + "shared_expert.down_proj.weight", h, c.shared_width, Init::output_normal);
+  shared_gate_ =
+      Parameter(mlp + "shared_expert_gate.weight", {1, h}, ParameterGroup::router, Init::normal);
+}
+
+std::vector<Parameter*> Qwen35MoeLayer::parameters() {
+  std::vector<Parameter*> all;
+  for (Parameter* parameter : {&input_norm_, &in_, &q_norm_, &k_norm_, &conv_, &a_log_, &dt_bias_,
+           &norm_, &out_, &post_norm_, &router_, &experts_gate_up_, &experts_down_,
+           &shared_gate_up_, &shared_down_, &shared_gate_})
+    if (!parameter->shape.empty()) all.push_back(parameter);
+  return all;
+}
+
+// normed (T, H) -> (T, Hq D)
+Tensor Qwen35MoeLayer::attention(const LayerContext& context, const Tensor& normed) {
+  const int64_t d = config_.head_dim, q_size = config_.num_heads * d;
+  const int64_t kv_size = config_.num_kv_heads * d;
+  const std::vector<Tensor> parts =
+      at::split_with_sizes(linear(normed, in_), {2 * q_size, kv_size, kv_size}, 1);
+  const Tensor q_gate = parts[0].unflatten(1, {config_.num_heads, 2 * d});  // (T, Hq, 2 D)
+  const auto heads = [&](const Tensor& x) { return x.unflatten(1, {config_.num_kv_heads, d}); };
+  const auto turned = [&](const Tensor& x, Parameter& weight) {
+    return rotary(rms_norm(x, weight, config_.rms_norm_eps, /*zero_centred=*/true),
+        context.batch.positions, context.rotary);
+  };
+  const Tensor mixed = attend_documents(context, turned(q_gate.narrow(2, 0, d), q_norm_),
+      turned(heads(parts[1]), k_norm_), heads(parts[2]), 1 / std::sqrt(static_cast<double>(d)));
+  return (mixed * at::sigmoid(q_gate.narrow(2, d, d))).flatten(1);
+}
+
+// normed (T, H) -> (T, Hv Dv)
+Tensor Qwen35MoeLayer::delta_net(const LayerContext& context, const Tensor& normed) {
+  const Qwen35MoeConfig& c = config_;
+  const MicroBatch& batch = context.batch;
+  const Tensor projected = linear(normed, in_);
+  // A run of tokens, with what was before each part while generating.
+  const auto mix = [&](int64_t first, int64_t count, const TokenParts& parts,
+                       const DeltaCache& cache) {
+    const std::vector<Tensor> in = at::split_with_sizes(projected.narrow(0, first, count),
+        {c.channels(), c.values(), c.value_heads, c.value_heads}, 1);
+    const std::vector<Tensor> qkv = at::split_with_sizes(
+        causal_convolution(in[0], conv_, parts, cache.tokens), {c.keys(), c.keys(), c.values()}, 1);
+    const auto heads = [](const Tensor& x, int64_t n) { return x.unflatten(1, {n, -1}); };
+    const Tensor out = gated_delta_rule(heads(qkv[0], c.key_heads), heads(qkv[1], c.key_heads),
+        heads(qkv[2], c.value_heads), {in[3], in[2], a_log_, dt_bias_}, parts, cache.state);
+    const Tensor normed_out = rms_norm(out, norm_, c.rms_norm_eps);
+    const Tensor gate_up = at::cat({heads(in[1], c.value_heads), normed_out}, 2);
+    return swiglu(gate_up.flatten(0, 1)).view({count, c.values()});  // times SiLU of z
+  };
+  const int64_t tokens = normed.size(0), sequences = batch.cu_seqlens_host.numel() - 1;
+  if (context.cache == nullptr)
+    return mix(0, tokens,
+        token_parts(batch.positions, batch.cu_seqlens_host, batch.num_rows, context.mesh.context),
+        {});
+  DeltaCache& cache = context.cache->delta;
+  if (!cache.state.defined()) {
+    cache.tokens = at::zeros({sequences, c.taps - 1, c.channels()}, projected.options());
+    cache.state = at::zeros({sequences, c.value_heads, c.key_dim, c.value_dim},
+        projected.options().dtype(wide_dtype(projected.scalar_type())));
+  }
+  PITH_CHECK(cache.state.size(0) == sequences, "the cache holds {} sequences, the batch {}",
+      cache.state.size(0), sequences);
+  const TokenParts side_by_side = token_parts(batch.positions, batch.cu_seqlens_host, sequences);
+  if (side_by_side.count == sequences) return mix(0, tokens, side_by_side, cache);
+  std::vector<Tensor> out;
+  const int32_t* border = batch.cu_seqlens_host.const_data_ptr<int32_t>();
+  for (int64_t s = 0; s < sequences; ++s)
+    out.push_back(mix(border[s], border[s + 1] - border[s],
+        {batch.positions.narrow(0, border[s], border[s + 1] - border[s])},
+        {cache.tokens.narrow(0, s, 1), cache.state.narrow(0, s, 1)}));
+  return at::cat(out);
+}
+
+Attended Qwen35MoeLayer::attend(const LayerContext& context, const Tensor& hidden) {
+  const double eps = config_.rms_norm_eps;
+  const Tensor normed = rms_norm(hidden, input_norm_, eps, /*zero_centred=*/true);
+  Attended out;
+  out.residual =
+      hidden + linear(delta_ ? delta_net(context, normed) : attention(context, normed), out_);
+  out.rows = rms_norm(out.residual, post_norm_, eps, /*zero_centred=*/true);
+  choose_routes(context, linear_fp32(out.rows, router_),
+      {.k = config_.experts_per_token, .num_experts = config_.num_experts, .normalize = true}, out);
+  return out;
+}
+
+Tensor Qwen35MoeLayer::shared(const LayerContext&, const Attended& attended) {
+  const Tensor& rows = attended.rows;
+  return linear(swiglu(linear(rows, shared_gate_up_)), shared_down_) *
+         at::sigmoid(linear(rows, shared_gate_));
+}
+
+Tensor Qwen35MoeLayer::experts(
+    const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
+  const Tensor gate_up = grouped_linear(permute(rows, plan), experts_gate_up_, plan);  // (S, 2 I)
+  const Tensor out = grouped_linear(swiglu(gate_up), experts_down_, plan);             // (S, H)
+  return unpermute(out, row_weight, plan);
+}
+
+Qwen35MoeModel::Qwen35MoeModel(Config config, const ModelPart& part)
+    : config_(std::move(config)), part_(part), ends_(config_, part) {
+  ends_.norm.init = Init::zeros;
+  for (const int64_t index : part.layers)
+    layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
+}
+
+RotaryTable Qwen35MoeModel::rotary(int64_t num_positions, at::Device device) const {
+  return make_rotary_table(num_positions, config_.rotary_dim, config_.rope_theta, device);
+}
+
+}  // namespace pith

@@ -1,0 +1,80 @@
+// Qwen3.5-MoE (text): layers of gated delta nets (arXiv 2412.06464) and, every few, of attention
+// with an output gate and partly rotated heads; zero-centred RMSNorm; a gated shared expert.
+#pragma once
+#include "models/common.h"
+#include "operators/embedding.h"
+#include "operators/rms_norm.h"
+
+namespace pith {
+
+struct Qwen35MoeConfig : ModelConfig {
+  int64_t num_kv_heads, head_dim, rotary_dim;                // of attention
+  int64_t key_heads, value_heads, key_dim, value_dim, taps;  // of delta nets
+  int64_t shared_width;
+  std::vector<bool> delta;  // per layer (before cut_layers): delta net or attention
+  bool fused_experts;       // on disk: one tensor of all experts, or one each
+
+  // Reads a Hugging Face config.json, of the whole released model (text_config inside) or of its
+  // text part. Every missing, ill-typed or unsupported field is listed in one Error. A folder's
+  // weights, where there are any, decide on names and layout, else the kind of configuration.
+  static Qwen35MoeConfig parse(const nlohmann::json& json, const std::string& source);
+  static Qwen35MoeConfig parse_file(const std::filesystem::path& path);
+  std::string to_json(at::ScalarType dtype) const;
+  ModelSize size(int64_t sequence_length) const;
+
+  int64_t keys() const { return key_heads * key_dim; }
+  int64_t values() const { return value_heads * value_dim; }
+  int64_t channels() const { return 2 * keys() + values(); }  // of the convolution
+};
+
+class Qwen35MoeLayer {
+ public:
+  Qwen35MoeLayer(
+      const Qwen35MoeConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end);
+
+  Attended attend(const LayerContext& context, const Tensor& hidden);
+  Tensor shared(const LayerContext& context, const Attended& attended);
+  Tensor experts(const LayerContext& context, const Tensor& rows, const Tensor& row_weight,
+      const ExpertPlan& plan);
+  Tensor aggregate(const LayerContext&, const Tensor& returned, const Attended& attended,
+      const Tensor& shared) const {
+    return sum_of_parts(attended, returned, shared);
+  }
+  std::vector<Parameter*> parameters();
+ private:
+  Tensor attention(const LayerContext& context, const Tensor& normed);
+  Tensor delta_net(const LayerContext& context, const Tensor& normed);
+
+  Qwen35MoeConfig config_;
+  bool delta_;
+  Parameter input_norm_, post_norm_, in_, out_;        // projections of either kind of layer
+  Parameter q_norm_, k_norm_;                          // attention; in_: q and gate by head, k, v
+  Parameter conv_, a_log_, dt_bias_, norm_;            // delta net; in_: q k v, z, b, a
+  Parameter router_, experts_gate_up_, experts_down_;  // (E, H), (E, 2 I, H), (E, H, I)
+  Parameter shared_gate_up_, shared_down_, shared_gate_;
+};
+
+class Qwen35MoeModel {
+ public:
+  using Config = Qwen35MoeConfig;
+  using Layer = Qwen35MoeLayer;
+
+  Qwen35MoeModel(Config config, const ModelPart& part);
+  const Config& config() const { return config_; }
+  Tensor embed(const Tensor& tokens) { return embedding(tokens, ends_.embedding); }
+  Layer& layer(int64_t index) { return layers_[part_.place_of(index)]; }
+  Tensor final_norm(const Tensor& hidden) {
+    return rms_norm(hidden, ends_.norm, config_.rms_norm_eps, /*zero_centred=*/true);
+  }
+  Parameter& head_weight() { return ends_.head_weight(); }
+  RotaryTable rotary(int64_t num_positions, at::Device device) const;
+  std::vector<std::vector<Parameter*>> parameter_units() { return units_of(ends_, layers_); }
+ private:
+  Config config_;
+  ModelPart part_;
+  ModelEnds ends_;
+  std::deque<Layer> layers_;  // a deque: operators keep the addresses of parameters
+};
+static_assert(DecoderModel<Qwen35MoeModel>);
+
+}  // namespace pith
