@@ -51,11 +51,6 @@ void add_expert_bias(const void* bias, const int32_t* offsets, void* y, int64_t 
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
     int64_t rows, int64_t experts, int64_t out, int64_t in, CUstream_st* stream);
 
-// --- linear ---
-// dy (rows, columns) float32 -> parts (rows, 3 columns) bfloat16: [high | middle | low], whose sum
-// is dy to its last bit (short of underflow).
-void split_bf16x3(const float* dy, void* parts, int64_t rows, int64_t columns, CUstream_st* stream);
-
 // --- linear_cross_entropy ---
 // logits (rows, V): writes logprobs (rows) and, with `gradient`, softmax - onehot(label) over the
 // logits, 0 for label -100.

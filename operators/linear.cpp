@@ -18,11 +18,11 @@ Tensor backward(const Tensor& x, Parameter& weight, const Tensor& dy, bool needs
   PITH_IF_CUDA (dy) {
     // dy is exactly the sum of three BF16 numbers (3 x 8 bits of significand): one product on
     // tensor cores with three times the columns has the precision of FP32.
-    const int64_t tokens = dy.size(0), out = value.size(0), in = value.size(1);
-    Tensor parts = at::empty({tokens, 3 * out}, value.options());
-    cuda::split_bf16x3(read<float>(dy.contiguous()), write(parts), tokens, out, current_stream());
+    const int64_t out = value.size(0), in = value.size(1);
+    const Tensor first = dy.to(at::kBFloat16), rest = dy - first, second = rest.to(at::kBFloat16);
+    const Tensor parts = at::cat({first, second, (rest - second).to(at::kBFloat16)}, 1);
     if (needs_dx) dx = at::mm(parts, value.repeat({3, 1}));
-    if (x.defined() && tokens > 0)
+    if (x.defined() && dy.size(0) > 0)
       weight.grad.add_(multiply(parts.t(), x, at::kFloat).view({3, out, in}).sum(0));
     return dx;
   }

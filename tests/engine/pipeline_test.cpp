@@ -210,8 +210,9 @@ TEST(Pipeline, ZLossAndBiasOfTheRouter) {
     const BatchResult result = pipeline.forward_backward(batches, NextTokenLoss(), tapes);
     tape = tapes[0];
     for (int64_t layer = 0; layer <= last; ++layer)
-      EXPECT_TRUE(at::equal(result.expert_counts[layer],
-          tape.topk_idx[static_cast<size_t>(layer)].view(-1).bincount({}, 6)));
+      if (tape.topk_idx[static_cast<size_t>(layer)].defined())
+        EXPECT_TRUE(at::equal(result.expert_counts[layer],
+            tape.topk_idx[static_cast<size_t>(layer)].view(-1).bincount({}, 6)));
     for (const Parameter* p : all_parameters(tiny.groups))
       if (p->name == name) return std::pair(p->value.detach().clone(), p->grad.clone());
     throw std::runtime_error(name);
@@ -228,8 +229,8 @@ TEST(Pipeline, ZLossAndBiasOfTheRouter) {
   bias.select(1, 5).fill_(1);  // probabilities differ by less
   gradient(0, bias, moved);
   const auto at_last = static_cast<size_t>(last);
-  EXPECT_TRUE(moved.topk_idx[0].eq(5).any(1).all().item<bool>());
-  EXPECT_FALSE(plain.topk_idx[0].eq(5).any(1).all().item<bool>());
+  EXPECT_TRUE(moved.topk_idx[at_last].eq(5).any(1).all().item<bool>());
+  EXPECT_FALSE(plain.topk_idx[at_last].eq(5).any(1).all().item<bool>());
   EXPECT_NEAR(moved.topk_weight[at_last].sum(1).max().item<double>(), 1, 1e-5);  // no bias in it
 }
 
