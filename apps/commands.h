@@ -4,13 +4,10 @@
 
 namespace pith {
 
-namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
-inline size_t index(std::integral auto i) { return static_cast<size_t>(i); }
-inline double real(std::integral auto number) { return static_cast<double>(number); }
 
 // A subcommand that calls run(options), and its options, which live as long as it. It fails by
 // throwing, for main() to print; CLI::RuntimeError(1) where everything has been printed already.

@@ -12,7 +12,6 @@
 namespace pith {
 namespace {
 
-namespace fs = std::filesystem;
 using Kind = Document::Kind;
 
 constexpr size_t kRead = 256 << 10, kChunk = 512 << 10;
@@ -188,7 +187,7 @@ class ByteSource {
     PITH_CHECK(!path_.ends_with(".gz") || !::gzdirect(file_.get()), "{} is not gzip data", path_);
     if (n <= 0 && code == Z_BUF_ERROR) fail_short();
     PITH_CHECK(n >= 0, "cannot read {}: {}", path_, message);
-    return static_cast<size_t>(n);
+    return index(n);
   }
   [[noreturn]] void fail_short() const {
     PITH_FAIL_HINT("copy or download it again", "{} is cut short: its data ends early", path_);
@@ -204,7 +203,7 @@ class ByteSource {
 
 InputReader::InputReader(std::vector<InputFile> files, ReadOptions options, InputPosition start)
     : files_(std::move(files)), options_(std::move(options)), at_(start) {
-  for (int64_t i = 0; i < start.file; ++i) bytes_before_ += files_[static_cast<size_t>(i)].bytes;
+  for (int64_t i = 0; i < start.file; ++i) bytes_before_ += files_[index(i)].bytes;
 }
 
 bool InputReader::next_rows(Chunk& chunk) {
@@ -291,7 +290,7 @@ bool InputReader::pass_line(Chunk& chunk) {
 
 bool InputReader::next(Chunk& chunk) {
   for (; at_.file < std::ssize(files_); at_ = {at_.file + 1}) {
-    const InputFile& file = files_[static_cast<size_t>(at_.file)];
+    const InputFile& file = files_[index(at_.file)];
     const bool table = is_table(file.path), lines = has_lines(file.path);
     chunk = {};
     chunk.path = file.path;
