@@ -17,16 +17,15 @@ struct GenerateOptions : ModelOptions {
   SamplingOptions sampling;
 };
 
-// Ids that end a document: of generation_config.json, config.json and the tokenizer.
+// Ids that end a document: of the tokenizer and of generation_config.json.
 std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
   std::set<int64_t> ids;
   if (tokenizer.eos_id()) ids.insert(*tokenizer.eos_id());
-  for (const char* name : {"generation_config.json", "config.json"}) {
-    if (!fs::exists(folder / name)) continue;
-    const nlohmann::json eos = read_json(folder / name).value("eos_token_id", nlohmann::json());
-    for (const nlohmann::json& id : eos.is_array() ? eos : nlohmann::json::array({eos}))
-      if (id.is_number_integer()) ids.insert(id.get<int64_t>());
-  }
+  const fs::path file = folder / "generation_config.json";
+  const nlohmann::json all = fs::exists(file) ? read_json(file) : nlohmann::json::object();
+  const nlohmann::json eos = all.value("eos_token_id", nlohmann::json::array());
+  for (const nlohmann::json& id : eos.is_array() ? eos : nlohmann::json::array({eos}))
+    if (id.is_number_integer()) ids.insert(id.get<int64_t>());
   return ids;
 }
 

@@ -10,8 +10,6 @@
 namespace pith {
 namespace {
 
-using nlohmann::json;
-
 constexpr const char *kSound = "all files are as they were written",
                      *kUnverified = "not verified (--quick)";
 
@@ -40,26 +38,21 @@ struct Inspection {
   // Counts, then tensors by pattern, or one a line.
   void print_tensors(const std::vector<SafetensorsFile>& files) const {
     std::map<std::string, std::vector<std::string>> kinds;  // dtype and shape: names
-    std::map<std::string, uint64_t> elements;               // by dtype
-    size_t count = 0;
-    uint64_t bytes = 0;
+    uint64_t count = 0, elements = 0, bytes = 0;
     for (const SafetensorsFile& file : files)
       for (const auto& [name, entry] : file.header().tensors) {
-        const std::string dtype = dtype_name(entry.dtype);
-        kinds[fmt::format("{} ({})", dtype, fmt::join(entry.shape, ", "))].push_back(name);
-        elements[dtype] += (entry.end - entry.begin) / c10::elementSize(entry.dtype);
-        bytes += entry.end - entry.begin;
+        kinds[fmt::format("{} ({})", dtype_name(entry.dtype), fmt::join(entry.shape, ", "))]
+            .push_back(name);
         ++count;
+        elements += (entry.end - entry.begin) / c10::elementSize(entry.dtype);
+        bytes += entry.end - entry.begin;
       }
-    std::string sum;
-    for (const auto& [dtype, number] : elements)
-      sum += fmt::format("; {} elements of {}", grouped(static_cast<int64_t>(number)), dtype);
-    line("tensors", "{}, files: {}, {}{}", count, files.size(), human_bytes(bytes), sum);
-    std::vector<std::pair<std::string, std::string>> rows;
+    line("tensors", "{}, files: {}, elements: {}, {}", count, files.size(),
+        fmt::group_digits(elements), human_bytes(bytes));
+    std::set<std::pair<std::string, std::string>> rows;
     for (const auto& [kind, names] : kinds)
       for (const std::string& name : tensors ? names : summarize_names(names))
-        rows.emplace_back(name, kind);
-    std::ranges::sort(rows);
+        rows.emplace(name, kind);
     for (const auto& [name, kind] : rows) fmt::print("    {:<24}  {}\n", kind, name);
   }
 
@@ -75,14 +68,7 @@ struct Inspection {
 
   // config.json and the weights of a model folder.
   void model(const fs::path& folder) {
-    attempt([&] {
-      const fs::path file = folder / "config.json";
-      const json config = read_json(file), missing = "not stated";
-      const json type = config.is_object() ? config.value("model_type", missing) : json();
-      PITH_CHECK(type.is_string(), "{} is not an object with a model_type", file.string());
-      line("model", "{} ({})", type.get<std::string>(),
-          config.value("/architectures/0"_json_pointer, missing).dump());
-    });
+    attempt([&] { line("model", "{}", read_model_type(folder)); });
     attempt([&] { print_tensors(HfFolder(folder).files()); });
   }
 
@@ -98,7 +84,7 @@ struct Inspection {
     title(folder, "checkpoint of step {}, {} files, {}", grouped(manifest.step),
         manifest.files.size() + 1, human_bytes(bytes));
     (void)problem_of([&] {  // told below, by the sums
-      const json state = read_json(folder / "training_state.json");
+      const nlohmann::json state = read_json(folder / "training_state.json");
       for (const auto& [key, value] : state.items()) line("state", "{} = {}", key, value.dump());
     });
     if (optimizer_bytes > 0) line("optimizer", "{}", human_bytes(optimizer_bytes));

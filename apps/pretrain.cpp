@@ -515,7 +515,8 @@ void add_pretrain_command(CLI::App& app) {
         const auto launched = Clock::now();
         // First of all, so that what goes wrong in a job of many ranks is told once.
         const auto world = options.dry_run ? nullptr : std::make_unique<World>();
-        const RunConfig config = load_run_config(options.file, options.overrides);
+        const RunConfig config =
+            parse_run_config(read_file(options.file), options.file, options.overrides);
         with_family(config.model.config, [&]<class Model>() {
           return pretrain<Model>(config, world.get(), options.processes, launched);
         });

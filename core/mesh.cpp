@@ -84,7 +84,6 @@ MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank) {
   return {
       .pipeline = strided(in_plane, plane, shape.pp),
       .plane = strided(first, 1, plane),
-      .data = strided(first + in_plane % cp, cp, plane / cp),
       .context = strided(first + in_plane / cp * cp, 1, cp),
       .expert = strided(first + in_plane / ep * ep, 1, ep),
       .expert_data = strided(first + in_plane % ep, ep, plane / ep),
@@ -138,8 +137,6 @@ Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device) {
     return at->second;
   };
   mesh.plane = share(groups.plane, "plane");
-  mesh.data = share(groups.data, "data");
-  mesh.expert_data = share(groups.expert_data, "expert_data");
   mesh.dense_shard = share(groups.dense_shard, "dense_shard");
   mesh.head_shard = share(groups.head_shard, "head_shard");
   mesh.expert_shard = share(groups.expert_shard, "expert_shard");

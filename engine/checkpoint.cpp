@@ -287,6 +287,7 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
           {files_.size() - 1, key, std::stoll(parts[2]), entry.shape[0], std::stoll(parts[3])});
     }
   }
+  for (auto& [name, pieces] : pieces_) std::ranges::sort(pieces, {}, &Piece::offset);
 }
 
 void OptimizerReader::read(
@@ -302,6 +303,8 @@ void OptimizerReader::read(
         folder_.string(), kind, tensor.name, total, tensor.whole_numel());
     const int64_t begin = std::max(first, offset), end = std::min(last, offset + count);
     if (begin >= end) continue;
+    PITH_CHECK(begin == first + copied, "{}: {} of {}: a slice starts at {}, where {} is expected",
+        folder_.string(), kind, tensor.name, begin, first + copied);
     out.narrow(0, begin - first, end - begin)
         .copy_(files_[file].tensor(key).narrow(0, begin - offset, end - begin));
     copied += end - begin;
@@ -314,12 +317,9 @@ void OptimizerReader::read(
 std::string TrainingState::to_json() const { return nlohmann::json(*this).dump(2) + "\n"; }
 
 TrainingState TrainingState::from_json(const std::string& text, const std::string& source) {
-  const nlohmann::json document = parse_json(text, source);
-  try {
-    return document.get<TrainingState>();
-  } catch (const nlohmann::json::exception& error) {
-    PITH_FAIL("{} is not a training state: {}", source, error.what());
-  }
+  const auto state = exactly<TrainingState>(parse_json(text, source));
+  PITH_CHECK(state, "{} is not a training state", source);
+  return *state;
 }
 
 std::string TrainingState::differences(const Settings& saved, const Settings& now) {

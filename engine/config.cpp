@@ -400,10 +400,6 @@ std::string by_section(const Line& line) {
 
 }  // namespace
 
-RunConfig load_run_config(const fs::path& file, const std::vector<std::string>& overrides) {
-  return parse_run_config(read_file(file), file.string(), overrides);
-}
-
 RunConfig parse_run_config(
     std::string_view text, const std::string& source, const std::vector<std::string>& overrides) {
   Reader reader;

@@ -60,16 +60,14 @@ struct RunConfig {
   } profile;
 };
 
-// Reads a TOML file, then applies overrides "section.key=value" (the value is TOML; text may come
-// without quotes). Throws one Error that lists every mistake: file:line, key, what is wrong, the
-// nearest valid key or the allowed values. Relative paths start at the working directory.
-RunConfig load_run_config(const fs::path& file, const std::vector<std::string>& overrides);
-
-// The same from the text of a file; `source` is its name in errors.
+// Reads TOML, of a file called `source` in errors, then applies overrides "section.key=value" (the
+// value is TOML; text may come without quotes). Throws one Error that lists every mistake:
+// file:line, key, what is wrong, the nearest valid key or the allowed values. Relative paths start
+// at the working directory.
 RunConfig parse_run_config(
     std::string_view text, const std::string& source, const std::vector<std::string>& overrides);
 
-// The whole configuration as TOML, which load_run_config reads back to the same.
+// The whole configuration as TOML, which reads back to the same.
 std::string to_toml(const RunConfig& config);
 
 // One line per key: name, type, default, range, description. For --help and docs/configuration.md.

@@ -345,28 +345,24 @@ void publish_corpus(const std::string& prefix, int64_t shards) {
   // What may be there of an older corpus that was cut otherwise, and of the writing.
   static const std::regex ending(
       R"((-\d{5,}-of-\d{5,})?\.(bin|idx|json)|(-\d{5,})?\.(bin|idx|json|len)\.tmp)");
-  try {
-    // Without .idx there is no corpus: the old ones go first, the new ones come last.
-    for (const auto& [extension, old] : {std::pair{".idx", true}, std::pair{".bin", false},
-             std::pair{".json", false}, std::pair{".idx", false}})
-      for (int64_t shard = 0; shard < std::max<int64_t>(1, shards); ++shard) {
-        const fs::path from = working_name(prefix, shard, shards > 0) + extension + ".tmp";
-        const fs::path to = final_name(prefix, shard, shards) + extension;
-        kept.insert(to.filename());
-        if (!fs::exists(from)) continue;  // done before an interruption
-        if (old)
-          fs::remove(to);
-        else
-          fs::rename(from, to);
-      }
-    sync_folder(folder);
-    for (const std::string& file : names_in(folder))
-      if (file.starts_with(name) && !kept.contains(file) &&
-          std::regex_match(file.substr(name.size()), ending))
-        fs::remove(folder / file);
-  } catch (const fs::filesystem_error& error) {
-    PITH_FAIL("cannot finish corpus {}: {}", prefix, error.what());
-  }
+  // Without .idx there is no corpus: the old ones go first, the new ones come last.
+  for (const auto& [extension, old] : {std::pair{".idx", true}, std::pair{".bin", false},
+           std::pair{".json", false}, std::pair{".idx", false}})
+    for (int64_t shard = 0; shard < std::max<int64_t>(1, shards); ++shard) {
+      const fs::path from = working_name(prefix, shard, shards > 0) + extension + ".tmp";
+      const fs::path to = final_name(prefix, shard, shards) + extension;
+      kept.insert(to.filename());
+      if (!fs::exists(from)) continue;  // done before an interruption
+      if (old)
+        fs::remove(to);
+      else
+        fs::rename(from, to);
+    }
+  sync_folder(folder);
+  for (const std::string& file : names_in(folder))
+    if (file.starts_with(name) && !kept.contains(file) &&
+        std::regex_match(file.substr(name.size()), ending))
+      fs::remove(folder / file);
 }
 
 }  // namespace pith

@@ -92,20 +92,11 @@ nlohmann::json parse_json(std::string_view text, const std::string& source) {
           "{}: key {} stands twice in one object", source, parsed.dump());
     return true;
   };
-  // The library's messages begin "[json.exception.parse_error.101] parse error at line L, ...: ".
-  const auto after = [](const json::exception& error, std::string_view mark) {
-    std::string_view what = error.what();
-    return what.substr(what.find(mark) + mark.size());
-  };
   try {
     return json::parse(text, check);
-  } catch (const json::parse_error& error) {
-    const auto before = text.substr(0, std::min(text.size(), error.byte > 0 ? error.byte - 1 : 0));
-    const auto line = std::count(before.begin(), before.end(), '\n') + 1;
-    const size_t column = before.size() - (before.rfind('\n') + 1) + 1;  // npos + 1 = 0
-    PITH_FAIL("{}:{}:{}: not JSON: {:.300}", source, line, column, after(error, ": "));
-  } catch (const json::exception& error) {  // a number out of range
-    PITH_FAIL("{}: not JSON: {:.300}", source, after(error, "] "));
+  } catch (const json::exception& error) {
+    const std::string_view what = error.what();  // "[json.exception.NAME.NUMBER] what and where"
+    PITH_FAIL("{}: not JSON: {:.300}", source, what.substr(what.find("] ") + 2));
   }
 }
 

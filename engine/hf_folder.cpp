@@ -26,19 +26,14 @@ void report(std::vector<std::string>& problems, const std::string& kind,
 }
 
 std::map<std::string, std::string> read_weight_map(const fs::path& path) {
+  using Names = std::map<std::string, std::string>;
   const json index = read_json(path);
-  PITH_CHECK(index.is_object() && index.contains("weight_map") && index["weight_map"].is_object(),
-      "{}: there is no object weight_map", path.string());
-  std::map<std::string, std::string> result;
-  for (const auto& [name, value] : index["weight_map"].items()) {
-    PITH_CHECK(value.is_string(), "{}: weight_map: {} is not a string", path.string(), name);
-    auto file = value.get<std::string>();
-    // A file of this folder and nothing else: an index can't be trusted to stay inside.
+  const auto map = exactly<Names>(index.is_object() ? index.value("weight_map", json()) : index);
+  PITH_CHECK(map, "{}: there is no object weight_map of file names", path.string());
+  for (const auto& [name, file] : *map)  // in this folder: an index can't be trusted to stay inside
     PITH_CHECK(fs::path(file).filename() == file && file != ".." && file != ".",
         "{}: {} lies in {}, which is not a file name", path.string(), name, file);
-    result.emplace(name, std::move(file));
-  }
-  return result;
+  return *map;
 }
 
 // The two tensors of one (E, K, N) in MXFP4, whose matrices lie there transposed.

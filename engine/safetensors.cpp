@@ -92,11 +92,10 @@ SafetensorsHeader parse_safetensors_header(
     if (name != "__metadata__")
       header.tensors.emplace(name, parse_entry(value, fmt::format("{}: tensor {}", source, name)));
   }
-  const json metadata = document.value("__metadata__", json());
-  for (const auto& [key, text] : metadata.items()) {
-    PITH_CHECK(text.is_string(), "{}: __metadata__: {} is not a string", source, key);
-    header.metadata.emplace(key, text.get<std::string>());
-  }
+  const auto metadata =
+      exactly<std::map<std::string, std::string>>(document.value("__metadata__", json::object()));
+  PITH_CHECK(metadata, "{}: __metadata__ holds more than strings", source);
+  header.metadata = *metadata;
   check_layout(header, file_size - header.data_offset, source);
   return header;
 }

@@ -349,8 +349,9 @@ CorpusEncoder::~CorpusEncoder() {
 
 void CorpusEncoder::work() {
   while (true) {
-    std::unique_lock turn(reading_);
+    std::packaged_task<Chunk()> task;
     {
+      const std::lock_guard turn(reading_);
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] {
         return ended_ || slots_.empty() ||
@@ -358,29 +359,28 @@ void CorpusEncoder::work() {
                    std::ssize(slots_) < 8 * settings_.workers);
       });
       if (ended_) return;
-    }
-    Chunk chunk;
-    std::exception_ptr error;
-    bool found = true;
-    try {
-      found = reader_.next(chunk);
-    } catch (...) { error = std::current_exception(); }
-    uint64_t bytes = chunk.lines.size();
-    for (const Document& document : chunk.documents) bytes += document.text.size();
-    std::packaged_task<Chunk()> task([&] {
-      if (error) std::rethrow_exception(error);
-      encode(chunk);
-      return std::move(chunk);
-    });
-    {
-      const std::lock_guard lock(mutex_);
+      lock.unlock();
+      Chunk chunk;
+      std::exception_ptr error;
+      bool found = true;
+      try {
+        found = reader_.next(chunk);
+      } catch (...) { error = std::current_exception(); }
+      uint64_t bytes = chunk.lines.size();
+      for (const Document& document : chunk.documents) bytes += document.text.size();
+      task = std::packaged_task<Chunk()>([this, error, chunk = std::move(chunk)]() mutable {
+        if (error) std::rethrow_exception(error);
+        encode(chunk);
+        return std::move(chunk);
+      });
+      lock.lock();
       ended_ = ended_ || !found || error;
-      if (found) slots_.emplace_back(task.get_future(), bytes);
-      in_flight_ += bytes;
       changed_.notify_all();
+      if (!found) return;
+      slots_.emplace_back(task.get_future(), bytes);
+      in_flight_ += bytes;
     }
-    turn.unlock();
-    if (found) task();
+    task();
   }
 }
 

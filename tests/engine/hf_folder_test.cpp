@@ -149,7 +149,7 @@ TEST(HfFolder, DamagedFoldersNameFileAndTensor) {
   put_bytes(folder / index, R"({"weight_map": {"w": "../w.safetensors"}})");
   EXPECT_ERROR(HfFolder{folder}, "w lies in ../w.safetensors, which is not a file name");
   put_bytes(folder / index, "{\n \"weight_map\": {\"a\": \"b\",\n}}");
-  EXPECT_ERROR(HfFolder{folder}, index + ":3:1: not JSON");
+  EXPECT_ERROR(HfFolder{folder}, index + ": not JSON: parse error at line 3, column 1");
   put_bytes(folder / index, "[]");
   EXPECT_ERROR(HfFolder{folder}, index, "no object weight_map");
   EXPECT_ERROR(HfFolder{scratch.path}, "holds neither");
@@ -157,8 +157,9 @@ TEST(HfFolder, DamagedFoldersNameFileAndTensor) {
 }
 
 TEST(HfFolder, JsonErrorsNameLineAndColumn) {
-  EXPECT_ERROR(parse_json("{\"a\": 1,\n  \"b\": }", "c.json"), "c.json:2:8: not JSON");
-  EXPECT_ERROR(parse_json("", "c.json"), "c.json:1:1");
+  EXPECT_ERROR(parse_json("{\"a\": 1,\n  \"b\": }", "c.json"),
+      "c.json: not JSON: parse error at line 2, column 8");
+  EXPECT_ERROR(parse_json("", "c.json"), "c.json", "line 1, column 1");
   EXPECT_ERROR(parse_json(R"({"a": {"b": 1, "b": 2}})", "c.json"), "\"b\" stands twice");
   EXPECT_ERROR(parse_json("1e999", "c.json"), "c.json: not JSON: number overflow");
   EXPECT_ERROR(read_json("/nonexistent/config.json"), "/nonexistent/config.json");

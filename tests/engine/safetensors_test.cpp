@@ -119,7 +119,7 @@ TEST(Safetensors, EveryViolationNamesFileAndTensor) {
           "\"w\" stands twice"},
       {file_of(one(R"("dtype":"U8","dtype":"U8","shape":[8],"data_offsets":[0,8])"), eight),
           "\"dtype\" stands twice"},
-      {file_of(R"({"__metadata__":{"format":3}})", ""), "format is not a string"},
+      {file_of(R"({"__metadata__":{"format":3}})", ""), "__metadata__ holds more than strings"},
   };
   for (const auto& [bytes, part] : cases) EXPECT_ERROR(parse(bytes), "x.safetensors", part);
   std::string deep = R"({"w":{"dtype":"U8","data_offsets":[0,0],"shape":[)";
