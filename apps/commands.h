@@ -4,13 +4,10 @@
 
 namespace pith {
 
-namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
-inline size_t index(std::integral auto i) { return static_cast<size_t>(i); }
-inline double real(std::integral auto number) { return static_cast<double>(number); }
 
 // A subcommand that calls run(options), and its options, which live as long as it. It fails by
 // throwing, for main() to print; CLI::RuntimeError(1) where everything has been printed already.
@@ -36,6 +33,9 @@ void add_inspect_command(CLI::App& app, const std::string& name = "inspect",
     bool quick = false);
 void add_tokenizer_command(CLI::App& app);
 void add_trace_command(CLI::App& app);
+
+// The model_type of a config.json, or of the one in a folder.
+std::string read_model_type(const fs::path& path);
 
 std::string human_bytes(uint64_t bytes);      // "1.42MB", decimal units
 inline std::string grouped(int64_t number) {  // "1,234,567"

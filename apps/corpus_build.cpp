@@ -13,6 +13,7 @@
 #include "apps/commands.h"
 #include "core/random.h"
 #include "engine/corpus.h"
+#include "engine/metrics.h"
 #include "text/corpus_reader.h"
 
 namespace pith {
@@ -43,10 +44,9 @@ struct Journal {
   int64_t seen = 0, duplicates = 0, dropped_characters = 0, longest = 0;
   std::string longest_place;
   std::vector<std::string> problems;  // the first bad lines
-  bool full = false;                  // stopped by max_bytes
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, phase, position, sides, kinds, seen, duplicates,
-    dropped_characters, longest, longest_place, problems, full)
+    dropped_characters, longest, longest_place, problems)
 
 struct BuildOptions {
   std::vector<std::string> paths, endings;
@@ -55,7 +55,7 @@ struct BuildOptions {
   EncodeSettings encode;                       // its text, lengths, workers
   std::optional<uint64_t> seed;                // shuffles documents
   double validation_share = 0;
-  uint64_t max_bytes = 0, memory = uint64_t{1} << 30;
+  uint64_t memory = uint64_t{1} << 30;
   int64_t shard_tokens = 0, max_bad = 100;
   bool keep_duplicates = false, restart = false;
 };
@@ -174,11 +174,11 @@ class Build {
     std::string plan = fmt::format(
         "text field: {}\nid field: {}\nmaximum line: {}\nminimum length: {}\nmaximum length: {}\n"
         "tokenizer: {}\nend token: {}\nseed: {}\nvalidation share: {}\nvalidation corpus: {}\n"
-        "maximum bytes: {}\nshard tokens: {}\nduplicates: {}\n",
+        "shard tokens: {}\nduplicates: {}\n",
         encode.read.text_field, encode.read.id_field, encode.read.max_line, encode.min_length,
         encode.max_length, hex(tokenizer_.hash()), encode.end_id.value_or(-1),
         options_.seed ? std::to_string(*options_.seed) : "none", options_.validation_share,
-        options_.validation_out, options_.max_bytes, options_.shard_tokens,
+        options_.validation_out, options_.shard_tokens,
         options_.keep_duplicates ? "kept" : "removed");
     for (const auto& [path, bytes, modified_ns] : files_)
       plan += fmt::format("input: {} ({} bytes, {})\n", path, bytes, modified_ns);
@@ -203,9 +203,7 @@ class Build {
       PITH_FAIL_HINT("give the options and inputs it was begun with, or --restart",
           "the unfinished build of {} cannot go on: it was begun with [{}], now it is [{}]",
           options_.out, was == before.end() ? "nothing" : *was, is == now.end() ? "nothing" : *is);
-    const std::string text = read_file(journal);
-    check_seal(text, journal.string());
-    journal_ = parse_json(text, journal.string()).get<Journal>();
+    journal_ = read_json(journal).get<Journal>();
     fmt::print(stderr, "goes on after {} documents\n", grouped(total(&Side::documents)));
   }
 
@@ -246,7 +244,7 @@ class Build {
     if (seen_) journal_.seen = seen_->sync();
     const auto replace = nlohmann::json::error_handler_t::replace;  // a path need not be UTF-8
     const std::string text = nlohmann::json(journal_).dump(1, ' ', false, replace);
-    write_file(folder_, "journal.json.tmp", seal_json(text));
+    write_file(folder_, "journal.json.tmp", text);
     fs::rename(folder_ / "journal.json.tmp", folder_ / "journal.json");
     sync_folder(folder_);
     saved_ = Clock::now();
@@ -262,7 +260,7 @@ class Build {
     const auto begin = Clock::now();
     auto shown = begin;
     CorpusEncoder encoder(files_, tokenizer_, options_.encode, journal_.position);
-    for (Chunk chunk; !journal_.full;) {
+    for (Chunk chunk;;) {
       try {
         if (!encoder.next(chunk)) return;
       } catch (const Error&) {
@@ -272,22 +270,19 @@ class Build {
       }
       for (const Document& document : chunk.documents) {
         take(chunk.path, document);
-        if (journal_.full) break;
         text += document.bytes;
       }
       journal_.dropped_characters += chunk.dropped_characters;
-      if (journal_.full) return;
       journal_.position = chunk.end;
       save_journal_sometimes();
       already = std::min(already, chunk.bytes_read);
       if (Clock::now() - shown < std::chrono::seconds(10)) continue;
       shown = Clock::now();
       const double seconds = seconds_since(begin), done = real(chunk.bytes_read - already + 1);
-      const auto left = static_cast<int64_t>(seconds / done * real(all - chunk.bytes_read));
-      fmt::print(stderr, "{}%  {:.1f} MB/s  {} documents  {} tokens  left {}:{:02}:{:02}\n",
+      fmt::print(stderr, "{}%  {:.1f} MB/s  {} documents  {} tokens  left {}\n",
           100 * chunk.bytes_read / all, real(text) / 1e6 / seconds,
-          grouped(total(&Side::documents)), grouped(total(&Side::tokens)), left / 3600,
-          left / 60 % 60, left % 60);
+          grouped(total(&Side::documents)), grouped(total(&Side::tokens)),
+          human_time(seconds / done * real(all - chunk.bytes_read)));
     }
   }
 
@@ -297,9 +292,6 @@ class Build {
     const int64_t count = ++journal_.kinds[static_cast<size_t>(document.kind)];
     if (document.kind == Kind::kBad) return refuse(count, place + ": " + document.problem);
     if (document.kind != Kind::kGood) return;
-    journal_.full =
-        options_.max_bytes > 0 && total(&Side::bytes) + document.bytes > options_.max_bytes;
-    if (journal_.full) return;
     const bool is_new = !seen_ || seen_->insert(document.fingerprint);
     journal_.duplicates += is_new ? 0 : 1;
     if (!is_new) return;
@@ -358,9 +350,6 @@ class Build {
     print_skipped();
     if (const int64_t dropped = journal_.dropped_characters; dropped > 0)
       line("dropped", "{} characters that the tokenizer has no token for", grouped(dropped));
-    if (journal_.full)
-      line("stopped", "{} of {} files read; the next document would pass --max-bytes",
-          grouped(journal_.position.file), files_.size());
   }
 
   BuildOptions options_;
@@ -406,7 +395,6 @@ void add_corpus_build_command(CLI::App& corpus) {
   sub->add_option("--min-length", encode.min_length, "skip shorter texts, bytes");
   sub->add_option("--max-length", encode.max_length, "skip longer texts, bytes");
   sub->add_option("--max-line", encode.read.max_line, "longer lines and files are bad [16MB]");
-  sub->add_option("--max-bytes", o->max_bytes, "stop before the text is longer, e.g. 20MB");
   sub->add_option("--max-bad", o->max_bad, "stop after more bad lines [100]");
   auto* share = sub->add_option("--validation-share", o->validation_share,
       "share of the documents held out, chosen by their content");
@@ -416,7 +404,7 @@ void add_corpus_build_command(CLI::App& corpus) {
   out->needs(share);
   sub->add_option("--workers", encode.workers, "threads [all cores]")->check(CLI::Range(1, 1024));
   sub->add_option("--memory", o->memory, "bound, whatever the input [1GB]");
-  for (const char* name : {"--min-length", "--max-length", "--max-line", "--max-bytes", "--memory"})
+  for (const char* name : {"--min-length", "--max-length", "--max-line", "--memory"})
     sub->get_option(name)->transform(CLI::AsSizeValue(true));
   sub->add_flag("--restart", o->restart, "forget an unfinished build");
   sub->footer(

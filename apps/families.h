@@ -10,9 +10,6 @@
 
 namespace pith {
 
-// The model_type of a config.json, or of the one in a folder.
-std::string read_model_type(const fs::path& path);
-
 // Calls use.operator()<Model>() with the family of a config.json, or of the one in a folder.
 template <class Use>
 auto with_family(const fs::path& path, Use&& use) {

@@ -11,22 +11,21 @@ namespace pith {
 namespace {
 
 struct GenerateOptions : ModelOptions {
-  std::vector<std::string> prompts, prompt_files;
-  int64_t max_tokens = 200, threads = 0;
-  bool no_cache = false, ignore_eos = false, quiet = false;
+  std::vector<std::string> prompts;
+  int64_t max_tokens = 200;
+  bool no_cache = false;
   SamplingOptions sampling;
 };
 
-// Ids that end a document: of generation_config.json, config.json and the tokenizer.
+// Ids that end a document: of the tokenizer and of generation_config.json.
 std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
   std::set<int64_t> ids;
   if (tokenizer.eos_id()) ids.insert(*tokenizer.eos_id());
-  for (const char* name : {"generation_config.json", "config.json"}) {
-    if (!fs::exists(folder / name)) continue;
-    const nlohmann::json eos = read_json(folder / name).value("eos_token_id", nlohmann::json());
-    for (const nlohmann::json& id : eos.is_array() ? eos : nlohmann::json::array({eos}))
-      if (id.is_number_integer()) ids.insert(id.get<int64_t>());
-  }
+  const fs::path file = folder / "generation_config.json";
+  const nlohmann::json all = fs::exists(file) ? read_json(file) : nlohmann::json::object();
+  const nlohmann::json eos = all.value("eos_token_id", nlohmann::json::array());
+  for (const nlohmann::json& id : eos.is_array() ? eos : nlohmann::json::array({eos}))
+    if (id.is_number_integer()) ids.insert(id.get<int64_t>());
   return ids;
 }
 
@@ -55,19 +54,15 @@ MicroBatch pack(const std::vector<Sequence>& sequences, at::Device device) {
 
 template <class Model>
 void generate(const GenerateOptions& options) {
-  if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
   LoadedModel<Model> loaded(options, ShardGroup::Use::inference);
   auto& [device, config, model, mesh, groups] = loaded;
   const Tokenizer tokenizer = Tokenizer::load(options.folder);
   PITH_CHECK(tokenizer.vocab_size() <= config.vocab_size, "the tokenizer has {} ids, the model {}",
       tokenizer.vocab_size(), config.vocab_size);
 
-  std::vector<std::string> prompts = options.prompts;
-  for (const std::string& file : options.prompt_files) prompts.push_back(read_file(file));
-  if (prompts.empty()) PITH_FAIL_HINT("give --prompt or --prompt-file", "no prompt");
   std::vector<Sequence> sequences;
   int64_t positions = 0;
-  for (const std::string& prompt : prompts) {
+  for (const std::string& prompt : options.prompts) {
     const std::vector<int32_t> ids = tokenizer.encode(prompt).ids;
     PITH_CHECK(!ids.empty(), "the prompt \"{}\" holds no token", prompt);
     positions = std::max(positions, std::ssize(ids) + options.max_tokens);
@@ -83,7 +78,7 @@ void generate(const GenerateOptions& options) {
   const auto start = Clock::now();
   int64_t produced = 0;
   const bool stream = sequences.size() == 1;
-  if (stream) fmt::print("{}", prompts[0]);
+  if (stream) fmt::print("{}", options.prompts[0]);
   for (int64_t n = 0; n < options.max_tokens && !std::ranges::all_of(sequences, &Sequence::ended);
       ++n) {
     const std::vector<MicroBatch> batch{pack(sequences, device)};
@@ -98,7 +93,7 @@ void generate(const GenerateOptions& options) {
       const uint64_t draw = (static_cast<uint64_t>(i) << 32) + static_cast<uint64_t>(n);
       const int64_t id = sequence.ids.emplace_back(sample(row, options.sampling, draw));
       if (sequence.ended) continue;
-      sequence.ended = !options.ignore_eos && ends.contains(id);
+      sequence.ended = ends.contains(id);
       ++produced;
       const std::string text = sequence.decoder.push(static_cast<int32_t>(id));
       sequence.text += text;
@@ -111,9 +106,8 @@ void generate(const GenerateOptions& options) {
   for (size_t i = 0; !stream && i < sequences.size(); ++i)
     fmt::print("=== {}\n{}{}\n", i + 1, sequences[i].text, sequences[i].decoder.finish());
   const double seconds = seconds_since(start);
-  if (!options.quiet)
-    fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, seconds,
-        real(produced) / seconds);
+  fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, seconds,
+      real(produced) / seconds);
 }
 
 }  // namespace
@@ -126,8 +120,8 @@ void add_generate_command(CLI::App& app) {
   SamplingOptions& sampling = o->sampling;
   o->add_to(*sub);
   sub->add_option("--prompt", o->prompts, "Text to continue; may be given several times")
-      ->allow_extra_args(false);
-  sub->add_option("--prompt-file", o->prompt_files, "From a file")->allow_extra_args(false);
+      ->allow_extra_args(false)
+      ->required();
   sub->add_option("--max-tokens", o->max_tokens, "Longest answer in tokens (default 200)")
       ->check(CLI::PositiveNumber);
   sub->add_option("--temperature", sampling.temperature, "0 = greedy; default 1");
@@ -135,10 +129,7 @@ void add_generate_command(CLI::App& app) {
   sub->add_option("--top-p", sampling.top_p, "Keep the likeliest tokens of this mass");
   sub->add_option("--min-p", sampling.min_p, "Drop tokens below this share of the likeliest");
   sub->add_option("--seed", sampling.seed, "Seed of the draws (default 0)");
-  sub->add_flag("--ignore-eos", o->ignore_eos, "Do not stop at the end of the document");
   sub->add_flag("--no-cache", o->no_cache, "Compute all again for each token (slow; a check)");
-  sub->add_flag("--quiet", o->quiet, "No speed line on stderr");
-  sub->add_option("--threads", o->threads, "CPU threads; 0 = all");
   sub->footer(
       "Example: pithtrain generate runs/demo/checkpoints/step-00000300 --prompt \"#include <\" "
       "--temperature 0.7");

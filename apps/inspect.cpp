@@ -10,19 +10,12 @@
 namespace pith {
 namespace {
 
-using nlohmann::json;
-
-constexpr const char* kKnown =
-    "known are checkpoints, run folders, model folders, safetensors files and corpora";
 constexpr const char *kSound = "all files are as they were written",
                      *kUnverified = "not verified (--quick)";
 
 template <class... Values>
 void title(const fs::path& path, fmt::format_string<Values...> what, Values&&... values) {
   fmt::print("{}: {}\n", path.string(), fmt::format(what, std::forward<Values>(values)...));
-}
-std::string count_of(size_t number, const char* what) {
-  return fmt::format("{} {}{}", number, what, number == 1 ? "" : "s");
 }
 
 struct Inspection {
@@ -42,32 +35,25 @@ struct Inspection {
     problems.insert(problems.end(), more.begin(), more.end());
   }
 
-  // Counts, then tensors by pattern, or one a line. Returns their bytes.
-  uint64_t print_tensors(const std::vector<SafetensorsFile>& files) const {
+  // Counts, then tensors by pattern, or one a line.
+  void print_tensors(const std::vector<SafetensorsFile>& files) const {
     std::map<std::string, std::vector<std::string>> kinds;  // dtype and shape: names
-    std::map<std::string, uint64_t> elements;               // by dtype
-    size_t count = 0;
-    uint64_t bytes = 0;
+    uint64_t count = 0, elements = 0, bytes = 0;
     for (const SafetensorsFile& file : files)
       for (const auto& [name, entry] : file.header().tensors) {
-        const std::string dtype = dtype_name(entry.dtype);
-        kinds[fmt::format("{} ({})", dtype, fmt::join(entry.shape, ", "))].push_back(name);
-        elements[dtype] += (entry.end - entry.begin) / c10::elementSize(entry.dtype);
-        bytes += entry.end - entry.begin;
+        kinds[fmt::format("{} ({})", dtype_name(entry.dtype), fmt::join(entry.shape, ", "))]
+            .push_back(name);
         ++count;
+        elements += (entry.end - entry.begin) / c10::elementSize(entry.dtype);
+        bytes += entry.end - entry.begin;
       }
-    std::string sum;
-    for (const auto& [dtype, number] : elements)
-      sum += fmt::format("; {} elements of {}", grouped(static_cast<int64_t>(number)), dtype);
-    line("tensors", "{} in {}, {}{}", count, count_of(files.size(), "file"), human_bytes(bytes),
-        sum);
-    std::vector<std::pair<std::string, std::string>> rows;
+    line("tensors", "{}, files: {}, elements: {}, {}", count, files.size(),
+        fmt::group_digits(elements), human_bytes(bytes));
+    std::set<std::pair<std::string, std::string>> rows;
     for (const auto& [kind, names] : kinds)
       for (const std::string& name : tensors ? names : summarize_names(names))
-        rows.emplace_back(name, kind);
-    std::ranges::sort(rows);
+        rows.emplace(name, kind);
     for (const auto& [name, kind] : rows) fmt::print("    {:<24}  {}\n", kind, name);
-    return bytes;
   }
 
   void safetensors(const fs::path& path) {
@@ -82,22 +68,8 @@ struct Inspection {
 
   // config.json and the weights of a model folder.
   void model(const fs::path& folder) {
-    attempt([&] {
-      const fs::path file = folder / "config.json";
-      const json config = read_json(file), missing = "not stated";
-      const json type = config.is_object() ? config.value("model_type", missing) : json();
-      PITH_CHECK(type.is_string(), "{} is not an object with a model_type", file.string());
-      line("model", "{} ({})", type.get<std::string>(),
-          config.value("/architectures/0"_json_pointer, missing).dump());
-    });
-    attempt([&] {
-      const uint64_t bytes = print_tensors(HfFolder(folder).files());
-      const fs::path index = folder / "model.safetensors.index.json";
-      if (!fs::exists(index)) return;
-      const json stated = read_json(index).value("/metadata/total_size"_json_pointer, json());
-      if (stated != bytes)
-        line("note", "the index states {} bytes of weights, the files {}", stated.dump(), bytes);
-    });
+    attempt([&] { line("model", "{}", read_model_type(folder)); });
+    attempt([&] { print_tensors(HfFolder(folder).files()); });
   }
 
   void checkpoint(const fs::path& folder) {
@@ -112,7 +84,7 @@ struct Inspection {
     title(folder, "checkpoint of step {}, {} files, {}", grouped(manifest.step),
         manifest.files.size() + 1, human_bytes(bytes));
     (void)problem_of([&] {  // told below, by the sums
-      const json state = read_json(folder / "training_state.json");
+      const nlohmann::json state = read_json(folder / "training_state.json");
       for (const auto& [key, value] : state.items()) line("state", "{} = {}", key, value.dump());
     });
     if (optimizer_bytes > 0) line("optimizer", "{}", human_bytes(optimizer_bytes));
@@ -128,7 +100,7 @@ struct Inspection {
     std::vector<std::string> steps = names_in(root);
     std::erase_if(steps, [](const std::string& name) { return !name.starts_with("step-"); });
     if (steps.empty()) return false;
-    title(root, "{}", count_of(steps.size(), "checkpoint"));
+    title(root, "{} checkpoints", steps.size());
     for (const std::string& step : steps) {
       const size_t before = problems.size();
       if (!quick) add(verify_checkpoint(root / step));
@@ -195,17 +167,9 @@ struct Inspection {
     if (path.extension() == ".safetensors") return safetensors(path);
     for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
       if (!corpus_shards(prefix.string()).empty()) return corpus(prefix.string());
-    PITH_FAIL_HINT(kKnown, "{}{}", path.string(),
-        !fs::exists(path)        ? " does not exist"
-        : fs::is_directory(path) ? ": nothing in it that this program knows"
-                                 : " is of no known kind");
-  }
-
-  // Prints the problems, then ends the command with status 1 if there are any.
-  void report() const {
-    std::fflush(stdout);
-    for (const std::string& problem : problems) fmt::print(stderr, "damaged: {}\n", problem);
-    if (!problems.empty()) throw CLI::RuntimeError(1);
+    PITH_FAIL_HINT(
+        "known are checkpoints, run folders, model folders, safetensors files and corpora", "{} {}",
+        path.string(), fs::exists(path) ? "is none that this program knows" : "does not exist");
   }
 };
 
@@ -219,7 +183,10 @@ void add_inspect_command(
     CLI::App& app, const std::string& name, const std::string& what, bool quick) {
   const auto [sub, o] = add_command<Inspection>(app, name, what, [](Inspection& inspection) {
     inspection.look_at(inspection.target);
-    inspection.report();
+    std::fflush(stdout);
+    for (const std::string& problem : inspection.problems)
+      fmt::print(stderr, "damaged: {}\n", problem);
+    if (!inspection.problems.empty()) throw CLI::RuntimeError(1);
   });
   o->quick = quick;
   sub->add_option("path", o->target, "what to explain")->required();

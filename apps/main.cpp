@@ -5,7 +5,6 @@
 #include "apps/commands.h"
 #include "build_info.h"
 #include "core/comm.h"
-#include "engine/config.h"
 
 namespace {
 
@@ -32,26 +31,12 @@ std::string full_name(const CLI::App* app) {
   return parent ? full_name(parent) + " " + app->get_name() : app->get_name();
 }
 
-// What is wrong with a command line, with the nearest valid word where a word is unknown.
+// What is wrong with a command line: a word that no command or option of it takes, or else.
 std::string usage_problem(const CLI::App& command, const CLI::ParseError& error) {
-  std::vector<std::string> words, rest;
-  for (const CLI::App* app = &command; app && rest.empty(); app = app->get_parent()) {
-    rest = app->remaining();
-    std::erase(rest, "--");
-  }
-  if (rest.empty()) return error.what();
-  const auto flag = std::ranges::find_if(
-      rest, [](const std::string& word) { return word.size() > 1 && word[0] == '-'; });
-  if (flag != rest.end()) {
-    for (const CLI::Option* option : command.get_options())
-      for (const std::string& name : option->get_lnames()) words.push_back("--" + name);
-    const std::string name = flag->substr(0, flag->find('='));
-    return fmt::format("unknown option {}; nearest is {}", name, pith::nearest_word(name, words));
-  }
-  const std::string& word = rest.front();
-  for (const CLI::App* sub : command.get_subcommands({})) words.push_back(sub->get_name());
-  if (words.empty()) return "unexpected argument " + word;
-  return fmt::format("unknown command {}; nearest is {}", word, pith::nearest_word(word, words));
+  for (const CLI::App* app = &command; app != nullptr; app = app->get_parent())
+    for (const std::string& word : app->remaining())
+      if (word != "--") return fmt::format("{} is not known here", word);
+  return error.what();
 }
 
 int run(CLI::App& app, int argc, char** argv) {
@@ -74,8 +59,6 @@ int run(CLI::App& app, int argc, char** argv) {
     fail(usage_problem(*command, error));
     std::fputs(fmt::format("see {} --help\n", full_name(command)).c_str(), stderr);
     return 2;
-  } catch (const pith::Error& error) {
-    return fail(error.what());
   } catch (const c10::Error& error) {
     return fail(error.what_without_backtrace());
   } catch (const std::bad_alloc&) {
@@ -97,13 +80,6 @@ int main(int argc, char** argv) {
   app.set_version_flag("--version",
       fmt::format("pithtrain {}, LibTorch {}", pith::kBuildDescription, TORCH_VERSION),
       "Print what this program was built from and exit");
-  // The keys of docs/configuration.md; hidden, since only developers need it.
-  app.add_flag_callback("--config-reference",
-         [] {
-           std::fputs(pith::describe_config_keys().c_str(), stdout);
-           throw CLI::Success();
-         })
-      ->group("");
   pith::add_corpus_command(app);
   pith::add_pretrain_command(app);
   pith::add_generate_command(app);

@@ -157,14 +157,15 @@ class Run {
       PITH_CHECK(corpus.vocab_size() <= model_config.vocab_size,
           "the corpus {} has a vocabulary of {}, the model only {}", corpus.prefix(),
           corpus.vocab_size(), model_config.vocab_size);
-    state_.sequence_length = data_.sequence_length;
-    state_.data_seed = data_.seed;
-    state_.document_mask = data_.document_mask;
-    state_.packing = data_.packing;
+    state_.data = {{"data.sequence_length", std::to_string(data_.sequence_length)},
+        {"data.seed", std::to_string(data_.seed)}, {"data.packing", data_.packing},
+        {"data.document_mask", fmt::to_string(data_.document_mask)}};
+    for (size_t i = 0; i < rows_.sources().size(); ++i)  // a corpus may move, not change
+      for (const auto& [what, value] : {std::pair{"fingerprint", corpora[i].fingerprint()},
+               {"tokenizer", corpora[i].tokenizer_hash()},
+               {"weight, as an integer ratio", std::to_string(rows_.weights()[i])}})
+        state_.data[fmt::format("corpus {} of data.train: {}", i + 1, what)] = value;
     state_.schedule = schedule_settings(training_);
-    for (size_t i = 0; i < rows_.sources().size(); ++i)
-      state_.sources.push_back({corpora[i].prefix(), corpora[i].fingerprint(),
-          corpora[i].tokenizer_hash(), rows_.weights()[i]});
     micro_batches_of(config, mesh.dp);
     check_same_everywhere(
         mesh.world, {{"configuration", to_toml(config)},
@@ -232,11 +233,9 @@ class Run {
     const double total = real(std::reduce(rows_.weights().begin(), rows_.weights().end()));
     for (size_t i = 0; i < rows_.sources().size(); ++i) {
       const RowStream& stream = rows_.sources()[i];
-      const bool padded = data_.packing == "best_fit";
-      event("data", "{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows{}",
+      event("data", "{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows",
           stream.corpus().prefix(), 100 * real(rows_.weights()[i]) / total,
-          stream.corpus().num_tokens(), stream.rows_per_epoch(),
-          padded ? fmt::format(", {:.3g} % padding", 100 * stream.padding_share()) : "");
+          stream.corpus().num_tokens(), stream.rows_per_epoch());
     }
     if (const int64_t cp = mesh_.shape.cp; cp > 1) {
       std::vector<int64_t> work(index(cp));
@@ -307,8 +306,10 @@ class Run {
     const std::string name = checkpoint.string();
     const fs::path file = checkpoint / "training_state.json";
     const TrainingState saved = TrainingState::from_json(read_file(file), file.string());
-    saved.check_same_data(state_, name);
-    const std::string schedule = saved.schedule_differences(state_);
+    if (const auto other = TrainingState::differences(saved.data, state_.data); !other.empty())
+      PITH_FAIL_HINT("restore these; or start a new run folder with model.init = this checkpoint",
+          "{} cannot be resumed: its position in the data would mean other rows:{}", name, other);
+    const std::string schedule = TrainingState::differences(saved.schedule, state_.schedule);
     if (!schedule.empty() && !config_.checkpoint.allow_schedule_change)
       PITH_FAIL_HINT("restore it, or set checkpoint.allow_schedule_change = true",
           "{} was saved under another learning-rate schedule:{}", name, schedule);
@@ -363,9 +364,7 @@ class Run {
     state_.rows_read += training_.global_batch;
     state_.tokens_seen += metrics.tokens;
     metrics.tokens_seen = state_.tokens_seen;
-    const MemoryUse memory = memory_use(mesh_.device);
-    metrics.memory_gib = memory.current_gib;
-    metrics.memory_peak_gib = memory.peak_gib;
+    metrics.memory_peak_gib = peak_memory_gib(mesh_.device);
     return metrics;
   }
 
@@ -565,7 +564,8 @@ void add_pretrain_command(CLI::App& app) {
         const auto launched = Clock::now();
         // First of all, so that what goes wrong in a job of many ranks is told once.
         const auto world = options.dry_run ? nullptr : std::make_unique<World>();
-        const RunConfig config = load_run_config(options.file, options.overrides);
+        const RunConfig config =
+            parse_run_config(read_file(options.file), options.file, options.overrides);
         with_family(config.model.config, [&]<class Model>() {
           return pretrain<Model>(config, world.get(), options.processes, launched);
         });

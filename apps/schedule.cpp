@@ -12,21 +12,18 @@ struct Options {
   StageCosts costs;
   HeadCosts head;
   std::string svg;
-  bool list = false;
 };
 
 void print(const Options& options) {
   const Simulation s = simulate(options.stages, options.microbatches, true,
-      std::vector<StageCosts>(static_cast<size_t>(2 * options.stages), options.costs),
-      options.head);
+      std::vector<StageCosts>(index(2 * options.stages), options.costs), options.head);
   fmt::print(
-      "{}F, B, W: forward, backward, weight gradients of chunk r; small letters: of chunk 2P-1-r; "
-      "x: a forward against a backward; h: a shared head\n",
-      draw_text(s));
+      "F, B, W: forward, backward, weight gradients (I: a backward without them) of "
+      "CHUNK:MICRO-BATCH, chunk 0 = r, 1 = 2P-1-r; |: one against the other; H: a shared head\n");
   for (size_t rank = 0; rank < s.actions.size(); ++rank) {
     fmt::print("rank {:2}  bubble {:.4g} of {:.4g} ({:.1f} %), at most {} chunks kept\n", rank,
         s.bubble[rank], s.makespan, 100 * s.bubble[rank] / s.makespan, s.peak_activations[rank]);
-    if (options.list) fmt::print("  {}\n", to_string(s.actions[rank]));
+    fmt::print("  {}\n", to_string(s.actions[rank]));
   }
   if (!options.svg.empty()) write_file({}, options.svg, draw_svg(s));
 }
@@ -47,7 +44,6 @@ void add_schedule_command(CLI::App& app) {
   sub->add_option("--head-share", o->head.share, "Share of it on rank 1")
       ->check(CLI::Range(0.0, 0.99));
   sub->add_option("--svg", o->svg, "Also draw it into this file");
-  sub->add_flag("--list", o->list, "Also list each rank's actions");
   sub->footer("Example: pithtrain schedule --pp 4 --microbatches 16 --svg schedule.svg");
 }
 

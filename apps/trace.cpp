@@ -8,22 +8,9 @@ namespace pith {
 namespace {
 
 struct TraceOptions : ModelOptions {
-  std::string tokens, out, routes;
+  std::string tokens, out;
   bool grads = false, stages = false, routing = false;
-  double balance_loss = 0;
 };
-
-RoutingTape read_routes(const std::string& path, int64_t num_layers, at::Device device) {
-  const SafetensorsFile file(path);
-  RoutingTape tape;
-  tape.replay = true;
-  for (int64_t layer = 0; layer < num_layers; ++layer) {
-    const std::string name = fmt::format("routing.topk_idx.{}", layer);
-    const bool routed = file.header().tensors.contains(name);
-    tape.topk_idx.push_back(routed ? file.tensor(name).to(device) : Tensor());
-  }
-  return tape;
-}
 
 template <class Model>
 void trace(const TraceOptions& options) {
@@ -34,7 +21,7 @@ void trace(const TraceOptions& options) {
   for (const Row& row : rows) trained += row.trained_tokens();
   const std::vector<MicroBatch> batch{
       make_microbatch(rows, true, trained, std::ssize(rows), device)};
-  Pipeline<Model> pipeline(model, mesh, batch[0].max_seqlen, {options.balance_loss, false});
+  Pipeline<Model> pipeline(model, mesh, batch[0].max_seqlen, {0, false});
 
   std::vector<NamedTensor> written;
   const auto write = [&](const std::string& name, const Tensor& tensor) {
@@ -43,7 +30,6 @@ void trace(const TraceOptions& options) {
   if (options.stages) pipeline.observe(write);
   std::vector<RoutingTape> tapes(1);
   RoutingTape& tape = tapes[0];
-  if (!options.routes.empty()) tape = read_routes(options.routes, config.num_layers, device);
 
   zero_grads(groups);
   const BatchResult result = options.grads
@@ -53,8 +39,7 @@ void trace(const TraceOptions& options) {
   const double divisor = real(std::max<int64_t>(trained, 1));
   write("loss", result.loss_sum / divisor);
   write("logprobs", result.per_token[0]);
-  const bool recorded = options.routing && !tape.replay;
-  for (size_t layer = 0; recorded && layer < tape.topk_idx.size(); ++layer) {
+  for (size_t layer = 0; options.routing && layer < tape.topk_idx.size(); ++layer) {
     if (!tape.topk_idx[layer].defined()) continue;
     write(fmt::format("routing.topk_idx.{}", layer), tape.topk_idx[layer]);
     write(fmt::format("routing.topk_weight.{}", layer), tape.topk_weight[layer]);
@@ -90,10 +75,6 @@ void add_trace_command(CLI::App& app) {
   sub->add_flag("--grads", o->grads, "Write the loss's gradients as grad.NAME");
   sub->add_flag("--stages", o->stages, "Write the outputs of every layer's stages");
   sub->add_flag("--routing", o->routing, "Write expert ids and weights of every token");
-  sub->add_option("--routes", o->routes,
-      "Take the expert ids from such a file instead of choosing (to compare dtypes)");
-  sub->add_option("--balance-loss", o->balance_loss,
-      "Coefficient of the load-balance loss in the gradients (default 0)");
   sub->footer(
       "Example: pithtrain trace runs/demo/checkpoints/step-00000300 --tokens ids.json "
       "--out trace.safetensors --grads --routing");

@@ -38,13 +38,13 @@ struct P2P {
 
 // A group of processes; a cheap handle. All members enter all its collectives in one order, also
 // with empty tensors. Tensors are contiguous, on one device, which chooses the transport, set up at
-// the group's first collective. In a group of one a collective is the identity: no library is
-// touched. Sizes are checked; what other members pass is not.
+// the group's first collective. In a group of one a collective is the identity. Sizes are checked;
+// what other members pass is not.
 //
 // Floating-point sums are formed in FP32 (FP64 for FP64) and rounded once. CPUs sum in the order of
-// ranks, whatever the sizes; NCCL's order is a function of group, hardware and size: the same bits
-// in every run and on every member, not in another layout. A collective that takes longer than
-// PITH_COMM_TIMEOUT_S seconds (600; the first of a group three times that) ends the job by name.
+// ranks, whatever the sizes; NCCL's order is a function of group, hardware and size. A collective
+// that takes longer than PITH_COMM_TIMEOUT_S seconds (600; the first of a group three times that)
+// ends the job by name.
 class Comm {
  public:
   Comm();  // this process alone
@@ -90,8 +90,7 @@ class Comm {
 
 // The processes of the job, made once by a command before any group. One alone starts nothing.
 // Otherwise: MPI (mpirun, srun --mpi=pmix) or LibTorch's TCPStore at MASTER_ADDR (torchrun), a
-// store on rank 0, and a heartbeat: a rank without a sign of life for PITH_HEARTBEAT_S seconds (20)
-// ends all, as does end_all_ranks.
+// store on rank 0, and a heartbeat: after PITH_HEARTBEAT_S seconds (20) without one all end.
 class World {
  public:
   World();   // collective

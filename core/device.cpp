@@ -1,6 +1,7 @@
 #include "core/device.h"
 
 #include <ATen/Context.h>
+#include <sys/resource.h>
 
 #include "core/comm.h"
 
@@ -36,14 +37,6 @@ std::string load_cuda() {
 std::string load_cuda() { return "this program was built without CUDA (no nvcc was found)"; }
 #endif
 
-// A field of /proc/self/status, in GiB.
-double process_memory(const std::string& field) {
-  std::ifstream status("/proc/self/status");
-  for (std::string word; status >> word;)
-    if (double kib = 0; word == field && status >> kib) return kib / (1 << 20);
-  return 0;
-}
-
 }  // namespace
 
 at::Device select_device(const std::string& wanted) {
@@ -75,8 +68,8 @@ std::string describe_device(at::Device device) {
   if (device.is_cuda()) {
     const cudaDeviceProp properties = properties_of(device);
     return fmt::format("{}, {:.0f} GiB, compute capability {}.{}; own kernels, cuBLAS, cuDNN",
-        properties.name, static_cast<double>(properties.totalGlobalMem) / (1 << 30),
-        properties.major, properties.minor);
+        properties.name, real(properties.totalGlobalMem) / (1 << 30), properties.major,
+        properties.minor);
   }
 #endif
   return device.is_cpu() ? "CPU; reference operators (ATen)" : device.str();
@@ -94,17 +87,17 @@ double peak_flops([[maybe_unused]] at::Device device) {
   return 0;
 }
 
-MemoryUse memory_use([[maybe_unused]] at::Device device) {
+double peak_memory_gib([[maybe_unused]] at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
     constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
-    const auto& bytes = stats.allocated_bytes[kAll];
-    return {static_cast<double>(bytes.current) / (1 << 30),
-        static_cast<double>(bytes.peak) / (1 << 30)};
+    return real(stats.allocated_bytes[kAll].peak) / (1 << 30);
   }
 #endif
-  return {process_memory("VmRSS:"), process_memory("VmHWM:")};
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return real(usage.ru_maxrss) / (1 << 20);
 }
 
 void synchronize([[maybe_unused]] at::Device device) {

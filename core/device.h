@@ -10,10 +10,8 @@ at::Device select_device(const std::string& wanted);
 std::string describe_device(at::Device device);  // a line: name, memory, which path operators take
 double peak_flops(at::Device device);            // dense BF16, FLOP/s; 0: not known
 
-struct MemoryUse {  // of LibTorch's allocator; on the CPU resident memory
-  double current_gib, peak_gib;
-};
-MemoryUse memory_use(at::Device device);
+// Peak so far, GiB, of LibTorch's allocator; on the CPU of resident memory.
+double peak_memory_gib(at::Device device);
 // Waits for what computes, the current stream. Transfers of other streams go on.
 void synchronize(at::Device device);
 

@@ -31,8 +31,7 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
   for (int64_t size = 1; size <= world; ++size)
     if (world % size == 0) sizes.push_back(size);
   const auto factor = [](int64_t a, int64_t b) {
-    const auto real = [](int64_t size) { return static_cast<double>(std::max<int64_t>(size, 1)); };
-    return std::abs(std::log2(real(a) / real(b)));
+    return std::abs(std::log2(real(std::max<int64_t>(a, 1)) / real(std::max<int64_t>(b, 1))));
   };
   std::vector<std::pair<double, std::string>> found;
   for (const int64_t pp : sizes)
@@ -80,12 +79,11 @@ MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank) {
   std::vector<int64_t> head = strided(block_begin, 1, block);
   if (shape.head_share > 0 && rank < 2 * plane) {
     head = strided(block_begin % plane, 1, block);
-    for (int64_t i = 0; i < block; ++i) head.push_back(head[static_cast<size_t>(i)] + plane);
+    for (int64_t i = 0; i < block; ++i) head.push_back(head[index(i)] + plane);
   }
   return {
       .pipeline = strided(in_plane, plane, shape.pp),
       .plane = strided(first, 1, plane),
-      .data = strided(first + in_plane % cp, cp, plane / cp),
       .context = strided(first + in_plane / cp * cp, 1, cp),
       .expert = strided(first + in_plane / ep * ep, 1, ep),
       .expert_data = strided(first + in_plane % ep, ep, plane / ep),
@@ -139,8 +137,6 @@ Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device) {
     return at->second;
   };
   mesh.plane = share(groups.plane, "plane");
-  mesh.data = share(groups.data, "data");
-  mesh.expert_data = share(groups.expert_data, "expert_data");
   mesh.dense_shard = share(groups.dense_shard, "dense_shard");
   mesh.head_shard = share(groups.head_shard, "head_shard");
   mesh.expert_shard = share(groups.expert_shard, "expert_shard");

@@ -24,7 +24,7 @@ struct MeshPlace {
 
 // The groups of one rank as world ranks, this rank among them.
 struct MeshGroups {
-  std::vector<int64_t> pipeline, plane, data, context, expert, expert_data, dense_shard, head_shard,
+  std::vector<int64_t> pipeline, plane, context, expert, expert_data, dense_shard, head_shard,
       expert_shard, replicate;
 };
 
@@ -36,8 +36,8 @@ MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank);
 std::string mesh_table(const MeshShape& shape, int64_t world);
 
 // Sizes, this process's place and its groups; default: one process. Groups are set up at their
-// first collective, so those that a layout does not use cost nothing. Of world, plane, data and the
-// last five those that have the same members are one.
+// first collective, so those that a layout does not use cost nothing. Of world, plane and the last
+// five those that have the same members are one.
 struct Mesh {
   MeshShape shape;
   int64_t dp = 1;
@@ -47,13 +47,11 @@ struct Mesh {
   // Groups of two each, for transfers that never wait for each other (engine/pipeline.cpp).
   std::array<Comm, 6> previous, next;
   Comm plane;         // DP x CP of this stage: losses and dense gradients are summed over it
-  Comm data;          // DP: same stage and CP rank; each member reads other sequences
   Comm context;       // CP: shares its sequences
   Comm expert;        // EP: divides the experts among its members
-  Comm expert_data;   // plane ranks that hold the same experts
   Comm dense_shard;   // dense parameters are sharded over this: the plane, or a block of it
   Comm head_shard;    // head: the same, of both stages that share it
-  Comm expert_shard;  // experts: members of expert_data
+  Comm expert_shard;  // experts: members of MeshGroups::expert_data, which hold the same ones
   Comm dense_replicate, expert_replicate;  // hold the same shard; one group, as ep divides blocks
   at::Device device = at::kCPU;
 };

@@ -94,7 +94,7 @@ std::string mpi_broadcast_text(const std::string& text) {
 void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t rank, int tag) {
   const auto message = [&](int64_t member, void* data, size_t bytes, bool is_send) {
     constexpr size_t kMost = 1 << 30;  // MPI counts in int
-    const int peer = narrow<int>(ranks[static_cast<size_t>(member)]);
+    const int peer = narrow<int>(ranks[index(member)]);
     for (size_t done = 0; done < bytes; done += kMost) {
       char* from = static_cast<char*>(data) + done;
       const auto count = static_cast<int>(std::min(kMost, bytes - done));
@@ -115,7 +115,7 @@ void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t r
   auto *to = static_cast<char*>(parts.data_ptr()), *from = static_cast<char*>(in.data_ptr());
   for (size_t i = 0; i < ranks.size(); ++i) {
     const auto bytes = [&](const std::vector<int64_t>& sizes, const Tensor& whole) {
-      return static_cast<size_t>(in.element_size() * (sizes.empty() ? whole.numel() : sizes[i]));
+      return index(in.element_size() * (sizes.empty() ? whole.numel() : sizes[i]));
     };
     const size_t recv = bytes(operation.recv, out), send = bytes(operation.send, in);
     const auto member = static_cast<int64_t>(i);

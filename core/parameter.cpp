@@ -1,18 +1,6 @@
 #include "core/parameter.h"
 
-#include <c10/util/accumulate.h>
-
 namespace pith {
-
-int64_t HfTensor::numel() const { return c10::multiply_integers(shape); }
-int64_t HfTensor::first_element() const { return rows == 0 ? 0 : numel() / shape[0] * first_row; }
-std::vector<int64_t> HfTensor::whole_shape() const {
-  std::vector<int64_t> whole = shape;
-  if (rows > 0) whole[0] = rows;
-  return whole;
-}
-int64_t HfTensor::whole_numel() const { return c10::multiply_integers(whole_shape()); }
-int64_t Parameter::numel() const { return c10::multiply_integers(shape); }
 
 Parameter::Parameter(
     std::string hf_name, std::vector<int64_t> its_shape, ParameterGroup its_group, Init its_init)

@@ -1,5 +1,7 @@
 // A trained tensor: how it is computed with, accumulated, initialised, named on disk.
 #pragma once
+#include <c10/util/accumulate.h>
+
 #include "core/tensor.h"
 
 namespace pith {
@@ -20,10 +22,16 @@ struct HfTensor {
   int64_t first_row = 0,
           rows = 0;  // where dim 0 starts in a tensor of so many rows; 0: it is whole
 
-  int64_t numel() const;
-  int64_t first_element() const;  // in the whole tensor, flattened
-  std::vector<int64_t> whole_shape() const;
-  int64_t whole_numel() const;
+  int64_t numel() const { return c10::multiply_integers(shape); }
+  int64_t first_element() const {  // in the whole tensor, flattened
+    return rows == 0 ? 0 : numel() / shape[0] * first_row;
+  }
+  std::vector<int64_t> whole_shape() const {
+    std::vector<int64_t> whole = shape;
+    if (rows > 0) whole[0] = rows;
+    return whole;
+  }
+  int64_t whole_numel() const { return c10::multiply_integers(whole_shape()); }
 };
 
 // Operators and shard groups keep its address. `value` and `grad` are views into the flat buffers
@@ -47,7 +55,7 @@ struct Parameter {
   Parameter(Parameter&&) = default;  // and no copies
   Parameter& operator=(Parameter&&) = default;
 
-  int64_t numel() const;
+  int64_t numel() const { return c10::multiply_integers(shape); }
   // A view of what belongs to one Hugging Face tensor, in its shape.
   static Tensor view_of(const Tensor& flat_or_shaped, const HfTensor& part);
 };

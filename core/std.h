@@ -5,3 +5,12 @@
 #include <fmt/ranges.h>
 
 #include "core/error.h"
+
+namespace pith {
+
+namespace fs = std::filesystem;
+// A count as containers and as floating-point code want it.
+constexpr size_t index(std::integral auto number) { return static_cast<size_t>(number); }
+constexpr double real(std::integral auto number) { return static_cast<double>(number); }
+
+}  // namespace pith

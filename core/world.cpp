@@ -279,7 +279,7 @@ World::~World() {
     job->heartbeat.join();
     job->guard.join();
     const std::vector<std::string> gone = job->keys("gone");
-    job->store->set(gone[static_cast<size_t>(job->rank)], std::string());
+    job->store->set(gone[index(job->rank)], std::string());
     if (job->rank == 0) job->store->wait(gone, std::chrono::seconds(20));  // then the store ends
     if (launch_info().mpi) mpi_finish();
   } catch (const std::exception& error) { leave_without_store(error.what()); }

@@ -38,55 +38,25 @@ uint64_t below(uint64_t bound, const Philox4& random) {
 
 // Which of the stretches that begin at these places, ascending, holds `at`.
 size_t holder(const std::vector<int64_t>& begins, int64_t at) {
-  return static_cast<size_t>(std::ranges::upper_bound(begins, at) - begins.begin() - 1);
+  return index(std::ranges::upper_bound(begins, at) - begins.begin() - 1);
 }
 
-// Integers in the ratio of `weights`, without a common divisor, at least 1, sum at most kPeriod.
+// The least integers in the ratio of `weights`, each at least 1; rounded where their sum would be
+// more than kPeriod.
 std::vector<int64_t> integer_weights(const std::vector<double>& weights) {
   constexpr int64_t kPeriod = 1 << 20;
-  const double largest = std::ranges::max(weights);
+  const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
   std::vector<int64_t> integers(weights.size());
-  for (int digits = 0; digits <= 9 && largest * std::pow(10.0, digits) < 1e15; ++digits) {
-    const double scale = std::pow(10.0, digits);
-    int64_t divisor = 0, sum = 0;
+  for (int64_t period = 1; period <= kPeriod; ++period) {
     bool exact = true;
     for (size_t s = 0; s < weights.size(); ++s) {
-      const double scaled = weights[s] * scale;
-      integers[s] = std::llround(scaled);
-      exact &=
-          integers[s] > 0 && std::abs(scaled - static_cast<double>(integers[s])) < 1e-12 * scaled;
-      divisor = std::gcd(divisor, integers[s]);
+      const double share = weights[s] / total * real(period);
+      integers[s] = std::max<int64_t>(1, std::llround(share));
+      exact &= std::abs(share - real(integers[s])) < 1e-9;
     }
-    if (!exact) continue;
-    for (int64_t& integer : integers) sum += integer /= divisor;
-    if (sum <= kPeriod) return integers;
-    break;
-  }
-  // Cumulated shares rounded: the integers add up to kPeriod, each is less than 1 off its share.
-  const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
-  double cumulated = 0;
-  int64_t before = 0;
-  for (size_t s = 0; s < weights.size(); ++s) {
-    cumulated += weights[s];
-    const int64_t now = std::llround(cumulated / total * kPeriod);
-    integers[s] = std::max<int64_t>(1, now - std::exchange(before, now));
+    if (exact) break;
   }
   return integers;
-}
-
-int64_t read_id(const json& value, int64_t vocab_size, const std::string& place) {
-  const bool valid = value.is_number_integer() && value >= 0 && value < vocab_size;
-  PITH_CHECK(
-      valid, "{}: {} is not an id below the vocabulary of {}", place, value.dump(), vocab_size);
-  return value.get<int64_t>();
-}
-
-void check_list(const json& list, const std::string& place) {
-  PITH_CHECK(list.is_array() && !list.empty(), "{}: must be a list that is not empty", place);
-}
-
-bool same_shape(const json& a, const json& b) {
-  return a.is_array() == b.is_array() && (!a.is_array() || std::ranges::equal(a, b, same_shape));
 }
 
 }  // namespace
@@ -158,21 +128,17 @@ struct RowStream::State {
         row_of[i] = static_cast<int64_t>(epoch.begins.size()) - 1;
         epoch.begins.push_back(0);
       }
-      ++epoch.begins[static_cast<size_t>(row_of[i]) + 1];
+      ++epoch.begins[index(row_of[i]) + 1];
       if (room > ends[i].first) open[room - ends[i].first].push_back(row_of[i]);
     }
     std::partial_sum(epoch.begins.begin(), epoch.begins.end(), epoch.begins.begin());
     auto next = epoch.begins;
     epoch.documents.resize(ends.size());
     for (size_t i = 0; i < ends.size(); ++i)
-      epoch.documents[static_cast<size_t>(next[static_cast<size_t>(row_of[i])]++)] = ends[i].second;
+      epoch.documents[index(next[index(row_of[i])]++)] = ends[i].second;
   }
 
   std::vector<Span> spans(int64_t index) {
-    int64_t end = 0;
-    PITH_CHECK(index >= 0 && !__builtin_mul_overflow(index, sequence_length, &end) &&
-                   end < std::numeric_limits<int64_t>::max() - sequence_length,
-        "row {} of {} tokens is outside the stream", index, sequence_length);
     return packing == Packing::best_fit ? spans_best_fit(index) : spans_concat(index);
   }
 
@@ -201,9 +167,9 @@ struct RowStream::State {
     return spans;
   }
 
-  std::vector<Span> spans_best_fit(int64_t index) {
-    const int64_t number = index / packed_rows, first = number * packed_rows;
-    const int64_t row = shuffled(index, number, first, first + packed_rows) - first;
+  std::vector<Span> spans_best_fit(int64_t at) {
+    const int64_t number = at / packed_rows, first = number * packed_rows;
+    const int64_t row = shuffled(at, number, first, first + packed_rows) - first;
     const auto current = epoch(number);
     if (row < current->whole_rows()) {
       const size_t place = holder(current->long_begins, row);
@@ -211,9 +177,9 @@ struct RowStream::State {
       return {{current->long_documents[place], before * sequence_length, sequence_length}};
     }
     std::vector<Span> spans;
-    const auto place = static_cast<size_t>(row - current->whole_rows());
+    const auto place = index(row - current->whole_rows());
     for (int64_t i = current->begins[place]; i < current->begins[place + 1]; ++i) {
-      const int64_t document = current->documents[static_cast<size_t>(i)];
+      const int64_t document = current->documents[index(i)];
       const int64_t count = corpus.length(document) % sequence_length;
       spans.push_back({document, corpus.length(document) - count, count});
     }
@@ -227,7 +193,7 @@ struct RowStream::State {
     return document_mask ? trained : sequence_length;
   }
 
-  Row row(int64_t index) {
+  Row row(int64_t at) {
     Row row;
     // A document of `count` tokens from begin on: what is read there, its last label perhaps.
     const auto end_document = [&row](size_t begin, size_t count) {
@@ -237,26 +203,24 @@ struct RowStream::State {
       row.document_begins.push_back(static_cast<int64_t>(begin));
       for (size_t i = 0; i < count; ++i) row.positions.push_back(static_cast<int64_t>(i));
     };
-    for (const auto& [document, begin, count] : spans(index)) {
+    for (const auto& [document, begin, count] : spans(at)) {
       const size_t filled = row.tokens.size();
       const bool more = document_mask && begin + count < corpus.length(document);
-      row.tokens.resize(filled + static_cast<size_t>(count) + (more ? 1 : 0));
+      row.tokens.resize(filled + index(count) + (more ? 1 : 0));
       corpus.read(document, begin, std::span(row.tokens).subspan(filled));
-      if (document_mask) end_document(filled, static_cast<size_t>(count));
+      if (document_mask) end_document(filled, index(count));
     }
-    const auto length = static_cast<size_t>(sequence_length);
+    const auto length = index(sequence_length);
     if (!document_mask) end_document(0, length);
     row.padding = sequence_length - std::ssize(row.tokens);
-    if (row.padding > 0) end_document(row.tokens.size(), static_cast<size_t>(row.padding));
+    if (row.padding > 0) end_document(row.tokens.size(), index(row.padding));
     return row;
   }
 };
 
 RowStream::RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask,
     bool shuffle, Packing packing) {
-  PITH_CHECK(sequence_length > 0, "sequence length {} is not positive", sequence_length);
   PITH_CHECK(corpus.num_tokens() > 0, "corpus {} is empty", corpus.prefix());
-  PITH_CHECK(packing == Packing::concat || document_mask, "best_fit packing needs document_mask");
   state_.reset(
       new State{std::move(corpus), sequence_length, seed, document_mask, shuffle, packing});
   if (packing == Packing::concat) return;
@@ -268,13 +232,6 @@ int64_t RowStream::rows_per_epoch() const {
   return state_->packing == Packing::best_fit
              ? state_->packed_rows
              : state_->corpus.num_tokens() / state_->sequence_length;
-}
-
-double RowStream::padding_share() const {
-  if (state_->packing == Packing::concat) return 0;
-  return 1 - static_cast<double>(state_->corpus.num_tokens()) /
-                 static_cast<double>(state_->packed_rows) /
-                 static_cast<double>(state_->sequence_length);
 }
 
 const Corpus& RowStream::corpus() const { return state_->corpus; }
@@ -297,15 +254,10 @@ void check_same_tokenizer(const std::vector<Corpus>& corpora) {
 
 Blend::Blend(std::vector<RowStream> sources, const std::vector<double>& weights)
     : sources_(std::move(sources)) {
-  PITH_CHECK(!sources_.empty() && sources_.size() == weights.size(),
-      "a blend of {} sources with {} weights", sources_.size(), weights.size());
-  for (size_t s = 0; s < weights.size(); ++s)
-    PITH_CHECK(weights[s] > 0 && std::isfinite(weights[s]), "the weight of {} is {}",
-        sources_[s].corpus().prefix(), weights[s]);
   weights_ = integer_weights(weights);
   const int64_t period = std::accumulate(weights_.begin(), weights_.end(), int64_t{0});
   std::vector<int64_t> done(weights_.size(), 0);
-  slots_.reserve(static_cast<size_t>(period));
+  slots_.reserve(index(period));
   for (int64_t slot = 0; slot < period; ++slot) {
     size_t chosen = 0;
     int64_t earliest = std::numeric_limits<int64_t>::max();
@@ -318,18 +270,17 @@ Blend::Blend(std::vector<RowStream> sources, const std::vector<double>& weights)
   }
 }
 
-Blend::Place Blend::place(int64_t index) const {
-  PITH_CHECK(index >= 0, "row {} is outside the blend", index);
+Blend::Place Blend::place(int64_t at) const {
   const auto period = static_cast<int64_t>(slots_.size());
-  const auto [source, row] = slots_[static_cast<size_t>(index % period)];
-  return {source, index / period * weights_[source] + row};
+  const auto [source, row] = slots_[index(at % period)];
+  return {source, at / period * weights_[source] + row};
 }
 
 int64_t Blend::rows_before_repeat() const {
   const auto period = static_cast<int64_t>(slots_.size());
   int64_t rows = std::numeric_limits<int64_t>::max();
   for (int64_t slot = 0; slot < period; ++slot) {
-    const auto [source, row] = slots_[static_cast<size_t>(slot)];
+    const auto [source, row] = slots_[index(slot)];
     const int64_t left = sources_[source].rows_per_epoch() - row;  // whole periods before a repeat
     rows = std::min(rows,
         (std::max<int64_t>(0, left) + weights_[source] - 1) / weights_[source] * period + slot);
@@ -344,31 +295,45 @@ Tensor upload(const Tensor& host, at::Device device) {
   return device.is_cpu() ? host : host.pin_memory().to(device, /*non_blocking=*/true);
 }
 
-std::vector<Row> read_token_rows(const std::filesystem::path& path, int64_t vocab_size) {
+std::vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
+  using Rows = std::vector<std::vector<std::vector<int64_t>>>;
   const json file = read_json(path);
-  const std::string source = path.string();
-  PITH_CHECK(file.is_array() || file.contains("rows"),
-      "{}: expected a list of rows, or an object with \"rows\"", source);
-  const json& rows = file.is_array() ? file : file["rows"];
-  const json* labels = file.contains("labels") ? &file["labels"] : nullptr;
-  PITH_CHECK(
-      !labels || same_shape(rows, *labels), "{}: labels must have the shape of rows", source);
-  check_list(rows, source);
+  const auto read = [&](const json& value) {
+    if (auto rows = exactly<Rows>(value)) return *std::move(rows);
+    PITH_FAIL(
+        "{}: not a list of rows, each a list of documents, each a list of ids, nor an object "
+        "with such \"rows\" and \"labels\"",
+        path.string());
+  };
+  const Rows rows = read(file.is_object() ? file.value("rows", json()) : file);
+  const bool labelled = file.is_object() && file.contains("labels");
+  const Rows labels = labelled ? read(file["labels"]) : rows;
+  const auto check_sizes = [&](const std::string& place, const auto& list, const auto& its_labels) {
+    PITH_CHECK(!list.empty(), "{}: must be a list that is not empty", place);
+    PITH_CHECK(list.size() == its_labels.size(), "{}: labels must have the shape of rows", place);
+  };
+  const auto check_id = [&](const std::string& place, int64_t id) {
+    PITH_CHECK(id >= 0 && id < vocab_size, "{}: {} is not an id below the vocabulary of {}", place,
+        id, vocab_size);
+  };
+  check_sizes(path.string(), rows, labels);
   std::vector<Row> out(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
-    Row& row = out[r];
-    check_list(rows[r], fmt::format("{}: row {}", source, r));
+    check_sizes(fmt::format("{}: row {}", path.string(), r), rows[r], labels[r]);
     for (size_t d = 0; d < rows[r].size(); ++d) {
-      const json& document = rows[r][d];
-      const std::string place = fmt::format("{}: row {}, document {}", source, r, d);
-      check_list(document, place);
+      const std::vector<int64_t>& ids = rows[r][d];
+      const std::string place = fmt::format("{}: row {}, document {}", path.string(), r, d);
+      check_sizes(place, ids, labels[r][d]);
+      Row& row = out[r];
       row.document_begins.push_back(std::ssize(row.tokens));
-      for (size_t i = 0; i < document.size(); ++i) {
-        row.tokens.push_back(read_id(document[i], vocab_size, place));
+      for (size_t i = 0; i < ids.size(); ++i) {
+        const int64_t next = i + 1 < ids.size() ? ids[i + 1] : -100;
+        const int64_t label = labelled ? labels[r][d][i] : next;
+        check_id(place, ids[i]);
+        if (label != -100) check_id(place, label);
+        row.tokens.push_back(ids[i]);
         row.positions.push_back(static_cast<int64_t>(i));
-        const json next = i + 1 < document.size() ? document[i + 1] : json(-100);
-        const json& label = labels ? (*labels)[r][d][i] : next;
-        row.labels.push_back(label == -100 ? -100 : read_id(label, vocab_size, place));
+        row.labels.push_back(label);
       }
     }
   }
@@ -381,26 +346,19 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
   std::vector<int64_t> tokens, labels, positions, row_id, cu_seqlens;
   for (const Row& row : rows) {
     const size_t size = row.tokens.size();
-    PITH_CHECK(size > 0 && row.labels.size() == size && row.positions.size() == size &&
-                   !row.document_begins.empty() && row.document_begins[0] == 0,
-        "row {}: {} tokens, {} labels, {} positions, {} documents", batch.num_rows, size,
-        row.labels.size(), row.positions.size(), row.document_begins.size());
     for (const int64_t begin : row.document_begins)
       if (document_mask || begin == 0) cu_seqlens.push_back(std::ssize(tokens) + begin);
     tokens.insert(tokens.end(), row.tokens.begin(), row.tokens.end());
     labels.insert(labels.end(), row.labels.begin(), row.labels.end());
     positions.insert(positions.end(), row.positions.begin(), row.positions.end());
-    row_id.insert(row_id.end(), size - static_cast<size_t>(row.padding), batch.num_rows);
-    row_id.insert(row_id.end(), static_cast<size_t>(row.padding), ~batch.num_rows);
+    row_id.insert(row_id.end(), size - index(row.padding), batch.num_rows);
+    row_id.insert(row_id.end(), index(row.padding), ~batch.num_rows);
     ++batch.num_rows;
     batch.trained_tokens += row.trained_tokens();
   }
   cu_seqlens.push_back(narrow<int32_t>(std::ssize(tokens)));  // the largest of all int32 numbers
-  for (size_t i = 1; i < cu_seqlens.size(); ++i) {
-    PITH_CHECK(cu_seqlens[i] > cu_seqlens[i - 1], "document borders {} and {} are not in order",
-        cu_seqlens[i - 1], cu_seqlens[i]);
+  for (size_t i = 1; i < cu_seqlens.size(); ++i)
     batch.max_seqlen = std::max(batch.max_seqlen, cu_seqlens[i] - cu_seqlens[i - 1]);
-  }
   batch.tokens = upload(tensor_of(tokens), device);
   batch.labels = upload(tensor_of(labels), device);
   batch.positions = upload(tensor_of(positions, at::kInt), device);
@@ -414,7 +372,6 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
 
 std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
     int64_t micro_batch, int64_t dp_rank, int64_t dp_size, bool document_mask, at::Device device) {
-  PITH_CHECK(dp_rank >= 0 && dp_rank < dp_size, "data-parallel rank {} of {}", dp_rank, dp_size);
   const int64_t micro_batches = div_exact(global_batch, micro_batch * dp_size);
   int64_t trained = 0;
   for (int64_t i = 0; i < global_batch; ++i) trained += rows.trained_tokens(first + i);

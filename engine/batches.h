@@ -17,18 +17,18 @@ struct Row {
 
 // concat: documents joined and cut every sequence_length tokens; the token after a row's last is
 // its last label; a row may hold the end of an epoch and the beginning of the next.
-// best_fit: whole rows are cut off long documents; what is left of each goes, longest first, into
-// the row with the least room that holds it (best-fit decreasing; Ding et al. 2024, arXiv
-// 2404.10830). Padding is token 0, trained nowhere, in no balance loss, a document of its own. How
-// many rows an epoch has depends on the lengths alone. Needs document_mask.
+// best_fit (needs document_mask): whole rows are cut off long documents; what is left of each goes,
+// longest first, into the row with the least room that holds it (best-fit decreasing; Ding et al.
+// 2024, arXiv 2404.10830). Padding is token 0, untrained, in no balance loss, a document of its
+// own.
 enum class Packing { concat, best_fit };
 
 // The endless stream of one corpus: epoch after epoch, with `shuffle` each with its documents and
 // its rows in an order of its own, by (seed, epoch). Every token is an input exactly once an epoch.
-// Row i is a function of the arguments and i alone: the cursor is the number of rows consumed. With
+// Row i depends on the arguments and i alone: the cursor is the number of rows consumed. With
 // document_mask labels never cross a document border (-100 there), and a document that goes on in
-// another row is a new span of attention there, from position 0; without it a row is one document.
-// Kept in memory for two epochs: 8 bytes a document (best_fit) or 16 (concat).
+// another row starts there again from position 0; without it a row is one document.
+// Memory: 8 bytes a document (best_fit) or 16 (concat), for two epochs.
 class RowStream {
  public:
   RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask, bool shuffle,
@@ -36,7 +36,6 @@ class RowStream {
   Row row(int64_t index) const;
   int64_t trained_tokens(int64_t index) const;  // of row(index), without reading tokens
   int64_t rows_per_epoch() const;  // concat: whole ones, floor(tokens / sequence_length)
-  double padding_share() const;    // of an epoch's tokens; 0 with concat
   const Corpus& corpus() const;
  private:
   struct State;
@@ -49,10 +48,10 @@ void check_same_tokenizer(const std::vector<Corpus>& corpora);
 
 // Several streams mixed by weight. Row i comes from a source that depends on i alone, and over any
 // prefix of rows each source's count is within one of its share. Weights become integers (0.7 and
-// 0.3: 7 and 3) whose sum, the period, is at most 2^20, rounded where need be. A period is
-// scheduled once: job j of a source of share w may run in slots floor(j / w) to ceil((j + 1) / w) -
-// 1, and the earliest deadline goes first, which meets all of them (Tijdeman 1980, "The chairman
-// assignment problem"; Baruah et al. 1996, "Proportionate progress").
+// 0.3: 7 and 3) whose sum, the period, is about 2^20 at most. A period is scheduled once: job j of
+// a source of share w may run in slots floor(j / w) to ceil((j + 1) / w) - 1, and the earliest
+// deadline goes first (Tijdeman 1980, "The chairman assignment problem"; Baruah et al. 1996,
+// "Proportionate progress").
 class Blend {
  public:
   struct Place {
@@ -80,10 +79,9 @@ class Blend {
 };
 
 // Rows from a JSON file (`pithtrain trace`): a list of rows, each a list of documents, each a list
-// of ids in [0, vocab_size); or an object with "rows" and "labels" of the same shape (-100 = not
-// trained). Without labels each token's is the next of its document, the last one's -100. Throws an
-// Error that names the file and the place.
-std::vector<Row> read_token_rows(const std::filesystem::path& path, int64_t vocab_size);
+// of ids in [0, vocab_size); or an object with such "rows" and "labels" (-100 = not trained).
+// Without labels each token's is the next of its document, the last one's -100.
+std::vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size);
 
 // Vectors as tensors on the CPU, and these on a device: through pinned memory, so that the copy
 // waits for nothing.

@@ -2,8 +2,6 @@
 
 #include <ATen/ops/isfinite.h>
 #include <c10/core/GradMode.h>
-#include <fcntl.h>
-#include <stdio.h>  // renameat2
 
 #include <nlohmann/json.hpp>
 
@@ -11,14 +9,11 @@ namespace pith {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(WrittenFile, bytes, xxh3, tensors)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Manifest, step, files)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingState::Source, path, fingerprint, tokenizer_hash, weight)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingState, step, rows_read, tokens_seen, sources,
-    sequence_length, data_seed, document_mask, packing, schedule)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingState, step, rows_read, tokens_seen, data, schedule)
 
 namespace {
 
 using nlohmann::json;
-namespace fs = std::filesystem;
 
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kFormat = "pithtrain checkpoint";
@@ -39,29 +34,17 @@ std::vector<int64_t> steps_under(const fs::path& root) {
   return steps;
 }
 
-std::string shard_name(size_t shard, size_t shards) {
-  return fmt::format("shard-{:05}-of-{:05}.safetensors", shard, shards);
-}
-
 std::string manifest_text(int64_t step, const std::vector<WrittenFile>& files) {
   Manifest manifest{step, {}};
-  for (const WrittenFile& file : files)
-    PITH_CHECK(
-        manifest.files.emplace(file.name, file).second, "a checkpoint has two files {}", file.name);
+  for (const WrittenFile& file : files) manifest.files.emplace(file.name, file);
   json document = manifest;
   document.update({{"format", kFormat}, {"version", 1}});
   return seal_json(document.dump(1));
 }
 
-// The complete folder `from` takes the name `to`; a folder already there changes places with it, so
-// that at every moment a complete one has the name.
-void take_name(const fs::path& from, const fs::path& to) {
-  const bool exchange = fs::exists(to);
-  const unsigned flags = exchange ? RENAME_EXCHANGE : 0;
-  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) == 0) return;
-  if (errno == EINVAL && exchange)  // a file system without: a short moment without the name
-    fs::rename(to, from.parent_path() / (std::string(kDeleting) + to.filename().string()));
-  fs::rename(from, to);
+// A half-deleted folder must not look like a checkpoint: it is renamed, then removed as a leftover.
+void set_aside(const fs::path& folder) {
+  fs::rename(folder, folder.parent_path() / (std::string(kDeleting) + folder.filename().string()));
 }
 
 void remove_leftovers(const fs::path& root) {
@@ -84,11 +67,7 @@ void delete_older(const fs::path& root, int64_t step, int64_t keep_last) {
   int64_t kept = 1;  // the new one
   for (const int64_t older : steps_under(root)) {
     const fs::path folder = root / step_name(older);
-    if (older >= step || !incomplete(folder).empty() || ++kept <= keep_last) continue;
-    // Renamed first: a half-deleted folder must not look like a checkpoint.
-    const fs::path doomed = root / (std::string(kDeleting) + step_name(older));
-    fs::rename(folder, doomed);
-    fs::remove_all(doomed);
+    if (older < step && incomplete(folder).empty() && ++kept > keep_last) set_aside(folder);
   }
 }
 
@@ -99,7 +78,6 @@ struct Save {
   int64_t keep_last, rank, ranks;
   std::string name = step_name(content.step);
   fs::path temporary = root / (std::string(kSaving) + name);
-  size_t first_weights = 0, weights = 0, shard = 0, shards = 0;  // files: of earlier ranks, of all
 
   // What `part` throws becomes an Error that names the checkpoint; rank 0 removes the temporary
   // folder.
@@ -112,7 +90,7 @@ struct Save {
     PITH_FAIL("cannot save checkpoint {}: {}", (root / name).string(), problem);
   }
 
-  // Rank 0 makes the temporary folder, then all agree on who writes what. Collective.
+  // Rank 0 makes the temporary folder. Collective.
   void prepare(const Comm& world) {
     guard([&] {
       if (rank == 0) {
@@ -120,26 +98,17 @@ struct Save {
         remove_leftovers(root);
         fs::create_directory(temporary);
       }
-      const auto files = world.all_gather_strings(fmt::format(
-          "{} {:d}", split_weights(content.weights).size(), !content.optimizer.empty()));
-      for (int64_t r = 0; r < ranks; ++r) {
-        if (r == rank) first_weights = weights, shard = shards;
-        std::istringstream text(files[static_cast<size_t>(r)]);
-        size_t its_weights = 0, its_shards = 0;
-        text >> its_weights >> its_shards;
-        weights += its_weights, shards += its_shards;
-      }
+      world.barrier();
     });
   }
 
   std::vector<WrittenFile> write_own_files() const {
-    std::vector<WrittenFile> written =
-        write_weight_files(temporary, split_weights(content.weights), first_weights, weights);
+    std::vector<WrittenFile> written = write_weights(temporary, rank, content.weights);
     if (content.optimizer.empty()) return written;
-    const std::string file = shard_name(shard, shards);
+    const auto file = fmt::format("optimizer/shard-{:05}.safetensors", rank);
     fs::create_directory(temporary / "optimizer");
-    written.push_back(write_safetensors(temporary / "optimizer" / file, content.optimizer));
-    written.back().name = "optimizer/" + file;
+    written.push_back(write_safetensors(temporary / file, content.optimizer));
+    written.back().name = file;
     sync_folder(temporary / "optimizer");
     return written;
   }
@@ -178,7 +147,9 @@ struct Save {
     written.push_back(write_file(temporary, "training_state.json", content.training_state));
     write_file(temporary, kManifest, manifest_text(content.step, written));
     sync_folder(temporary);
-    take_name(temporary, root / name);
+    // What has the name was refused by newest_checkpoint, or this run would have gone on from it.
+    if (fs::exists(root / name)) set_aside(root / name);
+    fs::rename(temporary, root / name);
     sync_folder(root);
   }
 
@@ -186,8 +157,8 @@ struct Save {
     guard([&] { write_files(); });
     if (rank > 0) return;
     try {
-      remove_leftovers(root);  // what take_name replaced
       if (keep_last > 0) delete_older(root, content.step, keep_last);
+      remove_leftovers(root);
     } catch (const fs::filesystem_error& error) {
       PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}",
           (root / name).string(), error.what());
@@ -219,11 +190,6 @@ Tensor host_copy(const Tensor& buffer) {
 }
 
 bool all_finite(const Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
-
-std::string difference(const std::string& name, const auto& saved, const auto& now) {
-  if (saved == now) return "";
-  return fmt::format("\n  {}: {} in the checkpoint, {} now", name, saved, now);
-}
 
 std::array<std::pair<const char*, Tensor>, 3> states_of(const ShardGroup& group) {
   return {{{"master", group.master}, {"exp_avg", group.exp_avg}, {"exp_avg_sq", group.exp_avg_sq}}};
@@ -290,7 +256,7 @@ std::vector<std::string> verify_checkpoint(const fs::path& folder) {
   for (const auto& [name, file] : manifest.files) files.push_back(&file);
   problems.resize(1 + files.size());
   at::parallel_for(0, std::ssize(files), 1, [&](int64_t begin, int64_t end) {
-    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
+    for (auto i = index(begin); i < index(end); ++i)
       problems[i + 1] = problem_of([&] { verify_file(folder / files[i]->name, *files[i]); });
   });
   std::erase(problems, "");
@@ -309,108 +275,63 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
   if (names.empty())
     PITH_FAIL_HINT("use the folder as [model] init to start with a new optimizer",
         "{} holds no optimizer state", folder.string());
-  for (size_t i = 0; i < names.size(); ++i) {
-    const std::string expected = shard_name(i, names.size());
-    PITH_CHECK(names[i] == expected, "{}: {} is there where {} is expected", folder_.string(),
-        names[i], expected);
-    files_.emplace_back(folder_ / names[i]);
-    for (const auto& [key, entry] : files_[i].header().tensors) {
-      const size_t slash = std::min(key.find('/'), key.size());
-      const size_t at = std::min(key.rfind('@'), key.size());
-      const std::string kind = key.substr(0, slash);
-      const std::string tensor = at > slash ? key.substr(slash + 1, at - slash - 1) : "";
-      Piece piece{i, key, -1, entry.shape.size() == 1 ? entry.shape[0] : -1, -1};
-      const char *end = key.data() + key.size(), *text = std::min(&key[at] + 1, end);
-      text = std::from_chars(text, end, piece.offset).ptr;
-      std::from_chars(std::min(text + 1, end), end, piece.total);
-      PITH_CHECK(piece.offset >= 0 && piece.count >= 0 && entry.dtype == at::kFloat &&
-                     key == state_key(kind, tensor, piece.offset, piece.total),
-          "{}: {} is not a flat float32 slice KIND/TENSOR@OFFSET/TOTAL", files_[i].path().string(),
-          key);
-      pieces_[{kind, tensor}].push_back(piece);
+  static const std::regex form("(.+)@([0-9]{1,18})/([0-9]{1,18})");
+  for (const std::string& name : names) {
+    const SafetensorsFile& file = files_.emplace_back(folder_ / name);
+    for (const auto& [key, entry] : file.header().tensors) {
+      std::smatch parts;
+      PITH_CHECK(std::regex_match(key, parts, form) && entry.dtype == at::kFloat &&
+                     entry.shape.size() == 1,
+          "{}: {} is not a flat float32 slice KIND/TENSOR@OFFSET/TOTAL", file.path().string(), key);
+      pieces_[parts[1]].push_back(
+          {files_.size() - 1, key, std::stoll(parts[2]), entry.shape[0], std::stoll(parts[3])});
     }
   }
-  for (auto& [name, pieces] : pieces_) {
-    std::ranges::sort(
-        pieces, {}, [](const Piece& piece) { return std::pair(piece.offset, piece.count); });
-    int64_t end = 0;
-    for (const Piece& piece : pieces) {
-      PITH_CHECK(piece.offset == end && piece.total == pieces[0].total,
-          "{}: {} of {}: a slice starts at {} of {}, where {} of {} is expected",
-          files_[piece.file].path().string(), name.first, name.second, piece.offset, piece.total,
-          end, pieces[0].total);
-      end += piece.count;
-    }
-    PITH_CHECK(end == pieces[0].total, "{}: {} of {} ends at element {} of {}", folder_.string(),
-        name.first, name.second, end, pieces[0].total);
-  }
+  for (auto& [name, pieces] : pieces_) std::ranges::sort(pieces, {}, &Piece::offset);
 }
 
 void OptimizerReader::read(
     const std::string& kind, const HfTensor& tensor, Tensor out, int64_t first) const {
-  const auto found = pieces_.find({kind, tensor.name});
+  const auto found = pieces_.find(kind + "/" + tensor.name);
   PITH_CHECK(
       found != pieces_.end(), "{}: there is no {} of {}", folder_.string(), kind, tensor.name);
-  const int64_t total = found->second[0].total;
   const int64_t last = first + out.numel();
-  PITH_CHECK(total == tensor.whole_numel() && out.dim() == 1 && first >= 0 && last <= total,
-      "{}: {} of {} has {} elements, the model's tensor {}, its target {} from {}",
-      folder_.string(), kind, tensor.name, total, tensor.whole_numel(), out.numel(), first);
+  int64_t copied = 0;
   at::NoGradGuard no_grad;
-  for (const Piece& piece : found->second) {
-    const int64_t begin = std::max(first, piece.offset);
-    const int64_t end = std::min(last, piece.offset + piece.count);
+  for (const auto& [file, key, offset, count, total] : found->second) {
+    PITH_CHECK(total == tensor.whole_numel(), "{}: {} of {} has {} elements, the model's tensor {}",
+        folder_.string(), kind, tensor.name, total, tensor.whole_numel());
+    const int64_t begin = std::max(first, offset), end = std::min(last, offset + count);
     if (begin >= end) continue;
-    const Tensor stored = files_[piece.file].tensor(piece.key);
+    PITH_CHECK(begin == first + copied, "{}: {} of {}: a slice starts at {}, where {} is expected",
+        folder_.string(), kind, tensor.name, begin, first + copied);
     out.narrow(0, begin - first, end - begin)
-        .copy_(stored.narrow(0, begin - piece.offset, end - begin));
+        .copy_(files_[file].tensor(key).narrow(0, begin - offset, end - begin));
+    copied += end - begin;
   }
+  PITH_CHECK(copied == out.numel(),
+      "{}: {} of {}: the slices hold {} of the elements from {} to {}", folder_.string(), kind,
+      tensor.name, copied, first, last);
 }
 
 std::string TrainingState::to_json() const { return nlohmann::json(*this).dump(2) + "\n"; }
 
 TrainingState TrainingState::from_json(const std::string& text, const std::string& source) {
-  const nlohmann::json document = parse_json(text, source);
-  try {
-    return document.get<TrainingState>();
-  } catch (const nlohmann::json::exception& error) {
-    PITH_FAIL("{} is not a training state: {}", source, error.what());
-  }
+  const auto state = exactly<TrainingState>(parse_json(text, source));
+  PITH_CHECK(state, "{} is not a training state", source);
+  return *state;
 }
 
-void TrainingState::check_same_data(const TrainingState& other, const std::string& source) const {
-  std::string differences;
-  const auto compare = [&](const std::string& name, const auto& saved, const auto& now) {
-    differences += difference(name, saved, now);
-  };
-  compare("number of corpora in data.train", sources.size(), other.sources.size());
-  for (size_t i = 0; i < sources.size() && sources.size() == other.sources.size(); ++i) {
-    const Source &saved = sources[i], &now = other.sources[i];
-    const std::string name =
-        saved.path == now.path ? now.path : fmt::format("{} (was {})", now.path, saved.path);
-    compare(fmt::format("corpus {}: fingerprint", name), saved.fingerprint, now.fingerprint);
-    compare(fmt::format("corpus {}: tokenizer", name), saved.tokenizer_hash, now.tokenizer_hash);
-    compare(fmt::format("corpus {}: weight, as an integer ratio", name), saved.weight, now.weight);
-  }
-  compare("data.sequence_length", sequence_length, other.sequence_length);
-  compare("data.seed", data_seed, other.data_seed);
-  compare("data.document_mask", document_mask, other.document_mask);
-  compare("data.packing", packing, other.packing);
-  if (!differences.empty())
-    PITH_FAIL_HINT(
-        "restore these settings; or start a new run folder with model.init = this checkpoint",
-        "{} cannot be resumed: its position in the data would mean other rows:{}", source,
-        differences);
-}
-
-std::string TrainingState::schedule_differences(const TrainingState& other) const {
+std::string TrainingState::differences(const Settings& saved, const Settings& now) {
   std::map<std::string, std::pair<std::string, std::string>> values;  // of each key: saved, now
-  for (const auto& [key, value] : schedule) values[key] = {value, "not in use"};
-  for (const auto& [key, value] : other.schedule)
+  for (const auto& [key, value] : saved) values[key] = {value, "not in use"};
+  for (const auto& [key, value] : now)
     values.try_emplace(key, "not in use", "").first->second.second = value;
-  std::string differences;
-  for (const auto& [key, both] : values) differences += difference(key, both.first, both.second);
-  return differences;
+  std::string text;
+  for (const auto& [key, both] : values)
+    if (both.first != both.second)
+      text += fmt::format("\n  {}: {} in the checkpoint, {} now", key, both.first, both.second);
+  return text;
 }
 
 void collect_state(std::span<ShardGroup> groups, CheckpointContent& content, const Comm& expert) {
@@ -442,7 +363,7 @@ void collect_state(std::span<ShardGroup> groups, CheckpointContent& content, con
   }
 }
 
-void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& checkpoint) {
+void restore_state(std::span<ShardGroup> groups, const fs::path& checkpoint) {
   const OptimizerReader reader(checkpoint);
   for (ShardGroup& group : groups) {
     for (const auto& [kind, buffer] : states_of(group))
@@ -452,8 +373,8 @@ void restore_state(std::span<ShardGroup> groups, const std::filesystem::path& ch
   }
 }
 
-void restore_weights(std::span<ShardGroup> groups, const std::filesystem::path& folder,
-    bool tied_head, const std::vector<std::vector<Parameter*>>& whole_model) {
+void restore_weights(std::span<ShardGroup> groups, const fs::path& folder, bool tied_head,
+    const std::vector<std::vector<Parameter*>>& whole_model) {
   std::vector<ImportTarget> targets;
   std::vector<std::string> may_be_left;
   if (tied_head) may_be_left.emplace_back("lm_head.weight");

@@ -214,8 +214,7 @@ void assign(const Key& key, const toml::node& node, const Field& field) {
       *target = text_of(node);
       const auto allowed = split(key.limits, '|');
       PITH_CHECK(allowed.size() < 2 || std::ranges::count(allowed, *target) > 0,
-          "{} is not one of {}; nearest is {}", quote(*target), key.limits,
-          nearest_word(*target, allowed));
+          "{} is not one of {}", quote(*target), key.limits);
     } else if constexpr (std::is_same_v<T, bool>) {
       expect(node.is_boolean(), "true or false");
       *target = **node.as_boolean();
@@ -234,20 +233,15 @@ void assign(const Key& key, const toml::node& node, const Field& field) {
   std::visit(assign_to, field);
 }
 
-// Edits that make one word of the other: insert, delete, replace, swap of neighbours (optimal
-// string alignment), one row of the table at a time.
+// Letters to insert, delete or replace that make one word of the other (Levenshtein).
 size_t edit_distance(std::string_view word, std::string_view other) {
-  std::vector<size_t> before, last, row(other.size() + 1);
+  std::vector<size_t> row(other.size() + 1);
   std::iota(row.begin(), row.end(), 0);
-  for (size_t i = 1; i <= word.size(); ++i) {
-    before = std::exchange(last, row);
-    row[0] = i;
-    for (size_t j = 1; j <= other.size(); ++j) {
-      const bool same = word[i - 1] == other[j - 1];
-      row[j] = std::min({last[j] + 1, row[j - 1] + 1, last[j - 1] + (same ? 0 : 1)});
-      if (i > 1 && j > 1 && word[i - 1] == other[j - 2] && word[i - 2] == other[j - 1])
-        row[j] = std::min(row[j], before[j - 2] + 1);
-    }
+  for (const char c : word) {
+    size_t before = row[0]++;  // of one letter less of both
+    for (size_t j = 1; j <= other.size(); ++j)
+      before = std::exchange(
+          row[j], std::min({row[j] + 1, row[j - 1] + 1, before + (c == other[j - 1] ? 0 : 1)}));
   }
   return row.back();
 }
@@ -272,17 +266,6 @@ std::string nearest_key(std::string_view full) {
   return std::string(nearest);
 }
 
-// Advice for the two slips that make a line no TOML at all: .5 for 0.5, and text without quotes.
-std::string syntax_advice(std::string_view text, int64_t line) {
-  for (; line > 1; --line) text.remove_prefix(std::min(text.find('\n') + 1, text.size()));
-  text = text.substr(0, text.find('\n'));
-  const size_t equals = std::min(text.find('='), text.size());
-  const size_t first = std::min(text.find_first_not_of("= \t+-", equals), text.size());
-  const char c = first < text.size() ? text[first] : ' ';
-  if (c == '.') return "; a number begins with a digit: 0.00001 or 1e-5";
-  return std::isalpha(static_cast<unsigned char>(c)) || c == '/' ? "; text needs quotes" : "";
-}
-
 // Reads tables into the configuration and remembers every mistake, with its place.
 class Reader {
  public:
@@ -293,15 +276,15 @@ class Reader {
       table = toml::parse(text);
     } catch (const toml::parse_error& error) {
       const auto at = error.source().begin;
-      PITH_FAIL("{}:{}: column {}: {}{}", source, at.line, at.column, error.description(),
-          syntax_advice(text, at.line));
+      PITH_FAIL_HINT("text needs quotes; a number begins with a digit, as in 0.1",
+          "{}:{}: column {}: {}", source, at.line, at.column, error.description());
     }
-    std::vector<std::string> sections;
-    for (const Key& key : kKeys) sections.emplace_back(key.section());
+    std::set<std::string_view> sections;
+    for (const Key& key : kKeys) sections.insert(key.section());
     for (const auto& [key, node] : table) {
       const std::string name(key.str());
       const auto* section = node.as_table();
-      const bool known = std::ranges::count(sections, name) > 0;
+      const bool known = sections.contains(name);
       if (known && section)
         for (const auto& [inner, value] : *section)
           set(fmt::format("{}.{}", name, inner.str()), value, place_of(inner));
@@ -309,7 +292,7 @@ class Reader {
         mistake(place_of(key), name, fmt::format("is a section: write [{}]", name));
       else if (section)
         mistake(place_of(key), "[" + name + "]",
-            fmt::format("unknown section; nearest is [{}]", nearest_word(name, sections)));
+            fmt::format("unknown section; there are {}", fmt::join(sections, ", ")));
       else
         mistake(place_of(key), name,
             "unknown key outside any section; nearest is " + nearest_key(name));
@@ -317,7 +300,7 @@ class Reader {
   }
 
   void read_override(const std::string& text) {
-    const Place place{std::numeric_limits<int64_t>::max() / 2 + overrides_++, "--set"};
+    const std::string place = "--set";
     const size_t equals = text.find('=');
     if (equals == std::string::npos || text.find('.') > equals)
       return mistake(place, text, "not of the form section.key=value");
@@ -342,86 +325,67 @@ class Reader {
     mistake(place, name, "not valid UTF-8");
   }
 
-  // Rules between keys. A rule is skipped where one of its keys was refused already.
+  // Rules between keys, each of which is right by itself.
   void check_together() {
-    const auto rule = [&]<class... Values>(bool holds, std::initializer_list<const char*> keys,
+    const auto rule = [&]<class... Values>(bool holds, const char* key,
                           fmt::format_string<Values&...> problem, Values... values) {
-      Place place{0, source_};  // no key of the rule was given: the file as a whole lacks something
-      for (const char* key : keys) {
-        holds |= refused_.contains(key);
-        if (place.order == 0 && given_.contains(key)) place = given_[key];
-      }
-      if (!holds) mistake(place, *keys.begin(), fmt::format(problem, values...));
+      if (!holds) mistake(source_, key, fmt::format(problem, values...));
     };
     const auto& [run, model, parallel, data, t, validation, checkpoint, log, profile] = config_;
-    rule(!run.folder.empty(), {"run.folder"}, "must not be empty");
-    rule(!model.config.empty() || !model.init.empty(), {"model.config", "model.init"},
+    rule(!run.folder.empty(), "run.folder", "must not be empty");
+    rule(!model.config.empty() || !model.init.empty(), "model.config",
         "one of model.config and model.init must be given");
-    rule(!data.train.empty(), {"data.train"}, "must be given");
+    rule(!data.train.empty(), "data.train", "must be given");
     std::set<std::string> labels;
     for (const DataSource& source : data.validation)
-      rule(labels.insert(source.label()).second, {"data.validation"},
+      rule(labels.insert(source.label()).second, "data.validation",
           "two corpora are called {}; give them a name = ...", quote(source.label()));
-    rule(data.packing == "concat" || data.document_mask, {"data.packing", "data.document_mask"},
+    rule(data.packing == "concat" || data.document_mask, "data.packing",
         "best_fit needs data.document_mask");
-    rule(t.global_batch % t.micro_batch == 0, {"training.micro_batch", "training.global_batch"},
+    rule(t.global_batch % t.micro_batch == 0, "training.micro_batch",
         "{} does not divide training.global_batch = {}", t.micro_batch, t.global_batch);
-    rule(t.warmup_steps <= t.steps, {"training.warmup_steps", "training.steps"},
-        "{} is more than training.steps = {}", t.warmup_steps, t.steps);
+    const int64_t left = t.steps - t.warmup_steps;
+    rule(left >= 0, "training.warmup_steps", "{} is more than training.steps = {}", t.warmup_steps,
+        t.steps);
     const bool wsd = t.schedule == "wsd";
-    rule(!wsd || t.decay_steps > 0, {"training.decay_steps", "training.schedule"},
+    rule(!wsd || t.decay_steps > 0, "training.decay_steps",
         "the schedule wsd needs a decay of at least 1 step");
-    rule(!wsd || t.warmup_steps > t.steps || t.decay_steps <= t.steps - t.warmup_steps,
-        {"training.decay_steps", "training.steps", "training.warmup_steps"},
-        "{} is more than the {} steps after warm-up", t.decay_steps, t.steps - t.warmup_steps);
-    rule(wsd || t.decay_steps == 0, {"training.decay_steps", "training.schedule"},
+    rule(!wsd || t.decay_steps <= std::max<int64_t>(left, 0), "training.decay_steps",
+        "{} is more than the {} steps after warm-up", t.decay_steps, left);
+    rule(wsd || t.decay_steps == 0, "training.decay_steps",
         "only the schedule wsd has a decay of its own; this one is {}", t.schedule);
-    rule(validation.interval == 0 || !data.validation.empty(),
-        {"validation.interval", "data.validation"}, "needs a corpus in data.validation");
-    rule(validation.interval == 0 || validation.tokens >= data.sequence_length,
-        {"validation.tokens", "data.sequence_length"}, "{} is less than one sequence of {} tokens",
-        validation.tokens, data.sequence_length);
+    rule(validation.interval == 0 || !data.validation.empty(), "validation.interval",
+        "needs a corpus in data.validation");
+    rule(validation.interval == 0 || validation.tokens >= data.sequence_length, "validation.tokens",
+        "{} is less than one sequence of {} tokens", validation.tokens, data.sequence_length);
   }
 
   RunConfig result() {
-    std::string text;
-    for (const auto& [order, mistake] : mistakes_) text += (text.empty() ? "" : "\n") + mistake;
-    if (!text.empty()) PITH_FAIL_HINT("pithtrain pretrain --help lists all keys", "{}", text);
+    if (mistakes_.empty()) check_together();
+    if (!mistakes_.empty())
+      PITH_FAIL_HINT("pithtrain pretrain --help lists all keys", "{}", fmt::join(mistakes_, "\n"));
     if (config_.model.config.empty()) config_.model.config = config_.model.init;
     return config_;
   }
  private:
-  struct Place {
-    int64_t order = 0;  // line; overrides come after all lines
-    std::string text;   // "run.toml:12" or "--set"
-  };
-
-  Place place_of(const toml::key& key) const {
-    const int64_t line = key.source().begin.line;
-    return {line, fmt::format("{}:{}", source_, line)};
+  std::string place_of(const toml::key& key) const {
+    return fmt::format("{}:{}", source_, key.source().begin.line);
   }
 
-  void mistake(const Place& place, const std::string& key, const std::string& problem) {
-    mistakes_.emplace(place.order, fmt::format("{}: {}: {}", place.text, key, problem));
+  void mistake(const std::string& place, const std::string& key, const std::string& problem) {
+    mistakes_.push_back(fmt::format("{}: {}: {}", place, key, problem));
   }
 
-  void set(const std::string& full, const toml::node& node, const Place& place) {
+  void set(const std::string& full, const toml::node& node, const std::string& place) {
     const Key* key = find_key(full);
     if (!key) return mistake(place, full, "unknown key; nearest is " + nearest_key(full));
-    given_[full] = place;
-    refused_.erase(full);
     const auto problem = problem_of([&] { assign(*key, node, key->field(config_)); });
-    if (problem.empty()) return;
-    refused_.insert(full);
-    mistake(place, full, problem);
+    if (!problem.empty()) mistake(place, full, problem);
   }
 
   RunConfig config_;
-  std::string source_;
-  std::map<std::string, Place> given_;
-  std::set<std::string> refused_;
-  std::multimap<int64_t, std::string> mistakes_;
-  int64_t overrides_ = 0;
+  std::string source_;  // of the file, in messages
+  std::vector<std::string> mistakes_;
 };
 
 // "[section]" and a line for each of its keys.
@@ -440,23 +404,11 @@ std::string by_section(const Line& line) {
 
 }  // namespace
 
-RunConfig load_run_config(
-    const std::filesystem::path& file, const std::vector<std::string>& overrides) {
-  PITH_CHECK(
-      !std::filesystem::is_directory(file), "{}: is a folder, not a TOML file", file.string());
-  std::ifstream stream(file, std::ios::binary);
-  PITH_CHECK(stream.good(), "{}: cannot be opened: {}", file.string(), std::strerror(errno));
-  const std::string text{std::istreambuf_iterator<char>(stream), {}};
-  PITH_CHECK(!stream.bad(), "{}: cannot be read", file.string());
-  return parse_run_config(text, file.string(), overrides);
-}
-
 RunConfig parse_run_config(
     std::string_view text, const std::string& source, const std::vector<std::string>& overrides) {
   Reader reader;
   reader.read_file(text, source);
   for (const std::string& one : overrides) reader.read_override(one);
-  reader.check_together();
   return reader.result();
 }
 
@@ -474,12 +426,6 @@ std::string describe_config_keys() {
     return fmt::format("  {:<22}{:<9}{:<12}{:<20} {}", key.name(), types[field.index()],
         toml_of(field), key.limits, key.description);
   });
-}
-
-std::string nearest_word(std::string_view word, const std::vector<std::string>& candidates) {
-  const auto nearest = std::ranges::min_element(
-      candidates, {}, [&](const std::string& other) { return edit_distance(word, other); });
-  return nearest == candidates.end() ? "" : *nearest;
 }
 
 }  // namespace pith

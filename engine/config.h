@@ -7,9 +7,7 @@ struct DataSource {
   std::string path;       // without extension
   double weight = 1;      // of its rows in the blend; means nothing for validation
   std::string name = {};  // in metrics; empty = the last part of path
-  std::string label() const {
-    return name.empty() ? std::filesystem::path(path).filename().string() : name;
-  }
+  std::string label() const { return name.empty() ? fs::path(path).filename().string() : name; }
 };
 
 // Defaults are the values below; description and range of each field stand in the table of
@@ -65,23 +63,17 @@ struct RunConfig {
   } profile;
 };
 
-// Reads a TOML file, then applies overrides "section.key=value" (the value is TOML; text may come
-// without quotes). Throws one Error that lists every mistake: file:line, key, what is wrong, the
-// nearest valid key or the allowed values. Relative paths start at the working directory.
-RunConfig load_run_config(
-    const std::filesystem::path& file, const std::vector<std::string>& overrides);
-
-// The same from the text of a file; `source` is its name in errors.
+// Reads TOML, of a file called `source` in errors, then applies overrides "section.key=value" (the
+// value is TOML; text may come without quotes). Throws one Error that lists every mistake:
+// file:line, key, what is wrong, the nearest valid key or the allowed values. Relative paths start
+// at the working directory.
 RunConfig parse_run_config(
     std::string_view text, const std::string& source, const std::vector<std::string>& overrides);
 
-// The whole configuration as TOML, which load_run_config reads back to the same.
+// The whole configuration as TOML, which reads back to the same.
 std::string to_toml(const RunConfig& config);
 
 // One line per key: name, type, default, range, description. For --help and docs/configuration.md.
 std::string describe_config_keys();
-
-// The candidate with the fewest edits (insert, delete, replace, swap) from `word`; ties: the first.
-std::string nearest_word(std::string_view word, const std::vector<std::string>& candidates);
 
 }  // namespace pith

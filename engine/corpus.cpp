@@ -6,34 +6,11 @@ namespace pith {
 namespace {
 
 using nlohmann::json;
-namespace fs = std::filesystem;
 
 constexpr std::string_view kMagic("MMIDIDX\0\0", 9);
 constexpr size_t kHeader = 9 + 8 + 1 + 8 + 8;  // of the index: nothing behind it is aligned
 constexpr const char* kFormat = "pithtrain corpus";
 constexpr uint64_t kBlock = 256 << 10;  // bytes of PREFIX.bin under one sum of the side file
-
-template <class T>
-void widen(const char* ids, std::span<int64_t> out) {
-  for (size_t i = 0; i < out.size(); ++i) out[i] = load<T>(ids, static_cast<int64_t>(i));
-}
-
-struct IdType {
-  int code;  // of the index format
-  const char* name;
-  int64_t width;
-  void (*widen)(const char* ids, std::span<int64_t> out);
-};
-constexpr IdType kIdTypes[] = {{1, "uint8", 1, widen<uint8_t>}, {2, "int8", 1, widen<int8_t>},
-    {3, "int16", 2, widen<int16_t>}, {4, "int32", 4, widen<int32_t>},
-    {5, "int64", 8, widen<int64_t>}, {8, "uint16", 2, widen<uint16_t>}};
-
-const IdType& id_type(int code, const std::string& source) {
-  const auto* type = std::ranges::find(kIdTypes, code, &IdType::code);
-  PITH_CHECK(type != std::end(kIdTypes), "{}: dtype code {} is not an integer type of this format",
-      source, code);
-  return *type;
-}
 
 // PREFIX.json.
 struct SideFile {
@@ -83,8 +60,10 @@ CorpusIndex parse_corpus_index(
              borders = load<uint64_t>(data + 26);
   PITH_CHECK(version == 1, "{}: version {} is not known", source, version);
   CorpusIndex index;
-  index.dtype_code = static_cast<uint8_t>(data[17]);
-  index.width = id_type(index.dtype_code, source).width;
+  const int dtype = data[17];
+  PITH_CHECK(dtype == 4 || dtype == 8, "{}: dtype code {} is neither int32, 4, nor uint16, 8",
+      source, dtype);
+  index.width = dtype == 8 ? 2 : 4;
   const uint64_t body = bytes.size() - kHeader;
   PITH_CHECK(sequences <= body / 12 && borders <= body / 8 && 12 * sequences + 8 * borders == body,
       "{}: {} bytes do not hold {} sequences and {} documents", source, bytes.size(), sequences,
@@ -189,15 +168,13 @@ Corpus::Corpus(const std::string& prefix) : prefix_(prefix), begins_{0} {
   if (paths.empty()) paths = {prefix};  // whose opening says what is missing
   for (const std::string& path : paths) {
     const Shard& shard = shards_.emplace_back(path);
-    PITH_CHECK(shard.index.dtype_code == shards_[0].index.dtype_code &&
-                   shard.vocab_size == vocab_size() && shard.tokenizer_hash == tokenizer_hash(),
+    PITH_CHECK(shard.index.width == shards_[0].index.width && shard.vocab_size == vocab_size() &&
+                   shard.tokenizer_hash == tokenizer_hash(),
         "{} and {} are not shards of one corpus: ids or tokenizer differ", paths[0], path);
     begins_.push_back(begins_.back() + shard.index.num_documents);
     num_tokens_ += shard.index.num_tokens;
   }
 }
-
-std::string Corpus::dtype() const { return id_type(shards_[0].index.dtype_code, prefix_).name; }
 
 std::string Corpus::fingerprint() const {
   std::string facts = shards_[0].facts;
@@ -210,7 +187,7 @@ const Corpus::Shard& Corpus::locate(int64_t& document) const {
       prefix_, document, num_documents());
   const auto after = std::ranges::upper_bound(begins_, document);
   document -= *(after - 1);
-  return shards_[static_cast<size_t>(after - begins_.begin() - 1)];
+  return shards_[index(after - begins_.begin() - 1)];
 }
 
 void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const {
@@ -222,7 +199,8 @@ void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const
       "{}: document {} has {} tokens, not those from {} to {}", prefix_, document, size, begin,
       begin + count);
   const char* ids = shard.bin.data.get() + (first + begin) * shard.index.width;
-  id_type(shard.index.dtype_code, prefix_).widen(ids, out);
+  for (int64_t i = 0; i < count; ++i)
+    out[index(i)] = shard.index.width == 2 ? load<uint16_t>(ids, i) : load<int32_t>(ids, i);
   const int64_t limit = vocab_size() > 0 ? vocab_size() : std::numeric_limits<int64_t>::max();
   const auto bad = std::ranges::find_if(out, [&](int64_t id) { return id < 0 || id >= limit; });
   if (bad != out.end())
@@ -232,7 +210,7 @@ void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const
 }
 
 std::vector<int32_t> Corpus::ids(int64_t document) const {
-  std::vector<int64_t> wide(static_cast<size_t>(length(document)));
+  std::vector<int64_t> wide(index(length(document)));
   read(document, 0, wide);
   return {wide.begin(), wide.end()};
 }
@@ -250,7 +228,7 @@ std::vector<std::string> verify_corpus(const std::string& prefix) {
       attempt([&] {  // an id outside the vocabulary: the first of this document
         for (int64_t at = 0, left = corpus.length(d); left > 0;) {
           const int64_t count = std::min(left, std::ssize(ids));
-          corpus.read(d, at, std::span(ids).first(static_cast<size_t>(count)));
+          corpus.read(d, at, std::span(ids).first(index(count)));
           at += count, left -= count;
         }
       });
@@ -307,7 +285,7 @@ void CorpusWriter::add_document(std::span<const int32_t> ids) {
   std::vector<uint16_t> narrow;
   if (width_ == 2) narrow.assign(ids.begin(), ids.end());
   const void* bytes = width_ == 2 ? static_cast<const void*>(narrow.data()) : ids.data();
-  bin_->append({static_cast<const char*>(bytes), static_cast<size_t>(count * width_)});
+  bin_->append({static_cast<const char*>(bytes), index(count * width_)});
   lengths_->append(raw(static_cast<int32_t>(count)));
   ++at_.documents;
   at_.tokens += count;
@@ -367,28 +345,24 @@ void publish_corpus(const std::string& prefix, int64_t shards) {
   // What may be there of an older corpus that was cut otherwise, and of the writing.
   static const std::regex ending(
       R"((-\d{5,}-of-\d{5,})?\.(bin|idx|json)|(-\d{5,})?\.(bin|idx|json|len)\.tmp)");
-  try {
-    // Without .idx there is no corpus: the old ones go first, the new ones come last.
-    for (const auto& [extension, old] : {std::pair{".idx", true}, std::pair{".bin", false},
-             std::pair{".json", false}, std::pair{".idx", false}})
-      for (int64_t shard = 0; shard < std::max<int64_t>(1, shards); ++shard) {
-        const fs::path from = working_name(prefix, shard, shards > 0) + extension + ".tmp";
-        const fs::path to = final_name(prefix, shard, shards) + extension;
-        kept.insert(to.filename());
-        if (!fs::exists(from)) continue;  // done before an interruption
-        if (old)
-          fs::remove(to);
-        else
-          fs::rename(from, to);
-      }
-    sync_folder(folder);
-    for (const std::string& file : names_in(folder))
-      if (file.starts_with(name) && !kept.contains(file) &&
-          std::regex_match(file.substr(name.size()), ending))
-        fs::remove(folder / file);
-  } catch (const fs::filesystem_error& error) {
-    PITH_FAIL("cannot finish corpus {}: {}", prefix, error.what());
-  }
+  // Without .idx there is no corpus: the old ones go first, the new ones come last.
+  for (const auto& [extension, old] : {std::pair{".idx", true}, std::pair{".bin", false},
+           std::pair{".json", false}, std::pair{".idx", false}})
+    for (int64_t shard = 0; shard < std::max<int64_t>(1, shards); ++shard) {
+      const fs::path from = working_name(prefix, shard, shards > 0) + extension + ".tmp";
+      const fs::path to = final_name(prefix, shard, shards) + extension;
+      kept.insert(to.filename());
+      if (!fs::exists(from)) continue;  // done before an interruption
+      if (old)
+        fs::remove(to);
+      else
+        fs::rename(from, to);
+    }
+  sync_folder(folder);
+  for (const std::string& file : names_in(folder))
+    if (file.starts_with(name) && !kept.contains(file) &&
+        std::regex_match(file.substr(name.size()), ending))
+      fs::remove(folder / file);
 }
 
 }  // namespace pith

@@ -9,8 +9,7 @@ namespace pith {
 // int64 document indices (first sequence of each document, then the sequence count). Checked: each
 // document is a contiguous range of tokens, ranges are in order and fill bin_bytes exactly.
 struct CorpusIndex {
-  int dtype_code = 0;
-  int64_t width = 0;  // bytes of an id
+  int64_t width = 0;  // bytes of an id: 2 (uint16, code 8) or 4 (int32, code 4)
   int64_t num_sequences = 0, num_documents = 0, num_tokens = 0;
   int64_t begin(int64_t document) const {  // first token; begin(num_documents) is num_tokens
     const int64_t sequence = load<int64_t>(documents, document);
@@ -34,7 +33,7 @@ class Corpus {
   int64_t vocab_size() const { return shards_[0].vocab_size; }  // 0 without a side file
   const std::string& tokenizer_hash() const { return shards_[0].tokenizer_hash; }  // or ""
   std::string fingerprint() const;  // hash of index, size and side file
-  std::string dtype() const;        // of an id in PREFIX.bin: "uint16", ...
+  std::string dtype() const { return shards_[0].index.width == 2 ? "uint16" : "int32"; }
   int64_t length(int64_t document) const {
     const CorpusIndex& index = locate(document).index;
     return index.begin(document + 1) - index.begin(document);
@@ -80,8 +79,7 @@ struct CorpusProgress {
 class CorpusWriter {
  public:
   // With shard_tokens > 0 a shard ends before the document that would make it longer. `resume` goes
-  // on behind what sync() once returned and cuts off what came later. Without it the temporary
-  // files are removed unless it is finished.
+  // on behind what sync() once returned; without it the temporary files go unless it is finished.
   CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash,
       int64_t shard_tokens = 0, const CorpusProgress* resume = nullptr);
   ~CorpusWriter();

@@ -24,12 +24,12 @@ ExpertExchange::ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_
   const Tensor rows = at::where(repeated, cells, owner * width).view({-1});
   const Tensor slots = (topk_idx + owner + 1).view({-1});  // rank * width + 1 + local expert
   const auto int32 = topk_idx.options().dtype(at::kInt);
-  const Tensor index = at::cat({rows, slots});
+  const Tensor cell = at::cat({rows, slots});
   Tensor counts = at::zeros({2, cells}, int32);
   counts[0] = at::zeros({cells + 1}, int32)
-                  .scatter_add_(0, index, at::ones({index.numel()}, int32))
+                  .scatter_add_(0, cell, at::ones({cell.numel()}, int32))
                   .narrow(0, 0, cells);
-  const std::vector<int64_t> one_each(static_cast<size_t>(ranks), 1);
+  const std::vector<int64_t> one_each(index(ranks), 1);
   Tensor received = counts[1].view({ranks, width});
   group.all_to_all_async(received, counts[0].view({ranks, width}), one_each, one_each).wait();
   counts_ = counts;

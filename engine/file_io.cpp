@@ -10,13 +10,13 @@ namespace {
 
 using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
 
-[[noreturn]] void fail(const std::filesystem::path& path, const char* action) {
+[[noreturn]] void fail(const fs::path& path, const char* action) {
   const bool full = errno == ENOSPC || errno == EDQUOT;
   PITH_FAIL_HINT(full ? "free space on that disk or choose another folder" : "", "cannot {} {}: {}",
       action, path.string(), std::generic_category().message(errno));
 }
 
-File open(const std::filesystem::path& path, const char* mode) {
+File open(const fs::path& path, const char* mode) {
   File file(std::fopen(path.c_str(), mode), &std::fclose);
   if (!file) fail(path, *mode == 'w' ? "create" : "open");
   return file;
@@ -29,10 +29,10 @@ std::string seal_of(std::string_view body) {
 
 }  // namespace
 
-MappedFile map_file(const std::filesystem::path& path) {
+MappedFile map_file(const fs::path& path) {
   const File file = open(path, "re");
-  PITH_CHECK(std::filesystem::is_regular_file(path), "{} is not a file", path.string());
-  const uint64_t size = std::filesystem::file_size(path);
+  PITH_CHECK(fs::is_regular_file(path), "{} is not a file", path.string());
+  const uint64_t size = fs::file_size(path);
   if (size == 0) return {std::make_shared<char>(), 0};
   void* pages = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, ::fileno(file.get()), 0);
   if (pages == MAP_FAILED) fail(path, "map");
@@ -41,12 +41,12 @@ MappedFile map_file(const std::filesystem::path& path) {
       size};
 }
 
-OutputFile::OutputFile(std::filesystem::path path, uint64_t keep)
+OutputFile::OutputFile(fs::path path, uint64_t keep)
     : path_(std::move(path)),
       file_(open(path_, keep > 0 ? "r+be" : "wbe")),
       sum_(XXH3_createState(), &XXH3_freeState) {
   if (keep > 0) {
-    const uint64_t size = std::filesystem::file_size(path_);
+    const uint64_t size = fs::file_size(path_);
     PITH_CHECK(size >= keep, "{} has {} bytes, fewer than the {} that were written", path_.string(),
         size, keep);
     if (::ftruncate(::fileno(file_.get()), static_cast<off_t>(keep)) != 0 ||
@@ -63,8 +63,12 @@ void OutputFile::append(std::string_view bytes) {
   if (std::fwrite(bytes.data(), 1, bytes.size(), file_.get()) != bytes.size()) fail(path_, "write");
 }
 
-void OutputFile::sync() {
+void OutputFile::flush() {
   if (std::fflush(file_.get()) != 0) fail(path_, "write");
+}
+
+void OutputFile::sync() {
+  flush();
   // Some devices can't be synced (EINVAL: a pipe, /dev/stdout); they hold nothing to lose.
   if (::fsync(::fileno(file_.get())) != 0 && errno != EINVAL) fail(path_, "sync");
 }
@@ -88,44 +92,34 @@ nlohmann::json parse_json(std::string_view text, const std::string& source) {
           "{}: key {} stands twice in one object", source, parsed.dump());
     return true;
   };
-  // The library's messages begin "[json.exception.parse_error.101] parse error at line L, ...: ".
-  const auto after = [](const json::exception& error, std::string_view mark) {
-    std::string_view what = error.what();
-    return what.substr(what.find(mark) + mark.size());
-  };
   try {
     return json::parse(text, check);
-  } catch (const json::parse_error& error) {
-    const auto before = text.substr(0, std::min(text.size(), error.byte > 0 ? error.byte - 1 : 0));
-    const auto line = std::count(before.begin(), before.end(), '\n') + 1;
-    const size_t column = before.size() - (before.rfind('\n') + 1) + 1;  // npos + 1 = 0
-    PITH_FAIL("{}:{}:{}: not JSON: {:.300}", source, line, column, after(error, ": "));
-  } catch (const json::exception& error) {  // a number out of range
-    PITH_FAIL("{}: not JSON: {:.300}", source, after(error, "] "));
+  } catch (const json::exception& error) {
+    const std::string_view what = error.what();  // "[json.exception.NAME.NUMBER] what and where"
+    PITH_FAIL("{}: not JSON: {:.300}", source, what.substr(what.find("] ") + 2));
   }
 }
 
-nlohmann::json read_json(const std::filesystem::path& path) {
+nlohmann::json read_json(const fs::path& path) {
   return parse_json(map_file(path).bytes(), path.string());
 }
 
-WrittenFile write_file(
-    const std::filesystem::path& folder, const std::string& name, std::string_view bytes) {
+WrittenFile write_file(const fs::path& folder, const std::string& name, std::string_view bytes) {
   OutputFile out(folder / name);
   out.append(bytes);
   return {name, bytes.size(), out.close(), {}};
 }
 
-std::vector<std::string> names_in(const std::filesystem::path& folder) {
+std::vector<std::string> names_in(const fs::path& folder) {
   std::vector<std::string> names;
-  if (std::filesystem::is_directory(folder))
-    for (const auto& entry : std::filesystem::directory_iterator(folder))
+  if (fs::is_directory(folder))
+    for (const auto& entry : fs::directory_iterator(folder))
       names.push_back(entry.path().filename().string());
   std::ranges::sort(names);
   return names;
 }
 
-void sync_folder(const std::filesystem::path& folder) {
+void sync_folder(const fs::path& folder) {
   const File file = open(folder, "re");
   if (::fsync(::fileno(file.get())) != 0 && errno != EINVAL) fail(folder, "sync");
 }

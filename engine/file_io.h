@@ -23,23 +23,23 @@ struct MappedFile {
   uint64_t size = 0;
   std::string_view bytes() const { return {data.get(), size}; }
 };
-MappedFile map_file(const std::filesystem::path& path);
+MappedFile map_file(const fs::path& path);
 
-inline std::string read_file(const std::filesystem::path& path) {
-  return std::string(map_file(path).bytes());
-}
+inline std::string read_file(const fs::path& path) { return std::string(map_file(path).bytes()); }
 
 // A file being written, from its beginning or behind the first `keep` bytes of what is there. Every
 // failure names the path and the system's reason.
 class OutputFile {
  public:
-  explicit OutputFile(std::filesystem::path path, uint64_t keep = 0);
+  explicit OutputFile(fs::path path, uint64_t keep = 0);
   void append(std::string_view bytes);
   uint64_t bytes() const { return bytes_; }  // appended
-  void sync();                               // makes them durable
+  const fs::path& path() const { return path_; }
+  void flush();
+  void sync();          // makes them durable
   std::string close();  // makes it durable; returns the xxh3 of all bytes appended
  private:
-  std::filesystem::path path_;
+  fs::path path_;
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
   std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> sum_;
   uint64_t bytes_ = 0;
@@ -52,18 +52,27 @@ struct WrittenFile {
   std::string xxh3;
   std::map<std::string, std::string> tensors;
 };
-WrittenFile write_file(
-    const std::filesystem::path& folder, const std::string& name, std::string_view bytes);
+WrittenFile write_file(const fs::path& folder, const std::string& name, std::string_view bytes);
 
 // JSON of a file, or of text that came from `source`, with errors that name file, line and column.
 // A key that stands twice in one object is an error too: readers disagree about which one counts.
-nlohmann::json read_json(const std::filesystem::path& path);
+nlohmann::json read_json(const fs::path& path);
 nlohmann::json parse_json(std::string_view text, const std::string& source);
 
+// A JSON value as a T, if nothing is lost: no other types, no fractions, no further members.
+template <class T, class Json>
+std::optional<T> exactly(const Json& value) {
+  try {
+    T typed = value.template get<T>();
+    if (Json(typed).dump() == value.dump()) return typed;
+  } catch (const typename Json::exception&) {}
+  return std::nullopt;
+}
+
 // Names of what is in a folder, sorted; nothing where there is no such folder.
-std::vector<std::string> names_in(const std::filesystem::path& folder);
+std::vector<std::string> names_in(const fs::path& folder);
 // Makes creations, renames and deletions inside a folder durable.
-void sync_folder(const std::filesystem::path& folder);
+void sync_folder(const fs::path& folder);
 
 // Bytes of a number as files hold them, and element i of an array of such, aligned or not.
 static_assert(std::endian::native == std::endian::little);

@@ -8,11 +8,11 @@ namespace pith {
 namespace {
 
 using nlohmann::json;
-namespace fs = std::filesystem;
 
 constexpr const char* kIndex = "model.safetensors.index.json";
 constexpr const char* kSingle = "model.safetensors";
-constexpr size_t kListed = 20;  // names of one kind listed singly before "and N more"
+constexpr std::string_view kUnnumbered = "weights-";  // files of write_weights
+constexpr size_t kListed = 3;                         // names of one kind that are listed singly
 
 // One error with all problems, a line each.
 [[noreturn]] void fail_with(const std::string& what, const std::vector<std::string>& problems) {
@@ -20,7 +20,7 @@ constexpr size_t kListed = 20;  // names of one kind listed singly before "and N
       fmt::join(problems, "\n  - "));
 }
 
-// Appends "kind: pattern" for each pattern of the names.
+// Appends "kind: name" for each name or summary of many.
 void report(std::vector<std::string>& problems, const std::string& kind,
     const std::vector<std::string>& names) {
   for (const std::string& line : summarize_names(names))
@@ -28,19 +28,14 @@ void report(std::vector<std::string>& problems, const std::string& kind,
 }
 
 std::map<std::string, std::string> read_weight_map(const fs::path& path) {
+  using Names = std::map<std::string, std::string>;
   const json index = read_json(path);
-  PITH_CHECK(index.is_object() && index.contains("weight_map") && index["weight_map"].is_object(),
-      "{}: there is no object weight_map", path.string());
-  std::map<std::string, std::string> result;
-  for (const auto& [name, value] : index["weight_map"].items()) {
-    PITH_CHECK(value.is_string(), "{}: weight_map: {} is not a string", path.string(), name);
-    auto file = value.get<std::string>();
-    // A file of this folder and nothing else: an index can't be trusted to stay inside.
+  const auto map = exactly<Names>(index.is_object() ? index.value("weight_map", json()) : index);
+  PITH_CHECK(map, "{}: there is no object weight_map of file names", path.string());
+  for (const auto& [name, file] : *map)  // in this folder: an index can't be trusted to stay inside
     PITH_CHECK(fs::path(file).filename() == file && file != ".." && file != ".",
         "{}: {} lies in {}, which is not a file name", path.string(), name, file);
-    result.emplace(name, std::move(file));
-  }
-  return result;
+  return *map;
 }
 
 // The two tensors of one (E, K, N) in MXFP4, whose matrices lie there transposed.
@@ -67,53 +62,20 @@ void import_packed(const HfFolder& folder, const ImportTarget& to) {
 
 }  // namespace
 
-std::vector<std::string> summarize_names(const std::vector<std::string>& names) {
-  // Numbers without leading zeros, in the order of their values.
-  const auto less = [](const std::string& a, const std::string& b) {
-    return std::pair(a.size(), a) < std::pair(b.size(), b);
-  };
-  using Texts = std::vector<std::string>;
-  std::map<Texts, std::set<Texts>> patterns;  // texts around the numbers; tuples of numbers there
-  for (const std::string& name : names) {
-    Texts texts(1), numbers;
-    bool in_number = false;
-    for (const char c : name) {
-      const bool digit = c >= '0' && c <= '9';
-      if (digit && !std::exchange(in_number, digit)) numbers.emplace_back(), texts.emplace_back();
-      in_number = digit;
-      (digit ? numbers : texts).back() += c;
-    }
-    patterns[texts].insert(std::move(numbers));
-  }
+std::vector<std::string> summarize_names(std::vector<std::string> names) {
+  std::ranges::sort(names, [](const std::string& a, const std::string& b) {
+    return ::strverscmp(a.c_str(), b.c_str()) < 0;  // numbers by their values
+  });
+  static const std::regex number("[0-9]+");
+  std::map<std::string, std::vector<std::string>> alike;
+  for (const std::string& name : names)
+    alike[std::regex_replace(name, number, "#")].push_back(name);
   std::vector<std::string> lines;
-  for (const auto& [texts, tuples] : patterns) {
-    const auto line_of = [&texts = texts](const auto& number) {
-      std::string line = texts[0];
-      for (size_t i = 1; i < texts.size(); ++i) line += number(i - 1) + texts[i];
-      return line;
-    };
-    size_t combinations = 1;
-    const std::string line = line_of([&, &tuples = tuples](size_t i) {
-      std::set<std::string, decltype(less)> place(less);
-      for (const Texts& tuple : tuples) place.insert(tuple[i]);
-      combinations *= place.size();
-      const std::string &first = *place.begin(), &last = *place.rbegin();
-      if (place.size() == 1) return first;
-      const bool range =
-          last.size() < 10 && std::stoul(last) - std::stoul(first) + 1 == place.size();
-      return range ? fmt::format("{{{}-{}}}", first, last)
-                   : fmt::format("{{{}}}", fmt::join(place, ","));
-    });
-    if (combinations == tuples.size() && tuples.size() > 1) {
-      lines.push_back(fmt::format("{} ({})", line, tuples.size()));
-      continue;
-    }
-    size_t listed = 0;
-    for (auto tuple = tuples.begin(); tuple != tuples.end() && listed < kListed; ++tuple, ++listed)
-      lines.push_back(line_of([&](size_t i) { return (*tuple)[i]; }));
-    if (kListed < tuples.size())
-      lines.push_back(
-          fmt::format("{} and {} more", fmt::join(texts, "#"), tuples.size() - kListed));
+  for (const auto& [pattern, group] : alike) {
+    if (group.size() <= kListed)
+      lines.insert(lines.end(), group.begin(), group.end());
+    else
+      lines.push_back(fmt::format("{} to {} ({})", group.front(), group.back(), group.size()));
   }
   return lines;
 }
@@ -182,7 +144,7 @@ Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales) {
       const float unit = scale[group] == 255 ? NAN : std::ldexp(1.0f, scale[group] - 127);
       for (int64_t i = group * kGroup; i < (group + 1) * kGroup; ++i) {
         const int code = block[i / 2] >> (i % 2 * 4);
-        value[i] = (code & 8 ? -unit : unit) * kMagnitude[static_cast<size_t>(code & 7)];
+        value[i] = (code & 8 ? -unit : unit) * kMagnitude[index(code & 7)];
       }
     }
   });
@@ -239,40 +201,39 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
   }
 }
 
-WeightFiles split_weights(const std::vector<NamedTensor>& weights, uint64_t shard_bytes) {
-  WeightFiles files;
-  uint64_t filled = 0;
-  for (const NamedTensor& weight : weights) {
-    const auto bytes = static_cast<uint64_t>(weight.second.numel()) * weight.second.element_size();
-    if (files.empty() || filled + bytes > shard_bytes) {
-      files.emplace_back();
-      filled = 0;
-    }
-    files.back().push_back(weight);
-    filled += bytes;
-  }
-  return files;
-}
-
-std::vector<WrittenFile> write_weight_files(
-    const fs::path& folder, const WeightFiles& weights, size_t first, size_t total) {
+std::vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
+    const std::vector<NamedTensor>& weights, uint64_t file_bytes) {
   std::vector<WrittenFile> written;
-  for (const auto& tensors : weights) {
-    const auto name =
-        fmt::format("model-{:05}-of-{:05}.safetensors", first + written.size() + 1, total);
-    written.push_back(write_safetensors(folder / name, tensors));
+  std::vector<NamedTensor> waiting;
+  uint64_t filled = 0;
+  const auto write = [&] {
+    const auto name = fmt::format("{}{}-{}.safetensors", kUnnumbered, writer, written.size());
+    written.push_back(write_safetensors(folder / name, std::exchange(waiting, {})));
+    filled = 0;
+  };
+  for (const NamedTensor& weight : weights) {
+    if (!waiting.empty() && filled + weight.second.nbytes() > file_bytes) write();
+    waiting.push_back(weight);
+    filled += weight.second.nbytes();
   }
+  if (!waiting.empty()) write();
   return written;
 }
 
-WrittenFile write_weight_index(const fs::path& folder, const std::vector<WrittenFile>& files) {
+WrittenFile write_weight_index(const fs::path& folder, std::span<WrittenFile> files) {
+  const auto is_weights = [](const auto& file) { return file.name.starts_with(kUnnumbered); };
+  const auto count = std::ranges::count_if(files, is_weights);
+  int64_t number = 0;
   uint64_t total = 0;
   json weight_map = json::object();
-  for (const WrittenFile& file : files) {
-    if (!file.name.starts_with("model-")) continue;
+  for (WrittenFile& file : files) {
+    if (!is_weights(file)) continue;
+    const auto name = fmt::format("model-{:05}-of-{:05}.safetensors", ++number, count);
+    fs::rename(folder / file.name, folder / name);
     for (const auto& [tensor, sum] : file.tensors)
-      PITH_CHECK(weight_map.emplace(tensor, file.name).second, "two weights named {}", tensor);
-    total += file.bytes - SafetensorsFile(folder / file.name).header().data_offset;
+      PITH_CHECK(weight_map.emplace(tensor, name).second, "two weights named {}", tensor);
+    total += file.bytes - SafetensorsFile(folder / name).header().data_offset;
+    file.name = name;
   }
   PITH_CHECK(!weight_map.empty(), "{}: there are no weights to write", folder.string());
   const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}};

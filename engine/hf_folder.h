@@ -9,24 +9,24 @@ namespace pith {
 // shards against each other, both ways, and lists every problem at once.
 class HfFolder {
  public:
-  explicit HfFolder(const std::filesystem::path& folder);
+  explicit HfFolder(const fs::path& folder);
   std::vector<std::string> names() const;
   const SafetensorsFile* file_of(const std::string& name) const {  // null: there is no such tensor
     const auto found = file_of_.find(name);
     return found == file_of_.end() ? nullptr : &files_[found->second];
   }
   Tensor tensor(const std::string& name) const;  // memory-mapped view
-  const std::filesystem::path& path() const { return path_; }
+  const fs::path& path() const { return path_; }
   const std::vector<SafetensorsFile>& files() const { return files_; }
  private:
-  std::filesystem::path path_;
+  fs::path path_;
   std::vector<SafetensorsFile> files_;
   std::map<std::string, size_t> file_of_;
 };
 
-// Names that differ only in numbers as one line each: "layers.{0-47}.experts.{0-127}.up_proj
-// (6144)", if every combination is there; else one by one.
-std::vector<std::string> summarize_names(const std::vector<std::string>& names);
+// More than three names that differ only in numbers become one line, in the order of these numbers:
+// "layers.0.experts.0.up_proj to layers.47.experts.127.up_proj (6144)".
+std::vector<std::string> summarize_names(std::vector<std::string> names);
 
 // Where elements [first, first + target.numel()) of a tensor go: flat, any float dtype.
 struct ImportTarget {
@@ -47,17 +47,12 @@ Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales);
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
     std::span<const std::string> optional_extra = {});
 
-inline constexpr uint64_t kWeightFileBytes = 5'000'000'000;
-
-// The steps of writing a folder, by several writers perhaps: which tensors share a file of at most
-// shard_bytes; the files model-0000i-of-0000n.safetensors, i = first + 1, ..., n = total; the index
-// (total_size, weight_map), once all files named model-* of `files` are there.
-using WeightFiles = std::vector<std::vector<NamedTensor>>;
-WeightFiles split_weights(
-    const std::vector<NamedTensor>& weights, uint64_t shard_bytes = kWeightFileBytes);
-std::vector<WrittenFile> write_weight_files(
-    const std::filesystem::path& folder, const WeightFiles& weights, size_t first, size_t total);
-WrittenFile write_weight_index(
-    const std::filesystem::path& folder, const std::vector<WrittenFile>& files);
+// The steps of writing a folder, by several writers perhaps: each writes its tensors, in order,
+// into files of at most file_bytes or one tensor; then one of them names all files so written, in
+// their order in `files`, model-0000i-of-0000n.safetensors and writes the index (total_size,
+// weight_map).
+std::vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
+    const std::vector<NamedTensor>& weights, uint64_t file_bytes = 5'000'000'000);
+WrittenFile write_weight_index(const fs::path& folder, std::span<WrittenFile> files);
 
 }  // namespace pith

@@ -6,13 +6,10 @@
 
 #include <nlohmann/json.hpp>
 
-#include "engine/file_io.h"
-
 namespace pith {
 namespace {
 
 using Json = nlohmann::ordered_json;
-namespace fs = std::filesystem;
 
 double unix_seconds() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
@@ -20,14 +17,14 @@ double unix_seconds() {
 }
 
 double tokens_per_second(const StepMetrics& m) {
-  return m.seconds > 0 ? static_cast<double>(m.tokens) / m.seconds : 0;
+  return m.seconds > 0 ? real(m.tokens) / m.seconds : 0;
 }
 
 // The extra values are not among them.
 Scalars scalars_of(const StepMetrics& m) {
   return {{"loss", m.loss}, {"balance_loss", m.balance_loss}, {"grad_norm", m.grad_norm},
       {"lr", m.lr}, {"seconds", m.seconds}, {"tokens_per_second", tokens_per_second(m)},
-      {"memory_gib", m.memory_gib}, {"memory_peak_gib", m.memory_peak_gib}};
+      {"memory_peak_gib", m.memory_peak_gib}};
 }
 
 Json expert_load(const Tensor& counts, bool all) {
@@ -65,33 +62,17 @@ std::string step_line(const StepMetrics& m) {
   return dump(line);
 }
 
-// Cuts a metrics.jsonl of an earlier run as MetricsLog's constructor promises.
-void cut_after(const fs::path& path, int64_t resumed_step) {
-  if (!fs::is_regular_file(path)) return;
+// Bytes of an earlier run's metrics.jsonl before the first step after `resumed_step` or half line.
+uint64_t kept_bytes(const fs::path& path, int64_t resumed_step) {
+  if (!fs::is_regular_file(path)) return 0;
   std::ifstream file(path, std::ios::binary);
-  std::string text;
   uint64_t kept = 0;
-  bool complete = true;  // the last line kept ends in a newline
-  while (std::getline(file, text)) {
-    const bool newline = !file.eof();
+  for (std::string text; std::getline(file, text) && !file.eof(); kept += text.size() + 1) {
     const Json line = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-    if (line.is_discarded() && !newline) break;
     const Json step = line.is_object() ? line.value("step", Json()) : Json();
     if (step.is_number_integer() && step.get<int64_t>() > resumed_step) break;
-    kept += text.size() + (newline ? 1 : 0);
-    complete = newline;
   }
-  file.close();
-  fs::resize_file(path, kept);
-  if (!complete) std::ofstream(path, std::ios::binary | std::ios::app) << '\n';
-}
-
-std::string duration_text(double seconds) {
-  const auto s = std::lround(std::min(seconds, 1e9));
-  if (s < 60) return fmt::format("{}s", s);
-  if (s < 3600) return fmt::format("{}m{:02}s", s / 60, s % 60);
-  if (s < 86400) return fmt::format("{}h{:02}m", s / 3600, s / 60 % 60);
-  return fmt::format("{}d{:02}h", s / 86400, s / 3600 % 24);
+  return kept;
 }
 
 void warn(const char* sink, const std::string& cause) {
@@ -120,24 +101,27 @@ std::string record(int64_t step, const std::string& content) {
 
 }  // namespace
 
-void MetricsLog::File::open(const fs::path& at, int64_t resumed_step) {
-  path = at;
-  try {
-    fs::create_directories(path.parent_path());
-    cut_after(path, resumed_step);
-    stream.open(path, std::ios::binary | std::ios::app);
-    if (!stream.is_open())
-      warn(name, fmt::format("{}: cannot be opened: {}", path.string(), std::strerror(errno)));
-  } catch (const fs::filesystem_error& error) { warn(name, error.what()); }
+void MetricsLog::Sink::attempt(const std::function<void()>& part) {
+  const std::string problem = problem_of(part);
+  if (problem.empty()) return;
+  warn(name, problem);
+  file.reset();
 }
 
-void MetricsLog::File::append(const std::string& bytes) {
-  if (!stream.is_open()) return;
-  stream << bytes << std::flush;
-  // A deleted file still takes what is written, so its name is looked up too.
-  if (stream.good() && access(path.c_str(), W_OK) == 0) return;
-  warn(name, fmt::format("{}: cannot be written: {}", path.string(), std::strerror(errno)));
-  stream.close();
+void MetricsLog::Sink::open(const fs::path& at, int64_t resumed_step) {
+  attempt([&] {
+    fs::create_directories(at.parent_path());
+    file.emplace(at, kept_bytes(at, resumed_step));
+  });
+}
+
+void MetricsLog::Sink::append(const std::string& bytes) {
+  if (!file) return;
+  attempt([&] {
+    file->append(bytes);
+    file->flush();
+    PITH_CHECK(fs::exists(file->path()), "{} was removed", file->path().string());
+  });
 }
 
 void MetricsLog::print_line(const std::string& text) {
@@ -151,10 +135,7 @@ MetricsLog::MetricsLog(const fs::path& run_folder, int64_t resumed_step, bool te
     : last_step_(resumed_step) {
   lines_.open(run_folder / "metrics.jsonl", resumed_step);
   if (!tensorboard) return;
-  char host[256] = "host";
-  gethostname(host, sizeof(host) - 1);
-  const auto file =
-      fmt::format("events.out.tfevents.{:010.0f}.{}.{}", unix_seconds(), host, getpid());
+  const auto file = fmt::format("events.out.tfevents.{:010.0f}.{}", unix_seconds(), getpid());
   events_.open(run_folder / "tensorboard" / file, resumed_step);
   events_.append(tensorboard_start(resumed_step));
 }
@@ -171,8 +152,7 @@ void MetricsLog::write(const StepMetrics& m) {
   if (recent_seconds_.size() > 21) recent_seconds_.pop_front();
   std::vector<double> sorted(recent_seconds_.begin(), recent_seconds_.end());
   std::ranges::sort(sorted);
-  print_line(
-      progress_line(m, sorted[sorted.size() / 2] * static_cast<double>(m.total_steps - m.step)));
+  print_line(progress_line(m, sorted[sorted.size() / 2] * real(m.total_steps - m.step)));
 }
 
 void MetricsLog::event(const std::string& name, const std::string& text) {
@@ -188,7 +168,7 @@ std::string progress_line(const StepMetrics& m, double seconds_left) {
           total.size(), total, m.loss, m.grad_norm, m.lr, human(tokens_per_second(m)));
   if (m.mfu > 0) line += fmt::format("  mfu {:4.1f} %", 100 * m.mfu);
   line += fmt::format("  mem {:5.1f} GiB", m.memory_peak_gib);
-  if (seconds_left >= 0) line += fmt::format("  left {}", duration_text(seconds_left));
+  if (seconds_left >= 0) line += fmt::format("  left {}", human_time(seconds_left));
   return line;
 }
 
@@ -200,6 +180,14 @@ std::string human(double value) {
       return fmt::format("{:.{}f}{}", value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0, unit);
   }
   return fmt::format("{:.0f}T", value / 1000);
+}
+
+std::string human_time(double seconds) {
+  const auto s = std::lround(std::min(seconds, 1e9));
+  if (s < 60) return fmt::format("{}s", s);
+  if (s < 3600) return fmt::format("{}m{:02}s", s / 60, s % 60);
+  if (s < 86400) return fmt::format("{}h{:02}m", s / 3600, s / 60 % 60);
+  return fmt::format("{}d{:02}h", s / 86400, s / 3600 % 24);
 }
 
 std::string tensorboard_start(int64_t resumed_step) {

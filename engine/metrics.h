@@ -2,6 +2,7 @@
 // is asked to stop.
 #pragma once
 #include "core/tensor.h"
+#include "engine/file_io.h"
 
 namespace pith {
 
@@ -17,41 +18,42 @@ struct StepMetrics {
   int64_t tokens_seen = 0;                 // since the start of the run
   double seconds = 0;                      // of this step
   double mfu = 0;                          // 0 .. 1; 0 = peak not known
-  double memory_gib = 0, memory_peak_gib = 0;
-  Scalars extra;         // "validation/loss", ...
-  Tensor expert_counts;  // (MoE layers, E) float64 on the CPU: choices of this step, or undefined
-  bool all_counts = false;  // write them, not only what they come to
+  double memory_peak_gib = 0;
+  Scalars extra;  // "validation/loss", ...
+  // (MoE layers, E) float64 on the CPU: choices of this step, or undefined; all_counts: write them,
+  // not only what they come to
+  Tensor expert_counts;
+  bool all_counts = false;
 };
 
 // Logging never stops training: a sink that can't be written is reported once and left out.
 //
-// metrics.jsonl holds one JSON object a line, flushed at once. A step has the fields of
-// StepMetrics, "time" (Unix seconds), "tokens_per_second" and the extra values under their names;
-// "expert_load" has, a MoE layer each, the largest load over the mean, the entropy of the loads
-// over that of even ones, the experts without tokens and, where all_counts says so, all experts'
-// tokens; "mfu" is null where the peak is not known. NaN and infinities, which JSON lacks, are null
-// too and stand in "nonfinite": {"loss": "nan"}. An event has "event", "time", "after_step" and
-// "text".
+// metrics.jsonl holds one JSON object a line, flushed at once: of a step the fields of StepMetrics,
+// "time" (Unix seconds), "tokens_per_second" and the extra values; "expert_load" has, a MoE layer
+// each, the largest load over the mean, the entropy of the loads over that of even ones, the
+// experts without tokens and at times all experts' tokens; "mfu" is null where the peak is not
+// known. NaN and infinities, which JSON lacks, are null and stand in "nonfinite": {"loss": "nan"}.
+// An event has "event", "time", "after_step" and "text".
 class MetricsLog {
  public:
   // Appends to run_folder/metrics.jsonl and, for TensorBoard, makes
-  // run_folder/tensorboard/events.out.tfevents.SECONDS.HOST.PID. An older metrics.jsonl is cut off
+  // run_folder/tensorboard/events.out.tfevents.SECONDS.PID. An older metrics.jsonl is cut off
   // before the first step after `resumed_step` (of a run that was killed) or a half-written line.
-  MetricsLog(const std::filesystem::path& run_folder, int64_t resumed_step, bool tensorboard);
+  MetricsLog(const fs::path& run_folder, int64_t resumed_step, bool tensorboard);
   void write(const StepMetrics& metrics);  // to all sinks, and the progress line to stdout
   // A line in metrics.jsonl and on stdout (resume, save, validation, stop).
   void event(const std::string& name, const std::string& text);
  private:
-  struct File {  // appended to, flushed at once
+  struct Sink {
     const char* name;
-    std::filesystem::path path = {};
-    std::ofstream stream = {};  // closed: left out
-    void open(const std::filesystem::path& at, int64_t resumed_step);
-    void append(const std::string& bytes);
+    std::optional<OutputFile> file = {};  // none: left out
+    void open(const fs::path& at, int64_t resumed_step);
+    void append(const std::string& bytes);  // and flushes
+    void attempt(const std::function<void()>& part);
   };
   void print_line(const std::string& text);
 
-  File lines_{"metrics.jsonl"}, events_{"TensorBoard files"};
+  Sink lines_{"metrics.jsonl"}, events_{"TensorBoard files"};
   bool print_ = true;
   int64_t last_step_;
   std::deque<double> recent_seconds_;  // of the last steps
@@ -61,8 +63,9 @@ class MetricsLog {
 // left 1h02m"; mem is the peak. What is not known (mfu, negative seconds_left) is left out.
 std::string progress_line(const StepMetrics& metrics, double seconds_left);
 
-// Three or four significant digits and a unit: "987", "12.3k", "4.56M".
+// Three or four significant digits and a unit: "987", "12.3k", "4.56M"; "42s", "1h02m", "3d01h".
 std::string human(double value);
+std::string human_time(double seconds);
 
 // Records of an event file: TFRecord frames (length u64, its masked CRC u32, bytes, their masked
 // CRC u32; little endian), each holding an Event (tensorflow/core/util/event.proto). The start of a
@@ -78,21 +81,20 @@ uint32_t masked_crc32c(std::string_view bytes);
 // kernel time and share; how much of the communication ran behind computing, how much alone.
 class Profile {
  public:
-  Profile(std::filesystem::path folder, int64_t rank, at::Device device);
+  Profile(fs::path folder, int64_t rank, at::Device device);
   ~Profile();
   Profile(const Profile&) = delete;
   Profile& operator=(const Profile&) = delete;
  private:
-  std::filesystem::path folder_;
+  fs::path folder_;
   int64_t rank_;
   at::Device device_;
 };
 
-// Ctrl-C and SIGTERM: the first asks for a save at the end of the step, the second exits at once.
-// Takes over SIGINT, SIGTERM and SIGUSR1 (how `pithtrain launch` and batch systems pass on a stop;
-// silent, and never ends the process by itself). The first one sets the flag and prints one line on
-// stderr; a second one exits with status 130, unless it follows within 0.1 s: `timeout` and some
-// launchers deliver a signal twice. Ignores SIGPIPE: a run outlives the reader of its output.
+// Ctrl-C, SIGTERM and SIGUSR1 (how `pithtrain launch` and batch systems pass on a stop; silent):
+// the first sets the flag and prints one line on stderr; a second one that is not SIGUSR1 exits
+// with status 130, unless it follows within 0.1 s: some launchers deliver a signal twice. Ignores
+// SIGPIPE: a run outlives the reader of its output.
 void install_signal_handlers();
 bool stop_requested();
 

@@ -16,7 +16,7 @@ struct ObjectiveResult {
 struct NextTokenLoss {
   ObjectiveResult operator()(const Tensor& hidden, Parameter& head, const MicroBatch& batch) const {
     // A batch without a trained token has loss 0 and no gradient, not 0 / 0.
-    const auto count = static_cast<double>(batch.global_trained_tokens);
+    const auto count = real(batch.global_trained_tokens);
     const CrossEntropy result =
         linear_cross_entropy(hidden, head, batch.labels, count > 0 ? 1 / count : 0);
     return {result.loss, result.loss_sum, result.logprobs};

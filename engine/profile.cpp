@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/profiler_kineto.h>
 
 #include "core/device.h"
-#include "engine/file_io.h"
 
 namespace pith {
 namespace {
@@ -21,7 +20,7 @@ double milliseconds(Spans spans) {
     sum += std::max(end, covered) - std::max(begin, covered);
     covered = std::max(end, covered);
   }
-  return static_cast<double>(sum) * 1e-6;
+  return real(sum) * 1e-6;
 }
 
 // What a trace says in words. On a CPU the operators take the kernels' place.
@@ -38,7 +37,7 @@ std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device
     both.push_back(span);
     first = std::min(first, span.first), last = std::max(last, span.second);
     auto& [ms, calls] = by_name[name];
-    ms += static_cast<double>(event.durationNs()) * 1e-6;
+    ms += real(event.durationNs()) * 1e-6;
     ++calls;
   }
   if (both.empty()) return "nothing was recorded\n";
@@ -60,7 +59,7 @@ std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device
 
 }  // namespace
 
-Profile::Profile(std::filesystem::path folder, int64_t rank, at::Device device)
+Profile::Profile(fs::path folder, int64_t rank, at::Device device)
     : folder_(std::move(folder)), rank_(rank), device_(device) {
   synchronize(device_);
   const settings::ProfilerConfig config(settings::ProfilerState::KINETO);

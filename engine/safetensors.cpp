@@ -17,28 +17,30 @@ constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {{"BF16", at::
     {"I32", at::kInt}, {"I16", at::kShort}, {"I8", at::kChar}, {"U8", at::kByte},
     {"F8_E4M3", at::kFloat8_e4m3fn}, {"BOOL", at::kBool}, {"F8_E5M2", at::kFloat8_e5m2}};
 
-std::vector<int64_t> integers(const json& list, const char* field, const std::string& place) {
-  PITH_CHECK(list.is_array() && list.size() <= kMostDimensions,
-      "{}: {} must be an array of at most {} dimensions", place, field, kMostDimensions);
-  for (const json& value : list)
-    PITH_CHECK(value.is_number_unsigned() && value.get<uint64_t>() <= INT64_MAX,
-        "{}: {} must hold integers from 0 to 2^63 - 1", place, field);
-  return list.get<std::vector<int64_t>>();
+struct StoredEntry {
+  std::string dtype;
+  std::vector<int64_t> shape;
+  std::array<int64_t, 2> data_offsets{};
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StoredEntry, dtype, shape, data_offsets)
+
+// A fraction may be outside the integers that it would be converted to.
+bool holds_fraction(const json& value) {
+  return value.is_number_float() ||
+         (value.is_structured() && std::ranges::any_of(value, holds_fraction));
 }
 
 TensorEntry parse_entry(const json& object, const std::string& place) {
-  PITH_CHECK(object.is_object(), "{} is not an object", place);
-  for (const char* field : {"dtype", "shape", "data_offsets"})
-    PITH_CHECK(object.contains(field), "{}: {} is missing", place, field);
-  PITH_CHECK(object.size() == 3, "{}: fields besides dtype, shape, data_offsets", place);
-  const auto* dtype = std::ranges::find_if(
-      kDtypes, [&](const auto& known) { return object["dtype"] == known.first; });
-  PITH_CHECK(
-      dtype != std::end(kDtypes), "{}: dtype {:.32} is not known", place, object["dtype"].dump());
-  const auto range = integers(object["data_offsets"], "data_offsets", place);
-  PITH_CHECK(range.size() == 2, "{}: data_offsets is not a pair", place);
-  TensorEntry entry{dtype->second, integers(object["shape"], "shape", place),
-      static_cast<uint64_t>(range[0]), static_cast<uint64_t>(range[1])};
+  const auto stored = holds_fraction(object) ? std::nullopt : exactly<StoredEntry>(object);
+  PITH_CHECK(stored && stored->shape.size() <= kMostDimensions && stored->data_offsets[0] >= 0 &&
+                 std::ranges::all_of(stored->shape, [](int64_t size) { return size >= 0; }),
+      "{}: not a dtype, a shape of at most {} dimensions and a pair of data_offsets: {:.200}",
+      place, kMostDimensions, object.dump());
+  const auto* dtype =
+      std::ranges::find(kDtypes, stored->dtype, [](auto& known) { return known.first; });
+  PITH_CHECK(dtype != std::end(kDtypes), "{}: dtype {:.32} is not known", place, stored->dtype);
+  TensorEntry entry{dtype->second, stored->shape, static_cast<uint64_t>(stored->data_offsets[0]),
+      static_cast<uint64_t>(stored->data_offsets[1])};
   // Zero-sized dimensions do not hide an overflow in the others: strides are computed from them.
   auto product = static_cast<int64_t>(c10::elementSize(entry.dtype));
   bool overflow = false;
@@ -96,16 +98,15 @@ SafetensorsHeader parse_safetensors_header(
     if (name != "__metadata__")
       header.tensors.emplace(name, parse_entry(value, fmt::format("{}: tensor {}", source, name)));
   }
-  const json metadata = document.value("__metadata__", json());
-  for (const auto& [key, text] : metadata.items()) {
-    PITH_CHECK(text.is_string(), "{}: __metadata__: {} is not a string", source, key);
-    header.metadata.emplace(key, text.get<std::string>());
-  }
+  const auto metadata =
+      exactly<std::map<std::string, std::string>>(document.value("__metadata__", json::object()));
+  PITH_CHECK(metadata, "{}: __metadata__ holds more than strings", source);
+  header.metadata = *metadata;
   check_layout(header, file_size - header.data_offset, source);
   return header;
 }
 
-SafetensorsFile::SafetensorsFile(const std::filesystem::path& path)
+SafetensorsFile::SafetensorsFile(const fs::path& path)
     : path_(path),
       file_(map_file(path)),
       header_(parse_safetensors_header(file_.bytes(), file_.size, path.string())) {}
@@ -132,8 +133,7 @@ Tensor SafetensorsFile::tensor(const std::string& name) const {
   return at::from_blob(const_cast<char*>(data.data()), entry.shape, keep, options);
 }
 
-WrittenFile write_safetensors(
-    const std::filesystem::path& path, const std::vector<NamedTensor>& tensors) {
+WrittenFile write_safetensors(const fs::path& path, const std::vector<NamedTensor>& tensors) {
   // Written as text: the order of the tensors is the caller's.
   std::string header = R"({"__metadata__":{"format":"pt"})";
   std::set<std::string_view> names;

@@ -25,14 +25,14 @@ SafetensorsHeader parse_safetensors_header(
 // A memory-mapped file; the mapping lives as long as any of its tensors.
 class SafetensorsFile {
  public:
-  explicit SafetensorsFile(const std::filesystem::path& path);
+  explicit SafetensorsFile(const fs::path& path);
   const SafetensorsHeader& header() const { return header_; }
-  const std::filesystem::path& path() const { return path_; }
+  const fs::path& path() const { return path_; }
   std::string_view bytes(const std::string& name) const;  // of one tensor, as stored
   // CPU; do not write to it. No copy, unless the data are not aligned to the dtype in this file.
   Tensor tensor(const std::string& name) const;
  private:
-  std::filesystem::path path_;
+  fs::path path_;
   MappedFile file_;
   SafetensorsHeader header_;
 };
@@ -41,7 +41,6 @@ using NamedTensor = std::pair<std::string, Tensor>;
 
 // Writes CPU tensors in the order given with metadata {"format": "pt"}; the same tensors give the
 // same bytes. Streams: at most one tensor is copied at a time (when it is not contiguous). fsyncs.
-WrittenFile write_safetensors(
-    const std::filesystem::path& path, const std::vector<NamedTensor>& tensors);
+WrittenFile write_safetensors(const fs::path& path, const std::vector<NamedTensor>& tensors);
 
 }  // namespace pith

@@ -10,8 +10,6 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   for (const auto& [name, p] : {std::pair{"top_p", options.top_p}, {"min_p", options.min_p}})
     PITH_CHECK(p >= 0 && p <= 1, "{} {}: must be in [0, 1]", name, p);
   PITH_CHECK(options.top_k >= 0, "top_k {}: must be at least 0", options.top_k);
-  PITH_CHECK(!logits.empty() && logits.size() <= std::numeric_limits<int32_t>::max(),
-      "sampling from {} logits", logits.size());
   size_t best = 0;
   for (size_t i = 0; i < logits.size(); ++i) {
     PITH_CHECK(logits[i] < std::numeric_limits<float>::infinity(),  // false for NaN
@@ -25,11 +23,11 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   std::vector<int32_t> ids(logits.size());
   std::iota(ids.begin(), ids.end(), 0);
   const auto likelier = [&](int32_t a, int32_t b) {
-    const float x = logits[static_cast<size_t>(a)], y = logits[static_cast<size_t>(b)];
+    const float x = logits[index(a)], y = logits[index(b)];
     return x != y ? x > y : a < b;
   };
   const auto weight = [&](int32_t id) {  // probability over that of the best token
-    const double difference = double{logits[static_cast<size_t>(id)]} - double{logits[best]};
+    const double difference = double{logits[index(id)]} - double{logits[best]};
     return std::exp(difference / options.temperature);
   };
   const auto total_weight = [&] {
@@ -38,7 +36,7 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   };
   if (options.top_k > 0 && options.top_k < std::ssize(ids)) {
     std::partial_sort(ids.begin(), ids.begin() + options.top_k, ids.end(), likelier);
-    ids.resize(static_cast<size_t>(options.top_k));
+    ids.resize(index(options.top_k));
   }
   if (options.top_p < 1) {
     const double wanted = options.top_p * total_weight();
@@ -56,7 +54,7 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
 
   const Philox4 bits = philox(stream_key(options.seed, "sampling"), draw_index);
   const uint64_t high = bits.word[0] >> 5, low = bits.word[1] >> 6;  // 53 bits: uniform in [0, 1)
-  const double target = static_cast<double>((high << 26) | low) * 0x1p-53 * total_weight();
+  const double target = real((high << 26) | low) * 0x1p-53 * total_weight();
   double sum = 0;
   int32_t drawn = static_cast<int32_t>(best);
   for (const int32_t id : ids) {

@@ -5,7 +5,7 @@ namespace {
 
 // Chunk of the whole model that a pass of rank r is about.
 size_t chunk_of(int64_t ranks, size_t rank, const Pass& pass) {
-  return pass.chunk == 0 ? rank : 2 * static_cast<size_t>(ranks) - 1 - rank;
+  return pass.chunk == 0 ? rank : 2 * index(ranks) - 1 - rank;
 }
 
 // Builds one rank's list, counting micro-batches by itself.
@@ -68,7 +68,6 @@ double cost_of(const Action& action, const std::vector<StageCosts>& costs, HeadC
 
 std::vector<Action> make_schedule(
     int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head) {
-  PITH_CHECK(ranks >= 1 && rank >= 0 && rank < ranks, "schedule of rank {} of {}", rank, ranks);
   PITH_CHECK(n >= 1, "a step needs at least one micro-batch");
   if (ranks > 1 && n < 2 * ranks)
     PITH_FAIL_HINT("raise training.global_batch or lower training.micro_batch",
@@ -119,10 +118,8 @@ std::string to_string(const std::vector<Action>& schedule) {
 
 Simulation simulate(
     int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs, HeadCosts head) {
-  PITH_CHECK(costs.size() == static_cast<size_t>(2 * ranks),
-      "simulate: {} chunk costs for {} ranks, expected {}", costs.size(), ranks, 2 * ranks);
   constexpr double kNever = std::numeric_limits<double>::infinity();
-  const auto count = static_cast<size_t>(ranks);
+  const auto count = index(ranks);
   Simulation result;
   result.intervals.resize(count);
   result.peak_activations.assign(count, 0);
@@ -132,9 +129,8 @@ Simulation simulate(
     result.actions.push_back(make_schedule(ranks, rank, n, overlap, head.share > 0));
   // When a micro-batch leaves each station of its way: the chunks forward, rank 1's share of the
   // head, the chunks in reverse back.
-  std::vector<std::vector<double>> left(
-      4 * count + 1, std::vector<double>(static_cast<size_t>(n), kNever));
-  std::vector<double> at_head(static_cast<size_t>(n), kNever);  // when it comes to the head
+  std::vector<std::vector<double>> left(4 * count + 1, std::vector<double>(index(n), kNever));
+  std::vector<double> at_head(index(n), kNever);  // when it comes to the head
 
   for (bool moved = true; moved;) {
     moved = false;
@@ -151,13 +147,13 @@ Simulation simulate(
         for (const Pass& pass : action) {
           if (pass.kind == Pass::weight || station(pass) == 0) continue;
           const auto& before = pass.kind == Pass::head ? at_head : left[station(pass) - 1];
-          begin = std::max(begin, before[static_cast<size_t>(pass.microbatch)]);
+          begin = std::max(begin, before[index(pass.microbatch)]);
         }
         if (begin == kNever) break;
         const double cost = cost_of(action, costs, head, ranks, r);
         for (const Pass& pass : action) {
           if (pass.kind == Pass::weight) continue;
-          const auto m = static_cast<size_t>(pass.microbatch);
+          const auto m = index(pass.microbatch);
           left[station(pass)][m] = begin + cost;
           if (station(pass) + 1 == 2 * count) {
             at_head[m] = begin + cost - head.cost * (1 - head.share);
@@ -183,74 +179,51 @@ Simulation simulate(
   return result;
 }
 
-std::string draw_text(const Simulation& simulation, size_t columns) {
-  std::string text;
-  const double scale = static_cast<double>(columns) / simulation.makespan;
-  for (size_t r = 0; r < simulation.actions.size(); ++r) {
-    std::string line(columns, '.');
-    for (size_t i = 0; i < simulation.actions[r].size(); ++i) {
-      const Action& action = simulation.actions[r][i];
-      const auto [begin, end] = simulation.intervals[r][i];
-      const Pass& pass = action[0];
-      const char letter = action.size() > 1                   ? 'x'
-                          : pass.kind == Pass::backward_input ? 'B'
-                                                              : static_cast<char>(pass.kind);
-      const auto first = static_cast<size_t>(std::lround(begin * scale));
-      const auto last = std::min(columns, static_cast<size_t>(std::lround(end * scale)));
-      for (size_t c = first; c < last; ++c) line[c] = letter;
-      if (first < last && pass.chunk == 1 && letter != 'x')
-        line[first] = static_cast<char>(std::tolower(letter));
-    }
-    text += fmt::format("rank {:>2} |{}|\n", r, line);
-  }
-  return text;
-}
-
 std::string draw_svg(const Simulation& simulation) {
   constexpr double kWidth = 1200, kRow = 26;
   const double scale = kWidth / simulation.makespan;
-  const auto height = kRow * static_cast<double>(simulation.actions.size()) + 24;
+  const double height = kRow * real(simulation.actions.size()) + 24;
   std::string svg = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{:.0f}\" height=\"{:.0f}\" "
       "font-family=\"monospace\" font-size=\"9\">\n",
       kWidth + 60, height);
+  const auto write = [&](double x, double y, const std::string& text) {
+    svg += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>\n", x, y, text);
+  };
   for (size_t r = 0; r < simulation.actions.size(); ++r) {
-    const double top = 4 + kRow * static_cast<double>(r);
-    svg += fmt::format("<text x=\"2\" y=\"{:.1f}\">rank {}</text>\n", top + kRow / 2 + 3, r);
+    const double top = 4 + kRow * real(r);
+    write(2, top + kRow / 2 + 3, fmt::format("rank {}", r));
     for (size_t i = 0; i < simulation.actions[r].size(); ++i) {
       const Action& action = simulation.actions[r][i];
       const auto [begin, end] = simulation.intervals[r][i];
-      const double h = (kRow - 2) / static_cast<double>(action.size());
+      const double x = 55 + begin * scale, width = (end - begin) * scale;
+      const double h = (kRow - 2) / real(action.size());
       double y = top;
       for (const Pass& pass : action) {
-        const char* color = pass.kind == Pass::forward  ? pass.chunk == 0 ? "#f5c26b" : "#f3dfa2"
+        const bool light = pass.chunk == 1;
+        const char* color = pass.kind == Pass::forward  ? light ? "#f3dfa2" : "#f5c26b"
                             : pass.kind == Pass::weight ? "#9cc79c"
                             : pass.kind == Pass::head   ? "#f5a9a9"
-                            : pass.chunk == 0           ? "#7fb3d5"
-                                                        : "#b3d4ea";
+                            : light                     ? "#b3d4ea"
+                                                        : "#7fb3d5";
         svg += fmt::format(
             "<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" fill=\"{}\" "
-            "stroke=\"white\"/>",
-            55 + begin * scale, y, (end - begin) * scale, h, color);
-        if ((end - begin) * scale > 14)
-          svg += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>", 57 + begin * scale,
-              y + h / 2 + 3, pass.microbatch);
-        svg += '\n';
+            "stroke=\"white\"/>\n",
+            x, y, width, h, color);
+        if (width > 14) write(x + 2, y + h / 2 + 3, std::to_string(pass.microbatch));
         y += h;
       }
     }
   }
-  svg += fmt::format(
-      "<text x=\"55\" y=\"{:.1f}\">yellow forward, blue backward, green weight gradients, red "
-      "head; dark "
-      "chunk r, light chunk 2P-1-r; halves: a forward against a backward</text>\n</svg>\n",
-      height - 6);
-  return svg;
+  write(55, height - 6,
+      "yellow forward, blue backward, green weight gradients, red head; dark chunk r, light chunk "
+      "2P-1-r; halves: a forward against a backward");
+  return svg + "</svg>\n";
 }
 
 std::vector<int64_t> balance_chunks(
     int64_t ranks, const std::vector<double>& layer_cost, HeadCosts head) {
-  const auto chunks = static_cast<size_t>(2 * ranks);
+  const auto chunks = index(2 * ranks);
   // The step of a long run takes as long as the slowest pair of the main phase and the bubble.
   const auto step_time = [&](const std::vector<int64_t>& counts) {
     std::vector<StageCosts> costs;

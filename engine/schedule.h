@@ -55,7 +55,6 @@ struct Simulation {
 Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs,
     HeadCosts head = {});
 
-std::string draw_text(const Simulation& simulation, size_t columns = 100);
 std::string draw_svg(const Simulation& simulation);
 
 // Layers of each of 2 * ranks chunks such that the simulated step is shortest: layer_cost for each

@@ -189,14 +189,15 @@ ModelEnds::ModelEnds(const ModelConfig& config, const ModelPart& part) {
   };
   if (part.embedding || (part.head && config.tie_embeddings))
     embedding = table(config.prefix + "embed_tokens.weight");
-  if (part.head) norm = norm_weight(config.prefix + "norm.weight", config.hidden_size);
+  if (part.head)
+    norm = norm_weight(config.prefix + "norm.weight", config.hidden_size, config.zero_centred);
   if (part.head && !config.tie_embeddings) head = table("lm_head.weight");
 }
 
 std::string layer_prefix(int64_t index) { return fmt::format("model.layers.{}.", index); }
 
-Parameter norm_weight(const std::string& name, int64_t size) {
-  return Parameter(name, {size}, ParameterGroup::norm, Init::ones);
+Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred) {
+  return Parameter(name, {size}, ParameterGroup::norm, zero_centred ? Init::zeros : Init::ones);
 }
 
 Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden) {

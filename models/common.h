@@ -3,6 +3,8 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "models/model.h"
+#include "operators/embedding.h"
+#include "operators/rms_norm.h"
 
 namespace pith {
 
@@ -67,16 +69,43 @@ struct ModelEnds {
   ModelEnds(const ModelConfig& config, const ModelPart& part);
   Parameter& head_weight() { return head.shape.empty() ? embedding : head; }  // or tied
 };
-// The model's units of sharding.
-template <class Layer>
-std::vector<std::vector<Parameter*>> units_of(ModelEnds& ends, std::deque<Layer>& layers) {
-  std::vector<std::vector<Parameter*>> units;
-  if (!ends.embedding.shape.empty()) units.push_back({&ends.embedding});
-  for (Layer& layer : layers) units.push_back(layer.parameters());
-  if (!ends.norm.shape.empty()) units.push_back({&ends.norm});
-  if (!ends.head.shape.empty()) units.back().push_back(&ends.head);
-  return units;
-}
+// The layers of a family and what surrounds them; no step of a layer is here.
+template <class FamilyConfig, class FamilyLayer>
+class Decoder {
+ public:
+  using Config = FamilyConfig;
+  using Layer = FamilyLayer;
+
+  Decoder(Config config, const ModelPart& part)
+      : config_(std::move(config)), part_(part), ends_(config_, part) {
+    for (const int64_t index : part.layers)
+      layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
+  }
+  const Config& config() const { return config_; }
+  Tensor embed(const Tensor& tokens) { return embedding(tokens, ends_.embedding); }
+  Layer& layer(int64_t index) { return layers_[part_.place_of(index)]; }
+  Tensor final_norm(const Tensor& hidden) {
+    return rms_norm(hidden, ends_.norm, config_.rms_norm_eps, config_.zero_centred);
+  }
+  Parameter& head_weight() { return ends_.head_weight(); }
+  RotaryTable rotary(int64_t num_positions, at::Device device) const {
+    return make_rotary_table(
+        num_positions, config_.rotary_dim, config_.rope_theta, device, config_.yarn);
+  }
+  std::vector<std::vector<Parameter*>> parameter_units() {
+    std::vector<std::vector<Parameter*>> units;
+    if (!ends_.embedding.shape.empty()) units.push_back({&ends_.embedding});
+    for (Layer& layer : layers_) units.push_back(layer.parameters());
+    if (!ends_.norm.shape.empty()) units.push_back({&ends_.norm});
+    if (!ends_.head.shape.empty()) units.back().push_back(&ends_.head);
+    return units;
+  }
+ private:
+  Config config_;
+  ModelPart part_;
+  ModelEnds ends_;
+  std::deque<Layer> layers_;  // a deque: operators keep the addresses of parameters
+};
 
 // The size of a model by its parameters. mixing: floating-point operations of a token's attention,
 // forward and backward pass.
@@ -100,7 +129,7 @@ ModelSize size_of(const typename Model::Config& config, double mixing, int64_t a
 }
 
 std::string layer_prefix(int64_t index);
-Parameter norm_weight(const std::string& name, int64_t size);
+Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred = false);
 // Query, key and value projections as one parameter (q_size + 2 kv_size, hidden).
 Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden);
 // Gate and up projections as one parameter (2 width, hidden): gate rows, then up rows.

@@ -17,7 +17,7 @@ constexpr double kLatentEps = 1e-6;  // of the latents' norms, whatever rms_norm
 
 // One projection: queries or their latent, then the latent of keys and values with the rotary key.
 Parameter in_weight(const DeepseekV2Config& c, const std::string& prefix) {
-  const int64_t h = c.hidden_size, kv = c.kv_rank + c.rope_dim;
+  const int64_t h = c.hidden_size, kv = c.kv_rank + c.rotary_dim;
   const int64_t q = c.q_rank > 0 ? c.q_rank : c.num_heads * c.qk_dim();
   return Parameter(prefix + "in_proj.weight", {q + kv, h},
       {{prefix + (c.q_rank > 0 ? "q_a_proj.weight" : "q_proj.weight"), {q, h}, 0},
@@ -36,7 +36,7 @@ DeepseekV2Config DeepseekV2Config::parse(const json& object, const std::string& 
   c.q_rank = fields.count_or("q_lora_rank", 0);
   c.kv_rank = fields.count("kv_lora_rank");
   c.plain_dim = fields.count("qk_nope_head_dim");
-  c.rope_dim = fields.count("qk_rope_head_dim");
+  c.rotary_dim = fields.count("qk_rope_head_dim");
   c.v_dim = fields.count("v_head_dim");
   c.num_experts = fields.count("n_routed_experts");
   c.shared_experts = fields.count_or("n_shared_experts", 0, 0);
@@ -59,7 +59,7 @@ DeepseekV2Config DeepseekV2Config::parse(const json& object, const std::string& 
   if (c.experts_per_token > c.num_experts / c.groups * c.topk_groups)
     fields.problem(
         "num_experts_per_tok", "must not be larger than the number of experts to choose from");
-  if (c.rope_dim % 2 != 0) fields.problem("qk_rope_head_dim", "must be even");
+  if (c.rotary_dim % 2 != 0) fields.problem("qk_rope_head_dim", "must be even");
   if (c.dense_layers > 0 && !fields.has("intermediate_size"))
     fields.problem("intermediate_size", "is missing");
   fields.only("num_key_value_heads", c.num_heads);
@@ -92,7 +92,7 @@ ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
     // hidden, norm output, residual, rows, sums of experts and shared experts, output; latents
     // before and after their norms, queries, rotary key, attention output; each slot's row, gate
     // and up, activation, result; the same of what every token passes.
-    activations += 7 * h + 2 * (q_rank + kv_rank) + q + rope_dim + out +
+    activations += 7 * h + 2 * (q_rank + kv_rank) + q + rotary_dim + out +
                    slots * (2 * h + 3 * moe_intermediate_size) + 3 * always;
   }
   // Attention: 2 (length / 2) heads (Dqk + Dv) forward, three times that with the backward pass.
@@ -150,7 +150,7 @@ Tensor DeepseekV2Layer::mix_tokens(const LayerContext& context, const Tensor& no
   const int64_t tokens = normed.size(0), heads = c.num_heads;
   const MicroBatch& batch = context.batch;
   const std::vector<Tensor> parts = at::split_with_sizes(
-      linear(normed, in_), {in_.shape[0] - c.kv_rank - c.rope_dim, c.kv_rank, c.rope_dim}, 1);
+      linear(normed, in_), {in_.shape[0] - c.kv_rank - c.rotary_dim, c.kv_rank, c.rotary_dim}, 1);
   // A copy is normalised, so that the backward pass does not keep the whole projection.
   const auto latent_norm = [](const Tensor& x, Parameter& weight) {
     return rms_norm(x.contiguous(), weight, kLatentEps);
@@ -198,17 +198,6 @@ Tensor DeepseekV2Layer::experts(
   const Tensor gate_up = grouped_linear(permute(rows, plan), experts_gate_up_, plan);  // (S, 2 I)
   const Tensor out = grouped_linear(swiglu(gate_up), experts_down_, plan);             // (S, H)
   return unpermute(out, row_weight, plan);
-}
-
-DeepseekV2Model::DeepseekV2Model(Config config, const ModelPart& part)
-    : config_(std::move(config)), part_(part), ends_(config_, part) {
-  for (const int64_t index : part.layers)
-    layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
-}
-
-RotaryTable DeepseekV2Model::rotary(int64_t num_positions, at::Device device) const {
-  return make_rotary_table(
-      num_positions, config_.rope_dim, config_.rope_theta, device, config_.yarn);
 }
 
 }  // namespace pith

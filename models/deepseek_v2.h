@@ -2,19 +2,16 @@
 // softmax top-k routing with or without groups, shared experts, first layers dense.
 #pragma once
 #include "models/common.h"
-#include "operators/embedding.h"
-#include "operators/rms_norm.h"
 
 namespace pith {
 
 struct DeepseekV2Config : ModelConfig {
-  int64_t q_rank, kv_rank;             // of the latents; q_rank 0: queries without one
-  int64_t plain_dim, rope_dim, v_dim;  // a head's query and key: plain_dim + rope_dim
-  int64_t dense_layers;                // the first
-  int64_t shared_experts;              // each as wide as an expert
-  int64_t groups, topk_groups;         // of experts; equal: the choice is not limited
+  int64_t q_rank, kv_rank;      // of the latents; q_rank 0: queries without one
+  int64_t plain_dim, v_dim;     // a head's query and key: plain_dim + rotary_dim
+  int64_t dense_layers;         // the first
+  int64_t shared_experts;       // each as wide as an expert
+  int64_t groups, topk_groups;  // of experts; equal: the choice is not limited
   double routed_scale, softmax_scale;
-  Yarn yarn;
 
   // Reads a Hugging Face config.json in either style (rope_theta and rope_scaling, or
   // rope_parameters). Every missing, ill-typed or unsupported field is listed in one Error.
@@ -23,7 +20,7 @@ struct DeepseekV2Config : ModelConfig {
   std::string to_json(at::ScalarType dtype) const;
   ModelSize size(int64_t sequence_length) const;
 
-  int64_t qk_dim() const { return plain_dim + rope_dim; }
+  int64_t qk_dim() const { return plain_dim + rotary_dim; }
 };
 
 class DeepseekV2Layer {
@@ -53,27 +50,7 @@ class DeepseekV2Layer {
   Parameter gate_up_, down_;                           // dense, or the shared experts as one
 };
 
-class DeepseekV2Model {
- public:
-  using Config = DeepseekV2Config;
-  using Layer = DeepseekV2Layer;
-
-  DeepseekV2Model(Config config, const ModelPart& part);
-  const Config& config() const { return config_; }
-  Tensor embed(const Tensor& tokens) { return embedding(tokens, ends_.embedding); }
-  Layer& layer(int64_t index) { return layers_[part_.place_of(index)]; }
-  Tensor final_norm(const Tensor& hidden) {
-    return rms_norm(hidden, ends_.norm, config_.rms_norm_eps);
-  }
-  Parameter& head_weight() { return ends_.head_weight(); }
-  RotaryTable rotary(int64_t num_positions, at::Device device) const;
-  std::vector<std::vector<Parameter*>> parameter_units() { return units_of(ends_, layers_); }
- private:
-  Config config_;
-  ModelPart part_;
-  ModelEnds ends_;
-  std::deque<Layer> layers_;  // a deque: operators keep the addresses of parameters
-};
+using DeepseekV2Model = Decoder<DeepseekV2Config, DeepseekV2Layer>;
 static_assert(DecoderModel<DeepseekV2Model>);
 
 }  // namespace pith

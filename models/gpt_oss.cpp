@@ -20,7 +20,7 @@ GptOssConfig GptOssConfig::parse(const json& object, const std::string& source) 
   c.intermediate_size = c.moe_intermediate_size;  // no layer is dense
   c.rms_norm_eps = fields.number("rms_norm_eps", 1e-5);
   c.num_kv_heads = fields.count_or("num_key_value_heads", 8);
-  c.head_dim = fields.count_or("head_dim", 64);
+  c.rotary_dim = c.head_dim = fields.count_or("head_dim", 64);
   c.max_positions = fields.count_or("max_position_embeddings", 131072);
   c.num_experts = fields.count("num_local_experts");
   c.window = fields.count_or("sliding_window", 128);
@@ -144,17 +144,6 @@ Tensor GptOssLayer::experts(
 Tensor GptOssLayer::aggregate(
     const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor&) {
   return attended.residual + returned;
-}
-
-GptOssModel::GptOssModel(Config config, const ModelPart& part)
-    : config_(std::move(config)), part_(part), ends_(config_, part) {
-  for (const int64_t index : part.layers)
-    layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
-}
-
-RotaryTable GptOssModel::rotary(int64_t num_positions, at::Device device) const {
-  return make_rotary_table(
-      num_positions, config_.head_dim, config_.rope_theta, device, config_.yarn);
 }
 
 }  // namespace pith

@@ -2,8 +2,6 @@
 // biases, softmax over the chosen experts, clamped SwiGLU.
 #pragma once
 #include "models/common.h"
-#include "operators/embedding.h"
-#include "operators/rms_norm.h"
 
 namespace pith {
 
@@ -11,7 +9,6 @@ struct GptOssConfig : ModelConfig {
   int64_t num_kv_heads, head_dim;
   std::vector<bool> windowed;  // per layer (before cut_layers)
   double swiglu_alpha, swiglu_limit;
-  Yarn yarn;
 
   // Reads a Hugging Face config.json in either style (rope_theta and rope_scaling, or
   // rope_parameters), of weights in MXFP4 or not. Every missing, ill-typed or unsupported field is
@@ -42,27 +39,7 @@ class GptOssLayer {
   Parameter gate_up_, gate_up_bias_, down_, down_bias_;
 };
 
-class GptOssModel {
- public:
-  using Config = GptOssConfig;
-  using Layer = GptOssLayer;
-
-  GptOssModel(Config config, const ModelPart& part);
-  const Config& config() const { return config_; }
-  Tensor embed(const Tensor& tokens) { return embedding(tokens, ends_.embedding); }
-  Layer& layer(int64_t index) { return layers_[part_.place_of(index)]; }
-  Tensor final_norm(const Tensor& hidden) {
-    return rms_norm(hidden, ends_.norm, config_.rms_norm_eps);
-  }
-  Parameter& head_weight() { return ends_.head_weight(); }
-  RotaryTable rotary(int64_t num_positions, at::Device device) const;
-  std::vector<std::vector<Parameter*>> parameter_units() { return units_of(ends_, layers_); }
- private:
-  Config config_;
-  ModelPart part_;
-  ModelEnds ends_;
-  std::deque<Layer> layers_;  // a deque: operators keep the addresses of parameters
-};
+using GptOssModel = Decoder<GptOssConfig, GptOssLayer>;
 static_assert(DecoderModel<GptOssModel>);
 
 }  // namespace pith

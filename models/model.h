@@ -116,6 +116,9 @@ struct ModelConfig {
   int64_t num_experts, experts_per_token, moe_intermediate_size;
   int64_t intermediate_size;  // of dense layers
   double rms_norm_eps, rope_theta;
+  int64_t rotary_dim;         // of a head, or of the part that is turned
+  Yarn yarn = {};             // of families that have it
+  bool zero_centred = false;  // norms multiply by 1 + weight
   bool tie_embeddings;
   int64_t window = 0;             // of the layers that have one, the token itself included
   std::string prefix = "model.";  // of the names on disk, but lm_head.weight

@@ -43,6 +43,7 @@ Qwen35MoeConfig Qwen35MoeConfig::parse(const json& object, const std::string& so
   c.fused_experts = nested;
   c.num_kv_heads = fields.count_or("num_key_value_heads", 2);
   c.head_dim = fields.count_or("head_dim", 256);
+  c.zero_centred = true;
   c.max_positions = fields.count_or("max_position_embeddings", 32768);
   c.num_experts = fields.count("num_experts");
   c.intermediate_size = c.moe_intermediate_size;  // no layer is dense
@@ -129,11 +130,8 @@ Qwen35MoeLayer::Qwen35MoeLayer(
   const auto matrix = [](const std::string& name, int64_t out, int64_t in, Init init) {
     return Parameter(name, {out, in}, ParameterGroup::matrix, init);
   };
-  const auto centred = [](const std::string& name, int64_t size) {
-    return Parameter(name, {size}, ParameterGroup::norm, Init::zeros);
-  };
-  input_norm_ = centred(prefix + "input_layernorm.weight", h);
-  post_norm_ = centred(prefix + "post_attention_layernorm.weight", h);
+  input_norm_ = norm_weight(prefix + "input_layernorm.weight", h, /*zero_centred=*/true);
+  post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h, /*zero_centred=*/true);
   if (delta_) {
     const int64_t heads = c.value_heads, z = c.channels(), b = z + c.values(), a = b + heads;
     in_ = Parameter(mixer + "in_proj.weight", {a + heads, h},
@@ -149,8 +147,8 @@ Qwen35MoeLayer::Qwen35MoeLayer(
     out_ = matrix(mixer + "out_proj.weight", h, c.values(), Init::output_normal);
   } else {
     in_ = qkv_weight(mixer, 2 * q, c.num_kv_heads * c.head_dim, h);
-    q_norm_ = centred(mixer + "q_norm.weight", c.head_dim);
-    k_norm_ = centred(mixer + "k_norm.weight", c.head_dim);
+    q_norm_ = norm_weight(mixer + "q_norm.weight", c.head_dim, /*zero_centred=*/true);
+    k_norm_ = norm_weight(mixer + "k_norm.weight", c.head_dim, /*zero_centred=*/true);
     out_ = matrix(mixer + "o_proj.weight", h, q, Init::output_normal);
   }
   router_ =
@@ -266,17 +264,6 @@ Tensor Qwen35MoeLayer::experts(
   const Tensor gate_up = grouped_linear(permute(rows, plan), experts_gate_up_, plan);  // (S, 2 I)
   const Tensor out = grouped_linear(swiglu(gate_up), experts_down_, plan);             // (S, H)
   return unpermute(out, row_weight, plan);
-}
-
-Qwen35MoeModel::Qwen35MoeModel(Config config, const ModelPart& part)
-    : config_(std::move(config)), part_(part), ends_(config_, part) {
-  ends_.norm.init = Init::zeros;
-  for (const int64_t index : part.layers)
-    layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
-}
-
-RotaryTable Qwen35MoeModel::rotary(int64_t num_positions, at::Device device) const {
-  return make_rotary_table(num_positions, config_.rotary_dim, config_.rope_theta, device);
 }
 
 }  // namespace pith

@@ -2,13 +2,11 @@
 // with an output gate and partly rotated heads; zero-centred RMSNorm; a gated shared expert.
 #pragma once
 #include "models/common.h"
-#include "operators/embedding.h"
-#include "operators/rms_norm.h"
 
 namespace pith {
 
 struct Qwen35MoeConfig : ModelConfig {
-  int64_t num_kv_heads, head_dim, rotary_dim;                // of attention
+  int64_t num_kv_heads, head_dim;                            // of attention
   int64_t key_heads, value_heads, key_dim, value_dim, taps;  // of delta nets
   int64_t shared_width;
   std::vector<bool> delta;  // per layer (before cut_layers): delta net or attention
@@ -54,27 +52,7 @@ class Qwen35MoeLayer {
   Parameter shared_gate_up_, shared_down_, shared_gate_;
 };
 
-class Qwen35MoeModel {
- public:
-  using Config = Qwen35MoeConfig;
-  using Layer = Qwen35MoeLayer;
-
-  Qwen35MoeModel(Config config, const ModelPart& part);
-  const Config& config() const { return config_; }
-  Tensor embed(const Tensor& tokens) { return embedding(tokens, ends_.embedding); }
-  Layer& layer(int64_t index) { return layers_[part_.place_of(index)]; }
-  Tensor final_norm(const Tensor& hidden) {
-    return rms_norm(hidden, ends_.norm, config_.rms_norm_eps, /*zero_centred=*/true);
-  }
-  Parameter& head_weight() { return ends_.head_weight(); }
-  RotaryTable rotary(int64_t num_positions, at::Device device) const;
-  std::vector<std::vector<Parameter*>> parameter_units() { return units_of(ends_, layers_); }
- private:
-  Config config_;
-  ModelPart part_;
-  ModelEnds ends_;
-  std::deque<Layer> layers_;  // a deque: operators keep the addresses of parameters
-};
+using Qwen35MoeModel = Decoder<Qwen35MoeConfig, Qwen35MoeLayer>;
 static_assert(DecoderModel<Qwen35MoeModel>);
 
 }  // namespace pith

@@ -37,7 +37,7 @@ Qwen3MoeConfig Qwen3MoeConfig::parse(const json& object, const std::string& sour
   Qwen3MoeConfig c;
   read_common(fields, c, "qwen3_moe");
   c.num_kv_heads = fields.count_or("num_key_value_heads", c.num_heads);
-  c.head_dim = fields.count_or("head_dim", c.hidden_size / c.num_heads);
+  c.rotary_dim = c.head_dim = fields.count_or("head_dim", c.hidden_size / c.num_heads);
   c.max_positions = fields.count_or("max_position_embeddings", 32768);
   c.num_experts =
       fields.count(fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
@@ -159,16 +159,6 @@ Tensor Qwen3MoeLayer::experts(
   const Tensor gate_up = grouped_linear(permute(rows, plan), experts_gate_up_, plan);  // (S, 2 I)
   const Tensor out = grouped_linear(swiglu(gate_up), experts_down_, plan);             // (S, H)
   return unpermute(out, row_weight, plan);
-}
-
-Qwen3MoeModel::Qwen3MoeModel(Config config, const ModelPart& part)
-    : config_(std::move(config)), part_(part), ends_(config_, part) {
-  for (const int64_t index : part.layers)
-    layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
-}
-
-RotaryTable Qwen3MoeModel::rotary(int64_t num_positions, at::Device device) const {
-  return make_rotary_table(num_positions, config_.head_dim, config_.rope_theta, device);
 }
 
 }  // namespace pith

@@ -2,8 +2,6 @@
 // rotary embedding, softmax top-k routing, SwiGLU experts; some layers may be dense.
 #pragma once
 #include "models/common.h"
-#include "operators/embedding.h"
-#include "operators/rms_norm.h"
 
 namespace pith {
 
@@ -42,27 +40,7 @@ class Qwen3MoeLayer {
   Parameter gate_up_, down_;                           // dense: (2 F, H), (H, F)
 };
 
-class Qwen3MoeModel {
- public:
-  using Config = Qwen3MoeConfig;
-  using Layer = Qwen3MoeLayer;
-
-  Qwen3MoeModel(Config config, const ModelPart& part);
-  const Config& config() const { return config_; }
-  Tensor embed(const Tensor& tokens) { return embedding(tokens, ends_.embedding); }
-  Layer& layer(int64_t index) { return layers_[part_.place_of(index)]; }
-  Tensor final_norm(const Tensor& hidden) {
-    return rms_norm(hidden, ends_.norm, config_.rms_norm_eps);
-  }
-  Parameter& head_weight() { return ends_.head_weight(); }
-  RotaryTable rotary(int64_t num_positions, at::Device device) const;
-  std::vector<std::vector<Parameter*>> parameter_units() { return units_of(ends_, layers_); }
- private:
-  Config config_;
-  ModelPart part_;
-  ModelEnds ends_;
-  std::deque<Layer> layers_;  // a deque: operators keep the addresses of parameters
-};
+using Qwen3MoeModel = Decoder<Qwen3MoeConfig, Qwen3MoeLayer>;
 static_assert(DecoderModel<Qwen3MoeModel>);
 
 }  // namespace pith

@@ -71,11 +71,6 @@ void unpermute_backward(void* dslots, float* dweight, const void* dout, const vo
     const float* weight, const int32_t* slot_of, int64_t rows, int64_t k, int64_t hidden,
     bool is_bf16, CUstream_st* stream);
 
-// --- ring_attention ---
-// out (rows, dim) += weight (rows) * (part - out), rounded once; part BF16.
-void merge_rows(void* out, const float* weight, const void* part, int64_t rows, int64_t dim,
-    bool is_bf16, CUstream_st* stream);
-
 // --- rms_norm ---
 // Row r of x starts at (r / inner) * outer_stride + (r % inner) * inner_stride, others at r * dim.
 struct NormRows {

@@ -25,16 +25,6 @@ void add_rows(const Tensor& x, const RowSet& rows, const Tensor& values) {
   put_back(x, rows, sum.add_(values));
 }
 
-// out += weight (part - out)
-void move_towards(Tensor out, const Tensor& part, const Tensor& weight) {
-  PITH_IF_CUDA (part) {
-    if (is_bf16(part))
-      return cuda::merge_rows(write(out), read<float>(weight), read(part), weight.numel(),
-          out.size(2), is_bf16(out), current_stream());
-  }
-  out.lerp_(part.to(out.scalar_type()), weight);
-}
-
 // Sends a block `by` members on while that of the one as far behind arrives in `received`.
 Work pass_on(const Comm& context, const Tensor& sent, Tensor& received, int64_t by) {
   const int64_t size = context.size(), rank = context.rank() + size;
@@ -205,7 +195,8 @@ Tensor exchange(const Tensor& rows, const Halo& halo, const Comm& context) {
 
 void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& part) {
   Tensor out = take(whole.out, rows), lse = take(whole.lse, rows);
-  move_towards(out, part.out.contiguous(), at::sigmoid(part.lse - lse).contiguous());
+  const Tensor weight = at::sigmoid(part.lse - lse);  // rounded once: the sum is formed in FP32
+  out.copy_(widen(out).lerp_(widen(part.out), weight));
   put_back(whole.out, rows, out);
   put_back(whole.lse, rows, lse.copy_(at::logaddexp(lse, part.lse)));
 }

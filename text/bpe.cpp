@@ -39,8 +39,7 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
   if (!independent || joined) return;
   joints_.resize(kJoints);
   for (const BpeMerge& m : merges) {
-    const auto &left = forms_[static_cast<size_t>(m.left)],
-               &right = forms_[static_cast<size_t>(m.right)];
+    const auto &left = forms_[index(m.left)], &right = forms_[index(m.right)];
     if (!left.empty() && !right.empty()) joints_[joint(left, right)] = true;  // a piece may hold it
   }
 }

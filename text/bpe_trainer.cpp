@@ -57,18 +57,17 @@ void note(WordLists& lists, Pair pair, size_t word) {
 }  // namespace
 
 BpeTrainer::BpeTrainer(BpeTrainerOptions options) : options_(std::move(options)) {
-  PITH_CHECK(options_.threads > 0, "a trainer needs at least one thread");
   const auto needed = 256 + std::ssize(options_.special_tokens);
   PITH_CHECK(options_.vocab_size >= needed,
       "a vocabulary of {} is smaller than the {} of bytes and special tokens", options_.vocab_size,
       needed);
-  counts_.resize(static_cast<size_t>(options_.threads));
+  counts_.resize(index(options_.threads));
 }
 
 void BpeTrainer::add(std::span<const std::string> texts) {
   const Split pieces{Regex(options_.pattern), SplitBehavior::kIsolated};
   on_threads(options_.threads, texts.size(), [&](int thread, size_t i) {
-    Counts& counts = counts_[static_cast<size_t>(thread)];
+    Counts& counts = counts_[index(thread)];
     std::string text;
     utf8_replace_invalid(texts[i], text);
     split_text(
@@ -139,8 +138,7 @@ Tokenizer BpeTrainer::train() const {
     if (count < 1 || count < options_.min_frequency) break;
     const auto left = static_cast<int32_t>(top.pair >> 32), right = static_cast<int32_t>(top.pair);
     // Two pairs can spell one token: it keeps its id, and the vocabulary does not grow.
-    const int32_t merged =
-        id_of(vocabulary[static_cast<size_t>(left)] + vocabulary[static_cast<size_t>(right)]);
+    const int32_t merged = id_of(vocabulary[index(left)] + vocabulary[index(right)]);
     const auto [place, is_new] = places.emplace(top.pair, merges.size());
     if (!is_new)
       merges[std::exchange(place->second, merges.size())] = {-1, -1};  // the later counts

@@ -12,7 +12,6 @@
 namespace pith {
 namespace {
 
-namespace fs = std::filesystem;
 using Kind = Document::Kind;
 
 constexpr size_t kRead = 256 << 10, kChunk = 512 << 10;
@@ -188,7 +187,7 @@ class ByteSource {
     PITH_CHECK(!path_.ends_with(".gz") || !::gzdirect(file_.get()), "{} is not gzip data", path_);
     if (n <= 0 && code == Z_BUF_ERROR) fail_short();
     PITH_CHECK(n >= 0, "cannot read {}: {}", path_, message);
-    return static_cast<size_t>(n);
+    return index(n);
   }
   [[noreturn]] void fail_short() const {
     PITH_FAIL_HINT("copy or download it again", "{} is cut short: its data ends early", path_);
@@ -204,7 +203,7 @@ class ByteSource {
 
 InputReader::InputReader(std::vector<InputFile> files, ReadOptions options, InputPosition start)
     : files_(std::move(files)), options_(std::move(options)), at_(start) {
-  for (int64_t i = 0; i < start.file; ++i) bytes_before_ += files_[static_cast<size_t>(i)].bytes;
+  for (int64_t i = 0; i < start.file; ++i) bytes_before_ += files_[index(i)].bytes;
 }
 
 bool InputReader::next_rows(Chunk& chunk) {
@@ -291,7 +290,7 @@ bool InputReader::pass_line(Chunk& chunk) {
 
 bool InputReader::next(Chunk& chunk) {
   for (; at_.file < std::ssize(files_); at_ = {at_.file + 1}) {
-    const InputFile& file = files_[static_cast<size_t>(at_.file)];
+    const InputFile& file = files_[index(at_.file)];
     const bool table = is_table(file.path), lines = has_lines(file.path);
     chunk = {};
     chunk.path = file.path;
@@ -350,8 +349,9 @@ CorpusEncoder::~CorpusEncoder() {
 
 void CorpusEncoder::work() {
   while (true) {
-    std::unique_lock turn(reading_);
+    std::packaged_task<Chunk()> task;
     {
+      const std::lock_guard turn(reading_);
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] {
         return ended_ || slots_.empty() ||
@@ -359,29 +359,28 @@ void CorpusEncoder::work() {
                    std::ssize(slots_) < 8 * settings_.workers);
       });
       if (ended_) return;
-    }
-    Chunk chunk;
-    std::exception_ptr error;
-    bool found = true;
-    try {
-      found = reader_.next(chunk);
-    } catch (...) { error = std::current_exception(); }
-    uint64_t bytes = chunk.lines.size();
-    for (const Document& document : chunk.documents) bytes += document.text.size();
-    std::packaged_task<Chunk()> task([&] {
-      if (error) std::rethrow_exception(error);
-      encode(chunk);
-      return std::move(chunk);
-    });
-    {
-      const std::lock_guard lock(mutex_);
+      lock.unlock();
+      Chunk chunk;
+      std::exception_ptr error;
+      bool found = true;
+      try {
+        found = reader_.next(chunk);
+      } catch (...) { error = std::current_exception(); }
+      uint64_t bytes = chunk.lines.size();
+      for (const Document& document : chunk.documents) bytes += document.text.size();
+      task = std::packaged_task<Chunk()>([this, error, chunk = std::move(chunk)]() mutable {
+        if (error) std::rethrow_exception(error);
+        encode(chunk);
+        return std::move(chunk);
+      });
+      lock.lock();
       ended_ = ended_ || !found || error;
-      if (found) slots_.emplace_back(task.get_future(), bytes);
-      in_flight_ += bytes;
       changed_.notify_all();
+      if (!found) return;
+      slots_.emplace_back(task.get_future(), bytes);
+      in_flight_ += bytes;
     }
-    turn.unlock();
-    if (found) task();
+    task();
   }
 }
 

@@ -26,9 +26,9 @@ const AddedToken* AddedTokenMatcher::find(
 }
 
 const std::string& Tokenizer::State::spelling(int32_t id) const {
-  PITH_CHECK(id >= 0 && static_cast<size_t>(id) < tokens.size(),
-      "token id {} is outside the vocabulary of {}", id, tokens.size());
-  return tokens[static_cast<size_t>(id)];
+  PITH_CHECK(id >= 0 && index(id) < tokens.size(), "token id {} is outside the vocabulary of {}",
+      id, tokens.size());
+  return tokens[index(id)];
 }
 
 namespace {
@@ -191,7 +191,7 @@ std::string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_to
 
 int64_t Tokenizer::vocab_size() const { return static_cast<int64_t>(state_->tokens.size()); }
 std::string Tokenizer::token(int32_t id) const {
-  return id >= 0 && id < vocab_size() ? state_->tokens[static_cast<size_t>(id)] : std::string();
+  return id >= 0 && id < vocab_size() ? state_->tokens[index(id)] : std::string();
 }
 std::optional<int32_t> Tokenizer::id(std::string_view token) const { return state_->find(token); }
 bool Tokenizer::is_special(int32_t id) const {
@@ -206,22 +206,22 @@ uint64_t Tokenizer::hash() const { return state_->hash; }
 
 std::string StreamingDecoder::push(int32_t id) {
   const std::string& token = tokenizer_.state_->spelling(id);
-  if (token.empty() || (skip_special_tokens_ && tokenizer_.is_special(id))) return "";
+  if (token.empty() || tokenizer_.is_special(id)) return "";
   window_.push_back(id);
   // What a byte token means depends on the whole run; a last U+FFFD may be half a character.
   if (tokenizer_.state_->fallback_bytes && fallback_byte(token) >= 0) return "";
-  const std::string text = tokenizer_.decode(window_, skip_special_tokens_);
+  const std::string text = tokenizer_.decode(window_);
   if (text.ends_with("\uFFFD") || text.size() <= emitted_) return "";
   // The ids that were just completed become the context of the next ones.
   window_.erase(window_.begin(), window_.begin() + static_cast<std::ptrdiff_t>(settled_));
   settled_ = window_.size();
   std::string fresh = text.substr(emitted_);
-  emitted_ = tokenizer_.decode(window_, skip_special_tokens_).size();
+  emitted_ = tokenizer_.decode(window_).size();
   return fresh;
 }
 
 std::string StreamingDecoder::finish() {
-  const std::string text = tokenizer_.decode(window_, skip_special_tokens_);
+  const std::string text = tokenizer_.decode(window_);
   const size_t emitted = std::min(std::exchange(emitted_, 0), text.size());
   window_.clear();
   settled_ = 0;

@@ -29,7 +29,7 @@ class Tokenizer {
  public:
   // `path` is a tokenizer.json, or a folder with one and perhaps a tokenizer_config.json. A
   // component that is not supported is refused by its name.
-  static Tokenizer load(const std::filesystem::path& path);
+  static Tokenizer load(const fs::path& path);
   // The text of a .tiktoken file ("base64 rank" lines); `special`: ids of further tokens.
   static Tokenizer from_tiktoken(const std::string& ranks, std::string_view pattern,
       const std::vector<std::pair<std::string, int32_t>>& special);
@@ -37,7 +37,7 @@ class Tokenizer {
   static Tokenizer bytes();  // ids 0..255 are the bytes, 256 is <|endoftext|>
 
   // Writes tokenizer.json and tokenizer_config.json; the files load in Python too.
-  void save(const std::filesystem::path& folder) const;
+  void save(const fs::path& folder) const;
 
   Encoding encode(std::string_view text, const EncodeOptions& options = {}) const;
   // One encoding a text, in order, made by `threads` threads.
@@ -64,13 +64,11 @@ class Tokenizer {
 // Text as it becomes certain while ids arrive: never half a character, all together that of decode.
 class StreamingDecoder {
  public:
-  explicit StreamingDecoder(Tokenizer tokenizer, bool skip_special_tokens = true)
-      : tokenizer_(std::move(tokenizer)), skip_special_tokens_(skip_special_tokens) {}
+  explicit StreamingDecoder(Tokenizer tokenizer) : tokenizer_(std::move(tokenizer)) {}
   std::string push(int32_t id);  // the text that this id completes, often ""
   std::string finish();          // what was held back; incomplete characters become U+FFFD
  private:
   Tokenizer tokenizer_;
-  bool skip_special_tokens_;
   std::vector<int32_t> window_;  // ids that give context, then ids that wait
   size_t settled_ = 0;           // how many of them give context
   size_t emitted_ = 0;           // bytes of decode(window_) that were given out

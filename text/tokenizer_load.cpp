@@ -12,8 +12,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-std::string read_file(const std::filesystem::path& path, bool optional = false) {
-  if (optional && !std::filesystem::exists(path)) return "";
+std::string read_file(const fs::path& path, bool optional = false) {
+  if (optional && !fs::exists(path)) return "";
   std::ifstream file(path, std::ios::binary);
   std::string content{std::istreambuf_iterator<char>(file), {}};
   PITH_CHECK(file.is_open() && !file.bad(), "cannot read {}", path.string());
@@ -201,10 +201,10 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
   const Json& added = member(file, "added_tokens");
   const size_t limit = 16 * (vocab.size() + added.size()) + 65536;  // a small file stays small
   auto put = [&](const std::string& token, int32_t id) {
-    const auto index = static_cast<size_t>(id);
-    PITH_CHECK(index < limit, "tokenizer.json: id {} of token {} is out of proportion", id, token);
-    if (state.tokens.size() <= index) state.tokens.resize(index + 1);
-    std::string& place = state.tokens[index];
+    const size_t at = index(id);
+    PITH_CHECK(at < limit, "tokenizer.json: id {} of token {} is out of proportion", id, token);
+    if (state.tokens.size() <= at) state.tokens.resize(at + 1);
+    std::string& place = state.tokens[at];
     PITH_CHECK(place.empty() || place == token, "tokenizer.json: tokens {} and {} share id {}",
         place, token, id);
     const auto [known, is_new] = state.ids.try_emplace(token, id);
@@ -251,7 +251,7 @@ void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>
       .prefix = get<std::string>(model, "continuing_subword_prefix", "")};
   auto id = [&](const std::string& token) {
     const auto found = state.find(token);
-    PITH_CHECK(found && !tokens[static_cast<size_t>(*found)].empty(),
+    PITH_CHECK(found && !tokens[index(*found)].empty(),
         "tokenizer.json: {} is not in the model's vocabulary", token);
     return *found;
   };
@@ -375,7 +375,7 @@ std::string byte_level_json(const std::vector<std::string>& vocabulary,
   model["ignore_merges"] = ignore_merges;
   for (size_t id = 0; id < vocabulary.size(); ++id)
     if (!vocabulary[id].empty()) model["vocab"][vocabulary[id]] = id;
-  const auto token = [&](int32_t id) { return vocabulary[static_cast<size_t>(id)]; };
+  const auto token = [&](int32_t id) { return vocabulary[index(id)]; };
   for (const auto& [left, right] : merges) model["merges"].push_back({token(left), token(right)});
   for (const auto& [content, id] : special) {
     Json& added = file["added_tokens"].emplace_back(Json::parse(R"({"single_word": false,
@@ -404,8 +404,8 @@ Tokenizer Tokenizer::bytes() {
       tokenizer_config_json("<|endoftext|>"));
 }
 
-Tokenizer Tokenizer::load(const std::filesystem::path& path) {
-  if (!std::filesystem::is_directory(path)) return from_json(read_file(path));
+Tokenizer Tokenizer::load(const fs::path& path) {
+  if (!fs::is_directory(path)) return from_json(read_file(path));
   return Tokenizer(make_state(read_file(path / "tokenizer.json"),
       read_file(path / "tokenizer_config.json", true),
       read_file(path / "chat_template.jinja", true)));
@@ -421,10 +421,10 @@ Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pa
   for (int64_t number = 1; lines >> base64; ++number) {
     PITH_CHECK(lines >> rank && rank >= 0 && rank < 16 * number + 65536,
         "tiktoken line {}: {} is not followed by its rank", number, base64);
-    const auto index = static_cast<size_t>(rank);
-    if (tokens.size() <= index) tokens.resize(index + 1);
-    tokens[index] = decode_base64(base64);
-    PITH_CHECK(!tokens[index].empty() && ids.emplace(tokens[index], rank).second,
+    const size_t at = index(rank);
+    if (tokens.size() <= at) tokens.resize(at + 1);
+    tokens[at] = decode_base64(base64);
+    PITH_CHECK(!tokens[at].empty() && ids.emplace(tokens[at], rank).second,
         "tiktoken line {}: token is empty or listed twice", number);
   }
   // A token may be merged from any two tokens that make it up.
@@ -445,8 +445,8 @@ Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pa
       byte_level_json(vocabulary, merges, pattern, true, special), "", "", &merge_ranks));
 }
 
-void Tokenizer::save(const std::filesystem::path& folder) const {
-  std::filesystem::create_directories(folder);
+void Tokenizer::save(const fs::path& folder) const {
+  fs::create_directories(folder);
   for (const auto& [name, content] :
       {std::pair("tokenizer.json", &state_->json), {"tokenizer_config.json", &state_->config},
           {"chat_template.jinja", &state_->chat_template_file}}) {

@@ -13,7 +13,7 @@ size_t sequence_length(std::string_view text) {
   utf8proc_int32_t code;
   const auto length = utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
       static_cast<utf8proc_ssize_t>(text.size()), &code);
-  return length > 0 ? static_cast<size_t>(length) : 0;
+  return length > 0 ? index(length) : 0;
 }
 
 // Bytes that Python's errors="replace" turns into one U+FFFD: all that more bytes could complete.
@@ -109,7 +109,7 @@ char32_t utf8_previous(std::string_view text, size_t& at) {
 void utf8_append(char32_t code, std::string& out) {
   utf8proc_uint8_t bytes[4];
   const auto count = utf8proc_encode_char(static_cast<utf8proc_int32_t>(code), bytes);
-  out.append(reinterpret_cast<const char*>(bytes), static_cast<size_t>(count));
+  out.append(reinterpret_cast<const char*>(bytes), index(count));
 }
 
 static char32_t unicode_stand_in(char32_t code) {

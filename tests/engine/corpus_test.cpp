@@ -167,18 +167,18 @@ TEST(Corpus, WritingGoesOnFromWhatWasDurable) {
 TEST(Corpus, ReadsOtherProgramsFilesWithSeveralSequencesADocument) {
   const Scratch scratch;
   const std::string prefix = (scratch / "other").string();
-  put_bytes(prefix + ".bin", std::string("\1\2\3\4\5\6\7\x80", 8));
-  put_bytes(prefix + ".idx", index_of(1, 1, {3, 0, 2, 3}, {0, 2, 2, 4}));
+  put_bytes(prefix + ".bin", std::string("\1\0\2\0\3\0\4\0\5\0\6\0\7\0\x80\xff", 16));
+  put_bytes(prefix + ".idx", index_of(8, 2, {3, 0, 2, 3}, {0, 2, 2, 4}));
   const Corpus corpus(prefix);
   EXPECT_EQ(corpus.num_documents(), 3);
   EXPECT_EQ(corpus.vocab_size(), 0);
   EXPECT_EQ(read(corpus, 0), (std::vector<int64_t>{1, 2, 3}));
   EXPECT_TRUE(read(corpus, 1).empty());
-  EXPECT_EQ(read(corpus, 2), (std::vector<int64_t>{4, 5, 6, 7, 128}));
+  EXPECT_EQ(read(corpus, 2), (std::vector<int64_t>{4, 5, 6, 7, 65408}));
   EXPECT_TRUE(verify_corpus(prefix).empty());
-  put_bytes(prefix + ".idx", index_of(2, 1, {8}, {0, 1}));  // int8: the last id is negative
-  EXPECT_ERROR(read(Corpus(prefix), 0), "document 0, token 7: id -128");
-  EXPECT_NE(verify_corpus(prefix).at(0).find("document 0, token 7"), std::string::npos);
+  put_bytes(prefix + ".idx", index_of(4, 4, {4}, {0, 1}));  // the last id is negative
+  EXPECT_ERROR(read(Corpus(prefix), 0), "document 0, token 3: id -8388601");
+  EXPECT_NE(verify_corpus(prefix).at(0).find("document 0, token 3"), std::string::npos);
   put_bytes(prefix + ".idx", index_of(7, 4, {2}, {0, 1}));
   EXPECT_ERROR(Corpus{prefix}, "dtype code 7");
   put_bytes(prefix + ".json", R"({"name": "something else"})");

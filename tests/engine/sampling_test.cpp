@@ -130,7 +130,7 @@ TEST(Sampling, RefusesWhatCannotBeDrawnFrom) {
   const std::vector<float> good = {1, 2};
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const std::vector<float>& bad :
-      std::vector<std::vector<float>>{{nan, 1}, {1, nan}, {1, kInf}, {-kInf, -kInf}, {}}) {
+      std::vector<std::vector<float>>{{nan, 1}, {1, nan}, {1, kInf}, {-kInf, -kInf}}) {
     EXPECT_THROW(sample(bad, {}, 0), Error);
     EXPECT_THROW(sample(bad, {.temperature = 0}, 0), Error);
   }

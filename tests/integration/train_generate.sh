@@ -125,7 +125,7 @@ blend() { # blend FOLDER [--set ...]
     --set data.packing=best_fit --set validation.interval=10
 }
 blend blend >blend.log
-grep -qE 'data: corpus/b: 30 % of the rows; an epoch is [0-9]+ tokens in [0-9]+ rows, [0-9.]+ % padding' blend.log ||
+grep -qE 'data: corpus/b: 30 % of the rows; an epoch is [0-9]+ tokens in [0-9]+ rows' blend.log ||
   { cat blend.log; fail "the blend is not described"; }
 blend halves --set checkpoint.interval=10 >/dev/null
 rm -r halves/checkpoints/step-00000020
@@ -138,12 +138,12 @@ validations() { grep '"loss"' "$1/metrics.jsonl" | grep -oE '"validation/[^,}]*'
 blend one --set training.micro_batch=1 >/dev/null
 paste -d: <(validations blend) <(validations one) |
   awk -F: '{ d = $2 / $4 - 1; if (d > 1e-4 || d < -1e-4) exit 1 }' || fail "validation depends on the micro-batch"
-refused 'corpus corpus/b: fingerprint' env -C . bash -c \
+refused 'corpus 2 of data.train: fingerprint' env -C . bash -c \
   "mv corpus/b.idx b.idx; mv corpus/b.bin b.bin; mv corpus/b.json b.json;
    for e in idx bin json; do cp corpus/held_b.\$e corpus/b.\$e; done;
    '$PITHTRAIN' pretrain blend/config.toml"
 for e in idx bin json; do mv b.$e corpus/b.$e; done
-refused 'corpus corpus/train: weight, as an integer ratio: 7 in the checkpoint, 1 now' \
+refused 'corpus 1 of data.train: weight, as an integer ratio: 7 in the checkpoint, 1 now' \
   "$PITHTRAIN" pretrain blend/config.toml --set 'data.train=[{path = "corpus/train"}, {path = "corpus/b"}]'
 refused 'data.packing: best_fit in the checkpoint, concat now' \
   "$PITHTRAIN" pretrain blend/config.toml --set data.packing=concat
@@ -183,7 +183,7 @@ grep -q '^# memory .*stage 0' dry.log && grep -q '^# schedule' dry.log && grep -
 
 # Generation: greedy with and without cache; alone and in a batch; the same seed the same text; end of document.
 model=straight/checkpoints/step-00000020
-generate() { "$PITHTRAIN" generate $model --device cpu --quiet --max-tokens 40 "$@"; }
+generate() { "$PITHTRAIN" generate $model --device cpu --max-tokens 40 "$@"; }
 generate --prompt '12' --temperature 0 >a.txt
 generate --prompt '12' --temperature 0 --no-cache >b.txt
 cmp a.txt b.txt || fail "the cache changes greedy text"
@@ -194,7 +194,6 @@ generate --prompt '12' --seed 5 >d.txt
 generate --prompt '12' --seed 6 >e.txt
 cmp c.txt d.txt || fail "the same seed gave another text"
 ! cmp -s c.txt e.txt || fail "another seed gave the same text"
-refused 'no prompt' "$PITHTRAIN" generate $model
 refused 'would take [0-9]+ positions, the model has 96' "$PITHTRAIN" generate $model --prompt x --max-tokens 500
 
 # Trace: the loss of the same rows in FP32, gradients, routing; ids that do not fit are refused.

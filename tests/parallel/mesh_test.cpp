@@ -45,7 +45,6 @@ TEST(Mesh, EveryLayoutOfUpToEightRanks) {
             EXPECT_EQ(data_parallel(shape, world_size), dp);
             expect_partition(shape, world_size, &MeshGroups::pipeline, n(pp));
             expect_partition(shape, world_size, &MeshGroups::plane, n(plane));
-            expect_partition(shape, world_size, &MeshGroups::data, n(dp));
             expect_partition(shape, world_size, &MeshGroups::context, n(cp));
             expect_partition(shape, world_size, &MeshGroups::expert, n(ep));
             expect_partition(shape, world_size, &MeshGroups::expert_data, n(plane / ep));
@@ -63,7 +62,6 @@ TEST(Mesh, EveryLayoutOfUpToEightRanks) {
                   groups.expert_shard.size() * groups.replicate.size(), groups.expert_data.size());
               EXPECT_EQ(groups.expert[static_cast<size_t>(place.ep)], rank);
               EXPECT_EQ(groups.pipeline[static_cast<size_t>(place.pp)], rank);
-              EXPECT_EQ(groups.data[static_cast<size_t>(place.dp)], rank);
               EXPECT_EQ(groups.context[static_cast<size_t>(place.cp)], rank);
             }
           }
@@ -79,7 +77,6 @@ TEST(Mesh, OneLayoutByHand) {
   const MeshGroups groups = mesh_groups(shape, 8, 6);  // second stage, dp 1, cp 0
   EXPECT_EQ(groups.pipeline, (Ranks{2, 6}));
   EXPECT_EQ(groups.plane, (Ranks{4, 5, 6, 7}));
-  EXPECT_EQ(groups.data, (Ranks{4, 6}));
   EXPECT_EQ(groups.context, (Ranks{6, 7}));
   EXPECT_EQ(groups.expert, (Ranks{6, 7}));
   EXPECT_EQ(groups.expert_data, (Ranks{4, 6}));
@@ -127,9 +124,8 @@ TEST(Mesh, TableShowsEveryRank) {
 TEST(Mesh, GroupsOfThisRunSumTheirMembers) {
   for (const MeshShape& shape : {MeshShape{.ep = 2}, MeshShape{.cp = 2}, MeshShape{.pp = 2}}) {
     const Mesh mesh = make_mesh(shape, world(), device());
-    const Comm* comms[] = {&mesh.world, &mesh.pipeline, &mesh.plane, &mesh.data, &mesh.context,
-        &mesh.expert, &mesh.expert_data, &mesh.dense_shard, &mesh.dense_replicate,
-        &mesh.expert_shard, &mesh.expert_replicate};
+    const Comm* comms[] = {&mesh.world, &mesh.pipeline, &mesh.plane, &mesh.context, &mesh.expert,
+        &mesh.dense_shard, &mesh.dense_replicate, &mesh.expert_shard, &mesh.expert_replicate};
     for (const Comm* comm : comms) {
       Tensor sum = full({1}, static_cast<double>(world().rank()), at::kLong);
       comm->all_reduce(sum);
