@@ -348,11 +348,13 @@ class Run {
 
     metrics.grad_norm = norm.item<double>();
     const auto value = [](const Tensor& sum) { return sum.defined() ? sum.item<double>() : 0.0; };
-    const std::vector<double> sums =
-        sum_over_ranks({value(result.loss_sum), value(result.balance_sum),
-            real(result.num_moe_layers) / real(mesh_.plane.size()), stop_requested() ? 1.0 : 0.0});
+    const std::vector<double> sums = sum_over_ranks({value(result.loss_sum),
+        value(result.balance_sum), real(result.num_moe_layers) / real(mesh_.plane.size()),
+        stop_requested() ? 1.0 : 0.0, value(result.z_sum)});
     metrics.loss = sums[0] / real(std::max<int64_t>(metrics.trained_tokens, 1));
     use_counts(result, metrics);
+    if (training_.z_loss > 0)
+      metrics.extra.emplace_back("z_loss", sums[4] / real(metrics.trained_tokens));
     if (sums[2] > 0) metrics.balance_loss = sums[1] / real(training_.global_batch) / sums[2];
     stopping_ = sums[3] > 0;
     check_finite(current, metrics.loss, metrics.grad_norm);
@@ -383,12 +385,6 @@ class Run {
     metrics.expert_counts = counts.index_select(0, total.view(-1).nonzero().view(-1)).cpu();
     const int64_t interval = config_.log.expert_counts;
     metrics.all_counts = interval > 0 && metrics.step % interval == 0;
-    if (training_.z_loss > 0) {
-      Tensor sum =
-          result.z_sum.defined() ? result.z_sum.to(at::kDouble) : at::zeros({}, counts.options());
-      mesh_.world.all_reduce(sum);
-      metrics.extra.emplace_back("z_loss", sum.item<double>() / real(metrics.trained_tokens));
-    }
   }
 
   // Of weights that are about to be trained.

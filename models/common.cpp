@@ -5,6 +5,9 @@
 
 #include <nlohmann/json.hpp>
 
+#include "operators/grouped_linear.h"
+#include "operators/swiglu.h"
+
 namespace pith {
 
 using nlohmann::json;
@@ -182,18 +185,6 @@ json config_for_export(const std::string& source_json, const char* architecture,
   return object;
 }
 
-ModelEnds::ModelEnds(const ModelConfig& config, const ModelPart& part) {
-  const auto table = [&](const std::string& name) {
-    const std::vector<int64_t> shape{config.vocab_size, config.hidden_size};
-    return Parameter(name, shape, ParameterGroup::embedding, Init::normal);
-  };
-  if (part.embedding || (part.head && config.tie_embeddings))
-    embedding = table(config.prefix + "embed_tokens.weight");
-  if (part.head)
-    norm = norm_weight(config.prefix + "norm.weight", config.hidden_size, config.zero_centred);
-  if (part.head && !config.tie_embeddings) head = table("lm_head.weight");
-}
-
 std::string layer_prefix(int64_t index) { return fmt::format("model.layers.{}.", index); }
 
 Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred) {
@@ -267,6 +258,12 @@ void choose_routes(
       shares.defined() ? shares[context.layer] : Tensor());
   if (context.router.z_loss > 0)
     out.z_sum = logits.logsumexp(1).square().masked_fill(context.batch.row_id.lt(0), 0).sum();
+}
+
+Tensor swiglu_experts(const Tensor& rows, const Tensor& row_weight, Parameter& gate_up,
+    Parameter& down, const ExpertPlan& plan) {
+  const Tensor slots = swiglu(grouped_linear(permute(rows, plan), gate_up, plan));
+  return unpermute(grouped_linear(slots, down, plan), row_weight, plan);
 }
 
 Tensor sum_of_parts(const Attended& attended, const Tensor& returned, const Tensor& shared) {

@@ -62,13 +62,8 @@ nlohmann::json config_for_export(const std::string& source_json, const char* arc
 // The same with the state of its router's balancing, as read_common() reads it.
 std::string with_router_state(const std::string& config_json, const RouterState& state);
 
-// What stands before a model's first layer and behind its last, as far as a part holds it.
-struct ModelEnds {
-  Parameter embedding, norm, head;  // (V, H), (H), (V, H)
+Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred = false);
 
-  ModelEnds(const ModelConfig& config, const ModelPart& part);
-  Parameter& head_weight() { return head.shape.empty() ? embedding : head; }  // or tied
-};
 // The layers of a family and what surrounds them; no step of a layer is here.
 template <class FamilyConfig, class FamilyLayer>
 class Decoder {
@@ -76,35 +71,43 @@ class Decoder {
   using Config = FamilyConfig;
   using Layer = FamilyLayer;
 
-  Decoder(Config config, const ModelPart& part)
-      : config_(std::move(config)), part_(part), ends_(config_, part) {
+  Decoder(Config config, const ModelPart& part) : config_(std::move(config)), part_(part) {
+    const int64_t h = config_.hidden_size;
+    const bool tied = config_.tie_embeddings;
+    const auto table = [&](const std::string& name) {
+      return Parameter(name, {config_.vocab_size, h}, ParameterGroup::embedding, Init::normal);
+    };
+    if (part.embedding || (part.head && tied))
+      embedding_ = table(config_.prefix + "embed_tokens.weight");
+    if (part.head) norm_ = norm_weight(config_.prefix + "norm.weight", h, config_.zero_centred);
+    if (part.head && !tied) head_ = table("lm_head.weight");
     for (const int64_t index : part.layers)
       layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
   }
   const Config& config() const { return config_; }
-  Tensor embed(const Tensor& tokens) { return embedding(tokens, ends_.embedding); }
+  Tensor embed(const Tensor& tokens) { return embedding(tokens, embedding_); }
   Layer& layer(int64_t index) { return layers_[part_.place_of(index)]; }
   Tensor final_norm(const Tensor& hidden) {
-    return rms_norm(hidden, ends_.norm, config_.rms_norm_eps, config_.zero_centred);
+    return rms_norm(hidden, norm_, config_.rms_norm_eps, config_.zero_centred);
   }
-  Parameter& head_weight() { return ends_.head_weight(); }
+  Parameter& head_weight() { return head_.shape.empty() ? embedding_ : head_; }  // or tied
   RotaryTable rotary(int64_t num_positions, at::Device device) const {
     return make_rotary_table(
         num_positions, config_.rotary_dim, config_.rope_theta, device, config_.yarn);
   }
   std::vector<std::vector<Parameter*>> parameter_units() {
     std::vector<std::vector<Parameter*>> units;
-    if (!ends_.embedding.shape.empty()) units.push_back({&ends_.embedding});
+    if (!embedding_.shape.empty()) units.push_back({&embedding_});
     for (Layer& layer : layers_) units.push_back(layer.parameters());
-    if (!ends_.norm.shape.empty()) units.push_back({&ends_.norm});
-    if (!ends_.head.shape.empty()) units.back().push_back(&ends_.head);
+    if (!norm_.shape.empty()) units.push_back({&norm_});
+    if (!head_.shape.empty()) units.back().push_back(&head_);
     return units;
   }
  private:
   Config config_;
   ModelPart part_;
-  ModelEnds ends_;
-  std::deque<Layer> layers_;  // a deque: operators keep the addresses of parameters
+  Parameter embedding_, norm_, head_;  // (V, H), (H), (V, H), as far as the part holds them
+  std::deque<Layer> layers_;           // a deque: operators keep the addresses of parameters
 };
 
 // The size of a model by its parameters. mixing: floating-point operations of a token's attention,
@@ -129,7 +132,6 @@ ModelSize size_of(const typename Model::Config& config, double mixing, int64_t a
 }
 
 std::string layer_prefix(int64_t index);
-Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred = false);
 // Query, key and value projections as one parameter (q_size + 2 kv_size, hidden).
 Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden);
 // Gate and up projections as one parameter (2 width, hidden): gate rows, then up rows.
@@ -150,6 +152,10 @@ struct RouteChoice {
 // Routes (or the context's: replayed, balanced), weights and balance loss of logits (T, E) -> out.
 void choose_routes(
     const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
+
+// The sum of each row's experts, their matrices as above; all experts have the same form.
+Tensor swiglu_experts(const Tensor& rows, const Tensor& row_weight, Parameter& gate_up,
+    Parameter& down, const ExpertPlan& plan);
 
 // What a layer hands on: the sum of the parts that it has.
 Tensor sum_of_parts(const Attended& attended, const Tensor& returned, const Tensor& shared);

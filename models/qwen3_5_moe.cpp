@@ -6,7 +6,6 @@
 #include <nlohmann/json.hpp>
 
 #include "operators/delta_net.h"
-#include "operators/grouped_linear.h"
 #include "operators/linear.h"
 #include "operators/swiglu.h"
 
@@ -261,9 +260,7 @@ Tensor Qwen35MoeLayer::shared(const LayerContext&, const Attended& attended) {
 
 Tensor Qwen35MoeLayer::experts(
     const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
-  const Tensor gate_up = grouped_linear(permute(rows, plan), experts_gate_up_, plan);  // (S, 2 I)
-  const Tensor out = grouped_linear(swiglu(gate_up), experts_down_, plan);             // (S, H)
-  return unpermute(out, row_weight, plan);
+  return swiglu_experts(rows, row_weight, experts_gate_up_, experts_down_, plan);
 }
 
 }  // namespace pith

@@ -4,7 +4,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include "operators/grouped_linear.h"
 #include "operators/linear.h"
 #include "operators/swiglu.h"
 
@@ -156,9 +155,7 @@ Tensor Qwen3MoeLayer::shared(const LayerContext&, const Attended& attended) {
 
 Tensor Qwen3MoeLayer::experts(
     const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
-  const Tensor gate_up = grouped_linear(permute(rows, plan), experts_gate_up_, plan);  // (S, 2 I)
-  const Tensor out = grouped_linear(swiglu(gate_up), experts_down_, plan);             // (S, H)
-  return unpermute(out, row_weight, plan);
+  return swiglu_experts(rows, row_weight, experts_gate_up_, experts_down_, plan);
 }
 
 }  // namespace pith
