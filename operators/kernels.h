@@ -32,12 +32,6 @@ int64_t sum_of_squares_blocks();
 void sum_of_squares(
     const float* x, int64_t n, double* partial, double* result, CUstream_st* stream);
 
-// --- embedding ---
-// grad (V, H) float32 += the rows of dy (T, H) summed by token; `sorted` (T) tokens ascending,
-// `position` (T) where each came from.
-void add_rows_by_token(const int64_t* sorted, const int64_t* position, const void* dy, float* grad,
-    int64_t num_tokens, int64_t hidden, bool is_bf16, CUstream_st* stream);
-
 // --- grouped_bias ---
 // offsets (experts): the ends of the experts' rows. y (rows, columns) += bias (experts, columns) of
 // the row's expert.
