@@ -41,7 +41,8 @@ TEST(PermuteGpu, PlanEqualsTheReference) {
       poison();
       expect_equal_plans(
           make_expert_plan(idx.to(kGpu), c.num_experts), make_expert_plan(idx, c.num_experts));
-      const ExpertPlan known = make_expert_plan(idx, c.num_experts, idx.ge(0).sum().item<int64_t>());
+      const ExpertPlan known =
+          make_expert_plan(idx, c.num_experts, idx.ge(0).sum().item<int64_t>());
       expect_equal_plans(make_expert_plan(idx.to(kGpu), c.num_experts, known.num_slots), known);
     }
   }
