@@ -393,7 +393,10 @@ class Run {
     const std::vector<int64_t> shape{config.num_layers, config.num_experts};
     auto& [bias, shares] = pipeline_.router_state();
     const auto options = at::TensorOptions(mesh_.device);
-    if (saved.bias.defined()) bias = saved.bias.to(mesh_.device);
+    for (const Tensor* table : {&saved.bias, &saved.shares})
+      if (table->defined())
+        check_shape(*table, "router_state of the weights", {shape[0], shape[1]});
+    bias = saved.bias.defined() ? saved.bias.to(mesh_.device) : Tensor();  // not model.config's
     if (training_.router_bias_rate > 0 && !bias.defined()) bias = at::zeros(shape, options);
     if (balance_kind(training_) != BalanceKind::global_batch) return;
     const Tensor even = at::full(shape, 1 / real(shape[1]), options.dtype(at::kDouble));

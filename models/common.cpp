@@ -111,11 +111,14 @@ json read_config(const std::filesystem::path& path) {
 
 // (rows, columns) from an array of arrays.
 static Tensor table_of(const json& object, const char* key, at::ScalarType dtype) {
-  if (!object.contains(key)) return {};
+  const auto all = object.get<std::map<std::string, std::vector<std::vector<double>>>>();
+  if (!all.contains(key)) return {};
   std::vector<Tensor> rows;
-  for (const auto& row : object[key].get<std::vector<std::vector<double>>>())
+  for (const auto& row : all.at(key)) {
+    if (row.size() != all.at(key)[0].size()) throw std::invalid_argument("rows differ in length");
     rows.push_back(at::tensor(row, at::kDouble));
-  return at::stack(rows).to(dtype);
+  }
+  return rows.empty() ? Tensor() : at::stack(rows).to(dtype);
 }
 
 void read_common(Fields& fields, ModelConfig& config, const char* family, const char* width) {

@@ -68,6 +68,13 @@ TEST(GptOss, ListsEverythingThatIsWrong) {
   config["layer_types"][3] = "chunked_attention";
   config.update({{"attention_bias", false}, {"num_key_value_heads", 7}, {"sliding_window", 0},
       {"quantization_config", {{"quant_method", "gptq"}}}, {"swiglu_limit", -1.0}});
+  for (const char* state : {"5", R"({"bias": [[1, 2], [3]]})", R"({"bias": [1]})"}) {
+    json bad = released();
+    bad["router_state"] = json::parse(state);
+    const std::string problem = error_text([&] { GptOssConfig::parse(bad, "here"); });
+    EXPECT_NE(problem.find("router_state is no object of tables"), std::string::npos) << problem;
+    EXPECT_EQ(problem.find("frame #"), std::string::npos);
+  }
   const std::string text = error_text([&] { GptOssConfig::parse(config, "here"); });
   for (const char* part : {"here: not a usable", "intermediate_size is missing",
            "layer_types holds", "attention_bias", "num_key_value_heads", "sliding_window",

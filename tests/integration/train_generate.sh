@@ -97,6 +97,15 @@ for folder in $weights unbiased; do
 done
 ! cmp -s step-00000020.safetensors unbiased.safetensors || fail "the bias changes no route"
 
+"${PYTHON:-python3}" - unbiased/config.json <<'END'
+import json, sys
+config = json.load(open(sys.argv[1]))
+config["router_state"] = {"bias": [[0.5, 0.5, 0.5]]}
+json.dump(config, open(sys.argv[1], "w"))
+END
+# A router of another model is refused.
+refused 'router_state of the weights' train foreign --set model.init=unbiased
+
 # SIGTERM: finishes the step, saves, exits 0; and goes on where it stopped.
 train_in_background stopped --set training.steps=100000 --set training.schedule=constant >stopped.log 2>&1 &
 process=$!
