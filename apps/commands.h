@@ -11,8 +11,7 @@ inline double seconds_since(Clock::time_point start) {
 
 // A subcommand that calls run(options), and its options, which live as long as it. It fails by
 // throwing, for main() to print; CLI::RuntimeError(1) where everything has been printed already.
-template <class Options, class Run>
-std::pair<CLI::App*, Options*> add_command(
+template <class Options, class Run> std::pair<CLI::App*, Options*> add_command(
     CLI::App& app, const std::string& name, const std::string& what, Run run) {
   const auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand(name, what);

@@ -163,8 +163,7 @@ class Build {
     print_summary();
   }
  private:
-  template <class T>
-  T total(T Side::* count) const {
+  template <class T> T total(T Side::* count) const {
     return journal_.sides[0].*count + journal_.sides[1].*count;
   }
 

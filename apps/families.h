@@ -11,8 +11,7 @@
 namespace pith {
 
 // Calls use.operator()<Model>() with the family of a config.json, or of the one in a folder.
-template <class Use>
-auto with_family(const fs::path& path, Use&& use) {
+template <class Use> auto with_family(const fs::path& path, Use&& use) {
   const std::string family = read_model_type(path);
   if (family == "qwen3_moe") return use.template operator()<Qwen3MoeModel>();
   if (family == "deepseek_v2") return use.template operator()<DeepseekV2Model>();
@@ -29,8 +28,7 @@ struct ModelOptions {
   void add_to(CLI::App& command);
 };
 
-template <class Model>
-struct LoadedModel {
+template <class Model> struct LoadedModel {
   LoadedModel(const ModelOptions& options, ShardGroup::Use use)
       : device(select_device(options.device)),
         config(Model::Config::parse_file(options.folder)),

@@ -52,8 +52,7 @@ MicroBatch pack(const std::vector<Sequence>& sequences, at::Device device) {
   return make_microbatch(rows, true, 0, std::ssize(rows), device);
 }
 
-template <class Model>
-void generate(const GenerateOptions& options) {
+template <class Model> void generate(const GenerateOptions& options) {
   LoadedModel<Model> loaded(options, ShardGroup::Use::inference);
   auto& [device, config, model, mesh, groups] = loaded;
   const Tokenizer tokenizer = Tokenizer::load(options.folder);

@@ -25,8 +25,7 @@ struct Inspection {
   std::vector<std::string> problems = {};
 
   // False where it threw, which is a problem.
-  template <class Part>
-  bool attempt(Part part) {
+  template <class Part> bool attempt(Part part) {
     const std::string problem = problem_of(part);
     if (!problem.empty()) problems.push_back(problem);
     return problem.empty();
@@ -145,9 +144,9 @@ struct Inspection {
     const bool summed = corpus.vocab_size() > 0;
     if (problems.empty())
       line("checksums", "{}",
-          quick    ? kUnverified
-          : summed ? kSound
-                   : "none: " + prefix + ".json is not there");
+          quick        ? kUnverified
+              : summed ? kSound
+                       : "none: " + prefix + ".json is not there");
   }
 
   void look_at(fs::path path) {

@@ -28,7 +28,7 @@ std::vector<int64_t> chunks_of(const RunConfig& config, const Config& model, con
   for (const std::string& word : CLI::detail::split(text, ','))
     valid = valid && CLI::detail::lexical_cast(CLI::detail::trim_copy(word), chunks.emplace_back());
   PITH_CHECK(valid && std::ssize(chunks) == 2 * pp && std::ranges::min(chunks) >= 0 &&
-                 std::reduce(chunks.begin(), chunks.end()) == model.num_layers,
+          std::reduce(chunks.begin(), chunks.end()) == model.num_layers,
       "parallel.chunks must be {} numbers of layers with the sum {}, it is \"{}\"", 2 * pp,
       model.num_layers, text);
   return chunks;
@@ -40,7 +40,7 @@ bool recomputes(const RunConfig& config, int64_t stage) {
   const std::vector<std::string> words = CLI::detail::split(text, ',');
   const auto known = [](const std::string& word) { return word == "none" || word == "layer"; };
   PITH_CHECK(std::ranges::all_of(words, known) &&
-                 (words.size() == 1 || std::ssize(words) == config.parallel.pp),
+          (words.size() == 1 || std::ssize(words) == config.parallel.pp),
       "parallel.recompute must be \"none\" or \"layer\", or {} of these with commas, it is \"{}\"",
       config.parallel.pp, text);
   return words[words.size() == 1 ? 0 : index(stage)] == "layer";
@@ -89,7 +89,7 @@ void print_plan(const RunConfig& config, const typename Model::Config& model, co
     const double parts = (dense + expert * real(shape.ep)) / block;
     const double whole = config.parallel.weights == "keep" ? dense + expert : parts;
     const double layers = real(chunks[index(stage)] + chunks[index(2 * shape.pp - 1 - stage)]) *
-                          std::max(real(plan.peak_activations[index(stage)]) / 2, 1.0);
+        std::max(real(plan.peak_activations[index(stage)]) / 2, 1.0);
     double activations = layer * layers;
     if (recomputes(config, stage))  // inputs of layers, and one layer whole
       activations = tokens * real(model.hidden_size) * layers + layer;
@@ -128,8 +128,7 @@ Blend open_blend(const RunConfig& config) {
 }
 
 // One training run: everything that lives from the first to the last step.
-template <class Model>
-class Run {
+template <class Model> class Run {
  public:
   Run(const RunConfig& config, typename Model::Config model_config, const Mesh& mesh)
       : config_(config),
@@ -167,10 +166,10 @@ class Run {
         state_.data[fmt::format("corpus {} of data.train: {}", i + 1, what)] = value;
     state_.schedule = schedule_settings(training_);
     micro_batches_of(config, mesh.dp);
-    check_same_everywhere(
-        mesh.world, {{"configuration", to_toml(config)},
-                        {"model", model_.config().to_json(compute_dtype(config))},
-                        {"corpus", state_.to_json()}, {"build", kBuildDescription}});
+    check_same_everywhere(mesh.world,
+        {{"configuration", to_toml(config)},
+            {"model", model_.config().to_json(compute_dtype(config))}, {"corpus", state_.to_json()},
+            {"build", kBuildDescription}});
   }
 
   void train(Clock::time_point launched) {
@@ -481,8 +480,9 @@ class Run {
     CheckpointContent content;
     content.step = state_.step;
     content.training_state = state_.to_json();
-    content.files = {{"config.json", with_router_state(model.to_json(compute_dtype(config_)),
-                                         pipeline_.router_state())},
+    content.files = {
+        {"config.json",
+            with_router_state(model.to_json(compute_dtype(config_)), pipeline_.router_state())},
         {"generation_config.json", model.generation_json()}, {"run.toml", to_toml(config_)}};
     collect_state(groups_, content, mesh_.expert);
     for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
@@ -517,8 +517,7 @@ class Run {
   CheckpointWriter writer_;
 };
 
-template <class Model>
-void pretrain(
+template <class Model> void pretrain(
     const RunConfig& config, const World* world, int64_t processes, Clock::time_point launched) {
   if (config.run.threads > 0) at::set_num_threads(static_cast<int>(config.run.threads));
   const at::Device device = select_device(config.run.device);
@@ -577,7 +576,7 @@ void add_pretrain_command(CLI::App& app) {
   sub->add_option("--processes", o->processes, "--dry-run: of a job of this many")
       ->check(CLI::PositiveNumber);
   sub->footer("Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
-              describe_config_keys());
+      describe_config_keys());
 }
 
 }  // namespace pith

@@ -34,8 +34,7 @@ Tokenizer open(const std::string& path, const Options& options) {
 
 // Calls sink(texts) with batches of about 64 MB: the documents of JSON lines and tables, of other
 // files their lines with the line ends, or the whole.
-template <class Sink>
-void for_each_batch(const Options& options, Sink sink) {
+template <class Sink> void for_each_batch(const Options& options, Sink sink) {
   std::vector<std::string> batch;
   size_t bytes = 0;
   auto add = [&](std::string text) {

@@ -12,8 +12,7 @@ struct TraceOptions : ModelOptions {
   bool grads = false, stages = false, routing = false;
 };
 
-template <class Model>
-void trace(const TraceOptions& options) {
+template <class Model> void trace(const TraceOptions& options) {
   LoadedModel<Model> loaded(options, ShardGroup::Use::training);
   auto& [device, config, model, mesh, groups] = loaded;
   const std::vector<Row> rows = read_token_rows(options.tokens, config.vocab_size);
@@ -33,8 +32,8 @@ void trace(const TraceOptions& options) {
 
   zero_grads(groups);
   const BatchResult result = options.grads
-                                 ? pipeline.forward_backward(batch, NextTokenLoss(), tapes)
-                                 : pipeline.forward_only(batch, NextTokenLoss(), {}, tapes);
+      ? pipeline.forward_backward(batch, NextTokenLoss(), tapes)
+      : pipeline.forward_only(batch, NextTokenLoss(), {}, tapes);
   pipeline.observe({});
   const double divisor = real(std::max<int64_t>(trained, 1));
   write("loss", result.loss_sum / divisor);

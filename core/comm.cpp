@@ -83,17 +83,17 @@ Work Comm::start(Operation&& given) const {
   const auto own = [&](const std::vector<int64_t>& sizes, const Tensor& tensor, const char* why) {
     if (sizes.empty()) return tensor.numel();
     fail_unless(std::ssize(sizes) == size() && std::ranges::min(sizes) >= 0 &&
-                    std::reduce(sizes.begin(), sizes.end()) == tensor.numel(),
+            std::reduce(sizes.begin(), sizes.end()) == tensor.numel(),
         why);
     return sizes[index(rank())];
   };
   fail_unless(own(given.recv, out, "the parts do not cut out") ==
-                  own(given.send, in, "the parts do not cut in"),
+          own(given.send, in, "the parts do not cut in"),
       "this member's own part has two sizes");
   if (given.recv.empty() && given.messages.empty()) {
     const bool integer = type == at::kLong || type == at::kInt;
     fail_unless(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 ||
-                    (integer && given.send.empty()),
+            (integer && given.send.empty()),
         "this type is not summed");
   } else {
     fail_unless(out.scalar_type() == type, "types differ");

@@ -41,7 +41,7 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
           const MeshShape shape{pp, cp, ep, wanted.hsdp, block};
           if (!problem(shape, world).empty()) continue;
           found.emplace_back(factor(pp, wanted.pp) + factor(cp, wanted.cp) + factor(ep, wanted.ep) +
-                                 factor(block, wanted.hsdp_size),
+                  factor(block, wanted.hsdp_size),
               to_text(shape, world));
         }
   std::ranges::sort(found);

@@ -64,8 +64,8 @@ std::shared_ptr<CUevent_st> record_event(cudaStream_t stream) {
 Type sum_type(const Tensor& tensor) {
   const auto type = tensor.scalar_type();
   return type == at::kDouble ? kDouble
-         : type == at::kLong ? kInt64
-         : type == at::kInt  ? kInt32
+      : type == at::kLong    ? kInt64
+      : type == at::kInt     ? kInt32
                              : kFloat;
 }
 

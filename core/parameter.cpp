@@ -27,7 +27,7 @@ Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape,
 Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {
   const int64_t end = part.offset + part.numel();
   PITH_CHECK(flat_or_shaped.defined() && flat_or_shaped.is_contiguous() && part.offset >= 0 &&
-                 end <= flat_or_shaped.numel(),
+          end <= flat_or_shaped.numel(),
       "elements {} to {} cannot be taken out of {}", part.offset, end,
       describe(flat_or_shaped, part.name));
   // Detached: the view of an autograd leaf can be written without being recorded.

@@ -32,8 +32,8 @@ std::string describe(const Tensor& tensor, std::string_view name) {
 void check_shape(
     const Tensor& tensor, std::string_view name, std::initializer_list<int64_t> shape) {
   const bool same = tensor.defined() &&
-                    std::ranges::equal(tensor.sizes(), shape,
-                        [](int64_t size, int64_t wanted) { return wanted < 0 || size == wanted; });
+      std::ranges::equal(tensor.sizes(), shape,
+          [](int64_t size, int64_t wanted) { return wanted < 0 || size == wanted; });
   PITH_CHECK(same, "{}; its shape should be {}", describe(tensor, name), shape_text(shape));
 }
 

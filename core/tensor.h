@@ -29,8 +29,7 @@ inline int64_t div_exact(int64_t a, int64_t b) {
 }
 
 // Integer conversion that throws when the value does not fit.
-template <class To, class From>
-To narrow(From value) {
+template <class To, class From> To narrow(From value) {
   static_assert(std::is_integral_v<To> && std::is_integral_v<From>);
   const auto result = static_cast<To>(value);
   PITH_CHECK(static_cast<From>(result) == value && (result < To{}) == (value < From{}),

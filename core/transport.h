@@ -28,10 +28,7 @@ struct Operation {
 // The address of a function or variable of a library that is opened when it is needed.
 struct Symbol {
   void* address;
-  template <class T>
-  operator T*() const {
-    return reinterpret_cast<T*>(address);
-  }
+  template <class T> operator T*() const { return reinterpret_cast<T*>(address); }
 };
 Symbol find_symbol(const char* library, const char* name);
 

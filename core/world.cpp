@@ -20,8 +20,7 @@ std::string environment(const char* name) {
   return value ? value : "";
 }
 
-template <class Number>
-Number number_in(const char* name, Number fallback) {
+template <class Number> Number number_in(const char* name, Number fallback) {
   const std::string text = environment(name);
   if (text.empty()) return fallback;
   Number value{};

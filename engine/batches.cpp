@@ -230,8 +230,8 @@ RowStream::RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool
 
 int64_t RowStream::rows_per_epoch() const {
   return state_->packing == Packing::best_fit
-             ? state_->packed_rows
-             : state_->corpus.num_tokens() / state_->sequence_length;
+      ? state_->packed_rows
+      : state_->corpus.num_tokens() / state_->sequence_length;
 }
 
 const Corpus& RowStream::corpus() const { return state_->corpus; }
@@ -244,7 +244,7 @@ void check_same_tokenizer(const std::vector<Corpus>& corpora) {
     if (corpus.tokenizer_hash().empty() && corpus.vocab_size() == 0) continue;
     if (known == nullptr) known = &corpus;
     PITH_CHECK(corpus.tokenizer_hash() == known->tokenizer_hash() &&
-                   corpus.vocab_size() == known->vocab_size(),
+            corpus.vocab_size() == known->vocab_size(),
         "{} (vocabulary {}, tokenizer {}) and {} (vocabulary {}, tokenizer {}) cannot be used "
         "together: build both with the same tokenizer",
         known->prefix(), known->vocab_size(), known->tokenizer_hash(), corpus.prefix(),

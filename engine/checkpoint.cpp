@@ -81,8 +81,7 @@ struct Save {
 
   // What `part` throws becomes an Error that names the checkpoint; rank 0 removes the temporary
   // folder.
-  template <class Part>
-  void guard(const Part& part) const {
+  template <class Part> void guard(const Part& part) const {
     const std::string problem = problem_of(part);
     if (problem.empty()) return;
     std::error_code ignored;  // the first error is the one to tell
@@ -281,7 +280,7 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
     for (const auto& [key, entry] : file.header().tensors) {
       std::smatch parts;
       PITH_CHECK(std::regex_match(key, parts, form) && entry.dtype == at::kFloat &&
-                     entry.shape.size() == 1,
+              entry.shape.size() == 1,
           "{}: {} is not a flat float32 slice KIND/TENSOR@OFFSET/TOTAL", file.path().string(), key);
       pieces_[parts[1]].push_back(
           {files_.size() - 1, key, std::stoll(parts[2]), entry.shape[0], std::stoll(parts[3])});

@@ -13,8 +13,7 @@ namespace {
 using Field =
     std::variant<std::string*, int64_t*, uint64_t*, double*, bool*, std::vector<DataSource>*>;
 
-template <auto section, auto member>
-Field field_of(RunConfig& config) {
+template <auto section, auto member> Field field_of(RunConfig& config) {
   return &(config.*section.*member);
 }
 
@@ -106,7 +105,7 @@ bool within(double value, std::string_view interval) {  // false for NaN
   std::from_chars(interval.data() + 1, interval.data() + comma, low);
   std::from_chars(interval.data() + comma + 2, interval.data() + interval.size() - 1, high);
   return (interval.front() == '(' ? value > low : value >= low) &&
-         (interval.back() == ')' ? value < high : value <= high);
+      (interval.back() == ')' ? value < high : value <= high);
 }
 
 std::vector<std::string> split(const std::string& text, char separator) {
@@ -389,8 +388,7 @@ class Reader {
 };
 
 // "[section]" and a line for each of its keys.
-template <class Line>
-std::string by_section(const Line& line) {
+template <class Line> std::string by_section(const Line& line) {
   std::string text;
   std::string_view section;
   for (const Key& key : kKeys) {

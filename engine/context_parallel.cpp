@@ -30,9 +30,8 @@ std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
 // local tokens that take part. On the same rank both are all that it has there, and causal; a rank
 // before this one gives its low chunk, and to ranks after this one only the high chunk's queries
 // come later.
-template <class F>
-void for_each_piece(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank,
-    int64_t peer, int64_t size, F&& f) {
+template <class F> void for_each_piece(const MicroBatch& whole, const std::vector<int64_t>& rows,
+    int64_t rank, int64_t peer, int64_t size, F&& f) {
   const int32_t* cu = whole.cu_seqlens_host.const_data_ptr<int32_t>();
   size_t row = 0;
   for (int64_t d = 0; d + 1 < whole.cu_seqlens_host.numel(); ++d) {

@@ -76,7 +76,7 @@ CorpusIndex parse_corpus_index(
   index.documents = index.pointers + 8 * sequences;
 
   PITH_CHECK(load<int64_t>(index.documents, 0) == 0 &&
-                 load<int64_t>(index.documents, index.num_documents) == index.num_sequences,
+          load<int64_t>(index.documents, index.num_documents) == index.num_sequences,
       "{}: documents do not span all {} sequences", source, sequences);
   int64_t tokens = 0;  // cannot overflow: at most 2^31 for each 12 bytes of the index
   const auto held = static_cast<int64_t>(bin_bytes / static_cast<uint64_t>(index.width));
@@ -135,8 +135,8 @@ Corpus::Shard::Shard(std::string path) : prefix(std::move(path)) {
     PITH_CHECK(index_sum == side->index_xxh3,
         "{}.idx is damaged: its bytes do not match the sum in {}.json", prefix, prefix);
     PITH_CHECK(side->block_bytes > 0 && side->vocab_size > 0 &&
-                   side->block_xxh3.size() ==
-                       16 * ((bin.size + side->block_bytes - 1) / side->block_bytes),
+            side->block_xxh3.size() ==
+                16 * ((bin.size + side->block_bytes - 1) / side->block_bytes),
         "{}.json does not belong to this {}.bin of {} bytes", prefix, prefix, bin.size);
     vocab_size = side->vocab_size;
     tokenizer_hash = side->tokenizer_hash;
@@ -169,7 +169,7 @@ Corpus::Corpus(const std::string& prefix) : prefix_(prefix), begins_{0} {
   for (const std::string& path : paths) {
     const Shard& shard = shards_.emplace_back(path);
     PITH_CHECK(shard.index.width == shards_[0].index.width && shard.vocab_size == vocab_size() &&
-                   shard.tokenizer_hash == tokenizer_hash(),
+            shard.tokenizer_hash == tokenizer_hash(),
         "{} and {} are not shards of one corpus: ids or tokenizer differ", paths[0], path);
     begins_.push_back(begins_.back() + shard.index.num_documents);
     num_tokens_ += shard.index.num_tokens;

@@ -134,7 +134,7 @@ std::string seal_json(const std::string& object) {
 void check_seal(std::string_view text, const std::string& source) {
   const size_t length = seal_of("").size();
   PITH_CHECK(text.size() > length &&
-                 text.substr(text.size() - length) == seal_of(text.substr(0, text.size() - length)),
+          text.substr(text.size() - length) == seal_of(text.substr(0, text.size() - length)),
       "{} is damaged: its bytes do not match the checksum on its last line", source);
 }
 

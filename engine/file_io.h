@@ -7,8 +7,7 @@
 namespace pith {
 
 // The message of what `part` throws; empty where it throws nothing.
-template <class Part>
-std::string problem_of(const Part& part) {
+template <class Part> std::string problem_of(const Part& part) {
   try {
     part();
     return "";
@@ -60,8 +59,7 @@ nlohmann::json read_json(const fs::path& path);
 nlohmann::json parse_json(std::string_view text, const std::string& source);
 
 // A JSON value as a T, if nothing is lost: no other types, no fractions, no further members.
-template <class T, class Json>
-std::optional<T> exactly(const Json& value) {
+template <class T, class Json> std::optional<T> exactly(const Json& value) {
   try {
     T typed = value.template get<T>();
     if (Json(typed).dump() == value.dump()) return typed;
@@ -76,12 +74,10 @@ void sync_folder(const fs::path& folder);
 
 // Bytes of a number as files hold them, and element i of an array of such, aligned or not.
 static_assert(std::endian::native == std::endian::little);
-template <class T>
-std::string raw(T number) {
+template <class T> std::string raw(T number) {
   return {reinterpret_cast<const char*>(&number), sizeof(T)};
 }
-template <class T>
-T load(const char* array, int64_t i = 0) {
+template <class T> T load(const char* array, int64_t i = 0) {
   T number;
   std::memcpy(&number, array + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
   return number;

@@ -44,7 +44,7 @@ constexpr int64_t kGroup = 32;  // numbers that share a scale
 
 bool is_packed(const HfFolder& folder, const HfTensor& tensor) {
   return tensor.shape.size() == 3 && tensor.shape[1] % kGroup == 0 &&
-         !folder.file_of(tensor.name) && folder.file_of(tensor.name + kBlocks);
+      !folder.file_of(tensor.name) && folder.file_of(tensor.name + kBlocks);
 }
 
 void import_packed(const HfFolder& folder, const ImportTarget& to) {

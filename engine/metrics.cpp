@@ -94,7 +94,7 @@ std::string field(uint32_t number, Wire wire, const std::string& value) {
 
 std::string record(int64_t step, const std::string& content) {
   const std::string bytes = field(1, kFixed64, raw(unix_seconds())) +
-                            field(2, kVarint, varint(static_cast<uint64_t>(step))) + content;
+      field(2, kVarint, varint(static_cast<uint64_t>(step))) + content;
   const std::string length = raw(uint64_t{bytes.size()});
   return length + raw(masked_crc32c(length)) + bytes + raw(masked_crc32c(bytes));
 }
@@ -193,7 +193,7 @@ std::string human_time(double seconds) {
 std::string tensorboard_start(int64_t resumed_step) {
   // Its version; then a session_log with status START: what older files hold from here on is void.
   return record(0, field(3, kBytes, "brain.Event:2")) +
-         record(resumed_step + 1, field(7, kBytes, field(1, kVarint, varint(1))));
+      record(resumed_step + 1, field(7, kBytes, field(1, kVarint, varint(1))));
 }
 
 std::string tensorboard_scalars(int64_t step, const Scalars& values) {

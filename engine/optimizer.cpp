@@ -23,8 +23,8 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
     int64_t step, const Tensor& norm) {
   // The same factor as torch.nn.utils.clip_grad_norm_, computed on the device.
   const Tensor scale = training.clip_norm > 0
-                           ? (training.clip_norm / (norm + 1e-6)).clamp_max(1.0).to(at::kFloat)
-                           : at::ones({}, norm.options().dtype(at::kFloat));
+      ? (training.clip_norm / (norm + 1e-6)).clamp_max(1.0).to(at::kFloat)
+      : at::ones({}, norm.options().dtype(at::kFloat));
   for (ShardGroup& group : groups) {
     const int64_t part_begin = group.part_begin();
     for (const ShardGroup::Segment& segment : group.segments()) {

@@ -159,8 +159,7 @@ ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
   return part;
 }
 
-template <DecoderModel Model>
-struct Pipeline<Model>::Impl {
+template <DecoderModel Model> struct Pipeline<Model>::Impl {
   Model& model_;
   const Mesh& mesh_;
   RotaryTable rotary_;
@@ -397,8 +396,7 @@ struct Pipeline<Model>::Impl {
   }
 
   // This stage's share of the first one's head.
-  template <class Objective>
-  void shared_head(Run& run, const Objective& objective) {
+  template <class Objective> void shared_head(Run& run, const Objective& objective) {
     const int64_t shared = shared_tokens(*run.batch);
     if (shared == 0) return;
     head(run, links_[4].receive(shared), run.batch->num_tokens() - shared, objective);
@@ -471,9 +469,9 @@ struct Pipeline<Model>::Impl {
     backward_end(run, grad);
   }
 
-  template <class Objective>
-  BatchResult execute(const std::vector<Action>& schedule, std::span<const MicroBatch> batches,
-      const Objective& objective, std::span<LayerCache> caches, std::span<RoutingTape> tapes) {
+  template <class Objective> BatchResult execute(const std::vector<Action>& schedule,
+      std::span<const MicroBatch> batches, const Objective& objective, std::span<LayerCache> caches,
+      std::span<RoutingTape> tapes) {
     result_ = {};
     if (mesh_.place.pp <= 1) result_.per_token.resize(batches.size());
     for (const int chunk : {0, 1}) {
@@ -516,9 +514,9 @@ struct Pipeline<Model>::Impl {
   }
 };
 
-template <DecoderModel Model>
-Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
-    std::vector<int64_t> chunks, const ModelShards* shards, bool recompute) {
+template <DecoderModel Model> Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh,
+    int64_t positions, RouterTraining router, std::vector<int64_t> chunks,
+    const ModelShards* shards, bool recompute) {
   const auto& config = model.config();
   if (chunks.empty()) chunks = {config.num_layers, 0};
   if (const Tensor& bias = config.router_state.bias; bias.defined()) {
@@ -526,8 +524,7 @@ Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, Rou
     router.state.bias = bias.to(mesh.device);
   }
   const auto dtype = model.parameter_units().front().front()->value.scalar_type();
-  const bool resharded =
-      shards && !shards->layers.empty() &&
+  const bool resharded = shards && !shards->layers.empty() &&
       shards->layers.begin()->second.groups.front()->mode() == ShardMode::reshard;
   impl_.reset(new Impl{model, mesh, model.rotary(positions, mesh.device), router,
       layers_of_rank(chunks, mesh.pipeline.size(), mesh.place.pp),
@@ -535,18 +532,15 @@ Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh, int64_t positions, Rou
       !resharded});
 }
 
-template <DecoderModel Model>
-RouterState& Pipeline<Model>::router_state() {
+template <DecoderModel Model> RouterState& Pipeline<Model>::router_state() {
   return impl_->router_.state;
 }
 
-template <DecoderModel Model>
-void Pipeline<Model>::observe(StageObserver observer) {
+template <DecoderModel Model> void Pipeline<Model>::observe(StageObserver observer) {
   impl_->observer_ = std::move(observer);
 }
 
-template <DecoderModel Model>
-template <class Objective>
+template <DecoderModel Model> template <class Objective>
 BatchResult Pipeline<Model>::forward_backward(
     std::span<const MicroBatch> batches, const Objective& objective, std::span<RoutingTape> tapes) {
   const Mesh& mesh = impl_->mesh_;
@@ -556,8 +550,7 @@ BatchResult Pipeline<Model>::forward_backward(
   return impl_->execute(schedule, batches, objective, {}, tapes);
 }
 
-template <DecoderModel Model>
-template <class Objective>
+template <DecoderModel Model> template <class Objective>
 BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch> batches,
     const Objective& objective, std::span<LayerCache> caches, std::span<RoutingTape> tapes) {
   PITH_CHECK(

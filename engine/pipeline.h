@@ -24,8 +24,7 @@ using StageObserver = std::function<void(const std::string& name, const Tensor& 
 
 // Layers of each of the model's 2 * PP chunks, balanced by their cost; on one stage without expert
 // parallelism all are in the first, since there is nothing to overlap with.
-template <class Config>
-std::vector<int64_t> default_chunks(
+template <class Config> std::vector<int64_t> default_chunks(
     const Config& config, const MeshShape& shape, int64_t sequence_length) {
   const auto layers = static_cast<int64_t>(config.num_layers);
   if (shape.pp == 1 && shape.ep == 1) return {layers, 0};
@@ -40,8 +39,7 @@ std::vector<int64_t> default_chunks(
 ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
     const MeshPlace& place, const ModelConfig& config);
 
-template <DecoderModel Model>
-class Pipeline {
+template <DecoderModel Model> class Pipeline {
  public:
   // `positions`: rows of the rotary table, at least the longest document. `chunks`: as the model's
   // part was made from; empty: everything here. `shards`: of the model, where they are cut.
@@ -54,14 +52,13 @@ class Pipeline {
   // Adds the gradients of the mean loss over the global batch (and of the balance losses) to every
   // Parameter::grad. `tapes`: one a micro-batch to record or replay routes, or empty. Collective
   // over the mesh; every stage gets the same batches.
-  template <class Objective>
-  BatchResult forward_backward(std::span<const MicroBatch> batches, const Objective& objective,
-      std::span<RoutingTape> tapes = {});
+  template <class Objective> BatchResult forward_backward(std::span<const MicroBatch> batches,
+      const Objective& objective, std::span<RoutingTape> tapes = {});
 
   // The same without gradients. `caches`: one a layer while generating (one process), or empty.
-  template <class Objective>
-  BatchResult forward_only(std::span<const MicroBatch> batches, const Objective& objective,
-      std::span<LayerCache> caches = {}, std::span<RoutingTape> tapes = {});
+  template <class Objective> BatchResult forward_only(std::span<const MicroBatch> batches,
+      const Objective& objective, std::span<LayerCache> caches = {},
+      std::span<RoutingTape> tapes = {});
 
   void observe(StageObserver observer);
   RouterState& router_state();  // at first the configuration's bias; read by every forward pass

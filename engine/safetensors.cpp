@@ -27,13 +27,13 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StoredEntry, dtype, shape, data_offsets)
 // A fraction may be outside the integers that it would be converted to.
 bool holds_fraction(const json& value) {
   return value.is_number_float() ||
-         (value.is_structured() && std::ranges::any_of(value, holds_fraction));
+      (value.is_structured() && std::ranges::any_of(value, holds_fraction));
 }
 
 TensorEntry parse_entry(const json& object, const std::string& place) {
   const auto stored = holds_fraction(object) ? std::nullopt : exactly<StoredEntry>(object);
   PITH_CHECK(stored && stored->shape.size() <= kMostDimensions && stored->data_offsets[0] >= 0 &&
-                 std::ranges::all_of(stored->shape, [](int64_t size) { return size >= 0; }),
+          std::ranges::all_of(stored->shape, [](int64_t size) { return size >= 0; }),
       "{}: not a dtype, a shape of at most {} dimensions and a pair of data_offsets: {:.200}",
       place, kMostDimensions, object.dump());
   const auto* dtype =

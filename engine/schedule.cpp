@@ -201,11 +201,11 @@ std::string draw_svg(const Simulation& simulation) {
       double y = top;
       for (const Pass& pass : action) {
         const bool light = pass.chunk == 1;
-        const char* color = pass.kind == Pass::forward  ? light ? "#f3dfa2" : "#f5c26b"
-                            : pass.kind == Pass::weight ? "#9cc79c"
-                            : pass.kind == Pass::head   ? "#f5a9a9"
-                            : light                     ? "#b3d4ea"
-                                                        : "#7fb3d5";
+        const char* color = pass.kind == Pass::forward ? light ? "#f3dfa2" : "#f5c26b"
+            : pass.kind == Pass::weight                ? "#9cc79c"
+            : pass.kind == Pass::head                  ? "#f5a9a9"
+            : light                                    ? "#b3d4ea"
+                                                       : "#7fb3d5";
         svg += fmt::format(
             "<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" fill=\"{}\" "
             "stroke=\"white\"/>\n",

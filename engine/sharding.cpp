@@ -15,7 +15,7 @@ int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / mult
 bool decays(const Parameter& parameter) {
   const bool expert = parameter.group == ParameterGroup::expert && parameter.shape.size() > 2;
   return expert || parameter.group == ParameterGroup::matrix ||
-         parameter.group == ParameterGroup::embedding;
+      parameter.group == ParameterGroup::embedding;
 }
 
 // Lets the storage of `shell`, and with it every view of it, point at `memory`, or at nothing:

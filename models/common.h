@@ -65,8 +65,7 @@ std::string with_router_state(const std::string& config_json, const RouterState&
 Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred = false);
 
 // The layers of a family and what surrounds them; no step of a layer is here.
-template <class FamilyConfig, class FamilyLayer>
-class Decoder {
+template <class FamilyConfig, class FamilyLayer> class Decoder {
  public:
   using Config = FamilyConfig;
   using Layer = FamilyLayer;

@@ -92,7 +92,7 @@ ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
     // before and after their norms, queries, rotary key, attention output; each slot's row, gate
     // and up, activation, result; the same of what every token passes.
     activations += 7 * h + 2 * (q_rank + kv_rank) + q + rotary_dim + out +
-                   slots * (2 * h + 3 * moe_intermediate_size) + 3 * always;
+        slots * (2 * h + 3 * moe_intermediate_size) + 3 * always;
   }
   // Attention: 2 (length / 2) heads (Dqk + Dv) forward, three times that with the backward pass.
   const double attention = 3.0 * static_cast<double>(sequence_length * (q + out) * num_layers);

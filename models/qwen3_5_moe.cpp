@@ -114,7 +114,7 @@ ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
     // then convolved q, k, v, result, normed, gated, or normed and turned q and k, result, gated;
     // each slot's row, gate and up, activation, result; the same of the shared expert.
     activations += 7 * h + (is_delta ? in + channels() + 3 * values() : 6 * q + 4 * kv) +
-                   experts_per_token * (2 * h + 3 * moe_intermediate_size) + 3 * shared_width;
+        experts_per_token * (2 * h + 3 * moe_intermediate_size) + 3 * shared_width;
   }
   return size_of<Qwen35MoeModel>(*this, mixing, activations);
 }
@@ -255,7 +255,7 @@ Attended Qwen35MoeLayer::attend(const LayerContext& context, const Tensor& hidde
 Tensor Qwen35MoeLayer::shared(const LayerContext&, const Attended& attended) {
   const Tensor& rows = attended.rows;
   return linear(swiglu(linear(rows, shared_gate_up_)), shared_down_) *
-         at::sigmoid(linear(rows, shared_gate_));
+      at::sigmoid(linear(rows, shared_gate_));
 }
 
 Tensor Qwen35MoeLayer::experts(

@@ -5,8 +5,7 @@
 namespace pith {
 namespace {
 
-template <class W>
-cuda::AdamWScalars<W> scalars_of(const AdamWStep& step) {
+template <class W> cuda::AdamWScalars<W> scalars_of(const AdamWStep& step) {
   const auto power = static_cast<double>(step.step);
   return {static_cast<W>(step.learning_rate * step.weight_decay), static_cast<W>(step.beta1),
       static_cast<W>(1 - step.beta1), static_cast<W>(step.beta2), static_cast<W>(1 - step.beta2),
@@ -16,9 +15,8 @@ cuda::AdamWScalars<W> scalars_of(const AdamWStep& step) {
 }
 
 // The order of operations is that of PyTorch's fused AdamW.
-template <class W>
-void update_cpu(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
-    const Tensor& grad_scale, const AdamWStep& step) {
+template <class W> void update_cpu(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq,
+    const Tensor& grad, const Tensor& grad_scale, const AdamWStep& step) {
   const cuda::AdamWScalars<W> s = scalars_of<W>(step);
   W *w = master.mutable_data_ptr<W>(), *m = exp_avg.mutable_data_ptr<W>();
   W* v = exp_avg_sq.mutable_data_ptr<W>();
@@ -32,8 +30,7 @@ void update_cpu(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tenso
   }
 }
 
-template <class T>
-double sum_of_squares_cpu(const Tensor& grad) {
+template <class T> double sum_of_squares_cpu(const Tensor& grad) {
   const T* x = grad.const_data_ptr<T>();
   double lane[4] = {};  // which the compiler keeps in vector registers
   for (int64_t i = 0; i < grad.numel(); ++i) {

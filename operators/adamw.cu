@@ -14,8 +14,7 @@ __device__ inline float update(float w, float& m, float& v, float g, const AdamW
 }
 
 // N elements a thread.
-template <class T, int N>
-__global__ void __launch_bounds__(kThreads)
+template <class T, int N> __global__ void __launch_bounds__(kThreads)
     adamw_kernel(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, T* value,
         int64_t n, const float* grad_scale, AdamWScalars<float> scalars) {
   const int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * N;
@@ -48,8 +47,7 @@ __device__ double block_sum(double x) {
   return sum;
 }
 
-template <int N>
-__global__ void __launch_bounds__(kThreads)
+template <int N> __global__ void __launch_bounds__(kThreads)
     squares_kernel(const float* x, int64_t n, double* partial) {
   constexpr int kUnroll = 4;
   const int64_t stride = int64_t{kSumBlocks} * kThreads * N;

@@ -34,8 +34,7 @@ struct Run {
 };
 
 // Calls f(document, first query, queries, first key, keys).
-template <class F>
-void for_documents(const AttentionSpan& span, F&& f) {
+template <class F> void for_documents(const AttentionSpan& span, F&& f) {
   const int32_t* q = span.cu_q_host.const_data_ptr<int32_t>();
   const int32_t* k = span.cu_k_host.const_data_ptr<int32_t>();
   for (int64_t d = 0; d + 1 < span.cu_q_host.numel(); ++d)
@@ -67,7 +66,7 @@ enum class Path { cudnn, flash, cpu, products };
 bool equal_documents(const AttentionSpan& span, const Mask& mask) {
   const auto runs = runs_of(span, mask, kNoLimit);
   return runs.size() == 1 && runs[0].count == span.cu_q_host.numel() - 1 &&
-         (!mask.causal || runs[0].n == runs[0].m);
+      (!mask.causal || runs[0].n == runs[0].m);
 }
 
 bool round_length(int64_t length) { return length >= 128 && length % 128 == 0; }
@@ -82,8 +81,8 @@ Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, co
   // 70 ms) for each new shape: so only for the fixed, round lengths of packed pretraining rows. It
   // takes the two head sizes of DeepSeek's latent attention as they are.
   const bool cudnn = (widest <= 128 || (dim == 192 && v_dim == 128)) && round_length(span.max_q) &&
-                     round_length(span.max_k) && equal_documents(span, mask) && mask.before < 0 &&
-                     !at::globalContext().deterministicAlgorithms();
+      round_length(span.max_k) && equal_documents(span, mask) && mask.before < 0 &&
+      !at::globalContext().deterministicAlgorithms();
   return cudnn ? Path::cudnn : Path::flash;
 }
 

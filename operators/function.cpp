@@ -46,8 +46,8 @@ void check_ids(const Tensor& ids, std::string_view name, int64_t end, int64_t no
     if ((id[i] >= 0 && id[i] < end) || (none < 0 && id[i] == none)) [[likely]]
       continue;
     const std::string place = ids.dim() == 2
-                                  ? fmt::format("({}, {})", i / ids.size(1), i % ids.size(1))
-                                  : fmt::format("[{}]", i);
+        ? fmt::format("({}, {})", i / ids.size(1), i % ids.size(1))
+        : fmt::format("[{}]", i);
     PITH_FAIL("{}{} = {} is not in [0, {}){}", name, place, id[i], end,
         none < 0 ? fmt::format(" and not {}", none) : "");
   }

@@ -43,16 +43,14 @@ inline bool has_kernel(const Tensor& tensor) {
   } else if (::pith::has_kernel(tensor))
 
 // Data for a kernel to read or to write; null where the tensor is undefined.
-template <class T = void>
-const T* read(const Tensor& tensor) {
+template <class T = void> const T* read(const Tensor& tensor) {
   if (!tensor.defined()) return nullptr;
   if constexpr (std::is_void_v<T>)
     return tensor.const_data_ptr();
   else
     return tensor.const_data_ptr<T>();
 }
-template <class T = void>
-T* write(const Tensor& tensor) {
+template <class T = void> T* write(const Tensor& tensor) {
   if (!tensor.defined()) return nullptr;
   if constexpr (std::is_void_v<T>)
     return tensor.mutable_data_ptr();

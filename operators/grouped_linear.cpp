@@ -13,7 +13,7 @@ bool grouped_mm_fits(const Tensor& x, const Tensor& matrices) {
     return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
   };
   return x.is_cuda() && is_bf16(x) && matrices.size(1) % 8 == 0 && matrices.size(2) % 8 == 0 &&
-         aligned(x) && aligned(matrices);
+      aligned(x) && aligned(matrices);
 }
 
 // x (S, K) times its expert's matrix of matrices (E, K, N) -> (S, N).

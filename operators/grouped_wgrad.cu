@@ -51,8 +51,7 @@ struct Tile {
 
 #if PITH_HOPPER
 // Calls f(tile) for this block's share of the tiles whose expert has rows.
-template <class F>
-__device__ void for_each_tile(const Problem& p, F&& f) {
+template <class F> __device__ void for_each_tile(const Problem& p, F&& f) {
   const int across = (p.in + kTileIn - 1) / kTileIn;
   const int per_expert = across * ((p.out + kTileOut - 1) / kTileOut);
   for (int i = static_cast<int>(blockIdx.x); i < p.experts * per_expert; i += gridDim.x) {
@@ -115,7 +114,7 @@ __device__ void copy_box(
 // follow each other at kBoxBytes, groups of 8 rows at kGroupBytes, 128-byte swizzle.
 __device__ uint64_t matrix_descriptor(const void* p) {
   return (shared_address(p) & 0x3FFFF) >> 4 | uint64_t{kBoxBytes >> 4} << 16 |
-         uint64_t{kGroupBytes >> 4} << 32 | uint64_t{1} << 62;
+      uint64_t{kGroupBytes >> 4} << 32 | uint64_t{1} << 62;
 }
 
 // sum (64, 256) = a^T b, or += with `add`, over 16 rows. Thread t holds of row t / 32 * 16 + t % 32

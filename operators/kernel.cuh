@@ -27,37 +27,31 @@ inline void launch_check(
 }
 
 // N neighbouring elements, moved by one instruction where they fill 4, 8 or 16 bytes.
-template <class T, int N>
-struct alignas(sizeof(T) * N) Vec {
+template <class T, int N> struct alignas(sizeof(T) * N) Vec {
   T v[N];
 };
 
 // Elements of T in 16 bytes.
-template <class T>
-inline constexpr int kFull = 16 / static_cast<int>(sizeof(T));
+template <class T> inline constexpr int kFull = 16 / static_cast<int>(sizeof(T));
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
-template <class T>
-__device__ inline T from_float(float x) {
+template <class T> __device__ inline T from_float(float x) {
   if constexpr (sizeof(T) == 4)
     return x;
   else
     return __float2bfloat16_rn(x);
 }
 
-template <int N, class T>
-__device__ inline Vec<T, N> load(const T* p) {
+template <int N, class T> __device__ inline Vec<T, N> load(const T* p) {
   return *reinterpret_cast<const Vec<T, N>*>(p);
 }
-template <int N, class T>
-__device__ inline void store(T* p, const Vec<T, N>& x) {
+template <int N, class T> __device__ inline void store(T* p, const Vec<T, N>& x) {
   *reinterpret_cast<Vec<T, N>*>(p) = x;
 }
 
 // Sum over LANES (a power of two up to 32) neighbouring threads; each of them gets the same bits.
-template <int LANES, class T>
-__device__ inline T lanes_sum(T x) {
+template <int LANES, class T> __device__ inline T lanes_sum(T x) {
   for (int distance = LANES / 2; distance > 0; distance /= 2)
     x += __shfl_xor_sync(0xffffffffu, x, distance);
   return x;
@@ -74,9 +68,8 @@ bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<
 }
 
 // Calls f<T, N>() with T = bf16 or float and N elements of 16 bytes, at most MOST; 1 if unaligned.
-template <int MOST = 8, class F>
-void with_vectors(bool is_bf16, std::initializer_list<const void*> pointers,
-    std::initializer_list<int64_t> strides, F&& f) {
+template <int MOST = 8, class F> void with_vectors(bool is_bf16,
+    std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides, F&& f) {
   const auto choose = [&]<class T>() {
     constexpr int kN = kFull<T> < MOST ? kFull<T> : MOST;
     const bool fits = aligned<uint8_t, 16>(pointers, {}) && aligned<T, kN>({}, strides);

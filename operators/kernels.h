@@ -13,8 +13,7 @@ namespace pith::cuda {
 
 // --- adamw ---
 // A step's scalars, computed on the host in FP64.
-template <class T>
-struct AdamWScalars {
+template <class T> struct AdamWScalars {
   T decay;         // lr * weight_decay
   T beta1, rest1;  // rest: 1 - beta
   T beta2, rest2;

@@ -22,8 +22,9 @@ __device__ inline SoftmaxSum combine(SoftmaxSum a, SoftmaxSum b) {
 __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
   __shared__ SoftmaxSum part[kWarps];
   for (int distance = 16; distance > 0; distance /= 2)
-    x = combine(x, {__shfl_xor_sync(0xffffffffu, x.top, distance),
-                       __shfl_xor_sync(0xffffffffu, x.sum, distance)});
+    x = combine(x,
+        {__shfl_xor_sync(0xffffffffu, x.top, distance),
+            __shfl_xor_sync(0xffffffffu, x.sum, distance)});
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
   __syncthreads();
   SoftmaxSum all = part[0];
@@ -33,10 +34,9 @@ __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
 
 // One block a row, twice over it: the second time backwards, since its end is what L2 still holds.
 // N logits are read, and N numbers of the gradient written, by one instruction.
-template <class T, int N>
-__global__ __launch_bounds__(kThreads, 2) void cross_entropy_kernel(T* __restrict__ logits,
-    const int64_t* __restrict__ labels, float* __restrict__ logprobs, int64_t vocabulary,
-    bool gradient) {
+template <class T, int N> __global__ __launch_bounds__(kThreads, 2) void cross_entropy_kernel(
+    T* __restrict__ logits, const int64_t* __restrict__ labels, float* __restrict__ logprobs,
+    int64_t vocabulary, bool gradient) {
   constexpr int kVectors = N == 1 ? 8 : 4;  // loads in flight
   constexpr int64_t kTile = int64_t{kThreads} * kVectors * N;
   T* row = logits + blockIdx.x * vocabulary;

@@ -13,8 +13,7 @@ Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype);
 
 // Calls f(expert, first row, count) for experts with rows; offsets (E) int32: their ends. Waits for
 // a GPU.
-template <class F>
-void for_each_expert(const Tensor& offsets, F&& f) {
+template <class F> void for_each_expert(const Tensor& offsets, F&& f) {
   const Tensor host = offsets.cpu();
   const int32_t* end = host.const_data_ptr<int32_t>();
   int64_t begin = 0;

@@ -7,8 +7,7 @@ namespace {
 // Each thread copies one unit of kRowsInFlight slots; a block's rows are neighbours.
 constexpr int kRowsInFlight = 4;
 
-template <class T>
-__global__ void gather_kernel(T* __restrict__ out, const T* __restrict__ rows,
+template <class T> __global__ void gather_kernel(T* __restrict__ out, const T* __restrict__ rows,
     const int32_t* __restrict__ row_of_slot, int64_t slots, int64_t units) {
   const int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x;
   const int64_t first = blockIdx.x * int64_t{blockDim.y} * kRowsInFlight + threadIdx.y;
@@ -25,10 +24,9 @@ __global__ void gather_kernel(T* __restrict__ out, const T* __restrict__ rows,
 }
 
 // A thread owns N columns of one row and sums the row's slots, four loads at a time.
-template <class T, int N>
-__global__ void gather_sum_kernel(T* __restrict__ out, const T* __restrict__ slots,
-    const float* __restrict__ weight, const int32_t* __restrict__ slot_of, int64_t rows, int64_t k,
-    int64_t hidden) {
+template <class T, int N> __global__ void gather_sum_kernel(T* __restrict__ out,
+    const T* __restrict__ slots, const float* __restrict__ weight,
+    const int32_t* __restrict__ slot_of, int64_t rows, int64_t k, int64_t hidden) {
   const int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t h = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (r >= rows || h >= hidden) return;
@@ -57,10 +55,10 @@ __global__ void gather_sum_kernel(T* __restrict__ out, const T* __restrict__ slo
 
 // A warp owns one entry (row, j): scales dout's row into the slot and takes the dot product. The
 // warps of a row's entries run side by side: dout's row is read from memory once.
-template <class T, int N>
-__global__ void unpermute_backward_kernel(T* __restrict__ dslots, float* __restrict__ dweight,
-    const T* __restrict__ dout, const T* __restrict__ slots, const float* __restrict__ weight,
-    const int32_t* __restrict__ slot_of, int64_t entries, int64_t k, int64_t hidden) {
+template <class T, int N> __global__ void unpermute_backward_kernel(T* __restrict__ dslots,
+    float* __restrict__ dweight, const T* __restrict__ dout, const T* __restrict__ slots,
+    const float* __restrict__ weight, const int32_t* __restrict__ slot_of, int64_t entries,
+    int64_t k, int64_t hidden) {
   const int lane = threadIdx.x % kWarp;
   const int64_t entry = blockIdx.x * int64_t{blockDim.x / kWarp} + threadIdx.x / kWarp;
   if (entry >= entries) return;

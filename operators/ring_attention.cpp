@@ -40,7 +40,7 @@ Tensor cat_last(const Tensor& a, const Tensor& b) {
   const auto fits = [&](const Tensor& x) {
     const auto whole = [&](int64_t n) { return n % each == 0; };
     return x.stride(-1) == 1 && whole(x.size(-1)) && whole(x.storage_offset()) &&
-           std::ranges::all_of(x.strides().slice(0, static_cast<size_t>(x.dim() - 1)), whole);
+        std::ranges::all_of(x.strides().slice(0, static_cast<size_t>(x.dim() - 1)), whole);
   };
   if (!a.is_cuda() || !fits(a) || !fits(b)) return at::cat({a, b}, -1);
   return at::cat({a.view(at::kComplexDouble), b.view(at::kComplexDouble)}, -1)
@@ -91,8 +91,7 @@ at::ScalarType sum_dtype(const Tensor& q, const std::vector<RingStep>& ring) {
 }
 
 // Out and lse over all keys. block: the rows of this rank, afterwards the last that came round.
-template <class Keys>
-AttentionPart forward(const Tensor& q, Tensor& block, const Keys& keys,
+template <class Keys> AttentionPart forward(const Tensor& q, Tensor& block, const Keys& keys,
     const std::vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
   PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
       "ring_attention: q has {} tokens on {} ranks, but the micro-batch was split for {} "
@@ -125,9 +124,8 @@ AttentionPart forward(const Tensor& q, Tensor& block, const Keys& keys,
 
 // Gradients of q and of this rank's rows, by the forward's way back from `last`, where it ended: so
 // the own rows come last, and while theirs is computed, what others add to their gradient arrives.
-template <class Keys>
-std::array<Tensor, 2> backward(const Tensor& dout, const Tensor& q, const Tensor& own,
-    const Tensor& last, const AttentionPart& whole, const Keys& keys,
+template <class Keys> std::array<Tensor, 2> backward(const Tensor& dout, const Tensor& q,
+    const Tensor& own, const Tensor& last, const AttentionPart& whole, const Keys& keys,
     const std::vector<RingStep>& ring, double scale, const Comm& context) {
   const at::ScalarType sums = sum_dtype(q, ring);
   Tensor block = last, dq, dblock;  // dblock: what was added on its way here
@@ -170,10 +168,11 @@ std::array<Tensor, 2> backward(const Tensor& dout, const Tensor& q, const Tensor
 }
 
 Tensor take(const Tensor& rows, const Gather& gather) {
-  return permute(rows, {.row_of_slot = gather.from,
-                           .slot_of = gather.places,
-                           .offsets = {},
-                           .num_slots = gather.from.size(0)});
+  return permute(rows,
+      {.row_of_slot = gather.from,
+          .slot_of = gather.places,
+          .offsets = {},
+          .num_slots = gather.from.size(0)});
 }
 
 // Rows to the ranks and from them; their gradients go the other way.
@@ -255,7 +254,7 @@ Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     double scale, const AttentionOptions& options, const Comm& context) {
   check_attention(q, k, v);
   PITH_CHECK(halo.window == options.window && halo.sent.places.size(0) == q.size(0) &&
-                 std::ssize(halo.send) == context.size(),
+          std::ssize(halo.send) == context.size(),
       "window_attention: {} tokens and a window of {} on {} ranks, but the micro-batch was split "
       "for a window of {} on {} ranks",
       q.size(0), options.window, context.size(), halo.window, halo.send.size());

@@ -12,24 +12,20 @@ constexpr int kGroupThreads = 128;  // of a block that takes several rows
 
 // How a row is spread: LANES threads (0: the whole block, up to MOST threads), each with PER
 // vectors of N elements, at (k * threads + lane) * N.
-template <int N_, int LANES_, int PER_, int MOST_ = kGroupThreads>
-struct Spread {
+template <int N_, int LANES_, int PER_, int MOST_ = kGroupThreads> struct Spread {
   static constexpr int N = N_, LANES = LANES_, PER = PER_, MOST = MOST_;
 };
 
 // Threads of a row, and this one's place among them.
-template <class S>
-__device__ inline int group_size() {
+template <class S> __device__ inline int group_size() {
   return S::LANES == 0 ? blockDim.x : S::LANES;
 }
-template <class S>
-__device__ inline int lane() {
+template <class S> __device__ inline int lane() {
   return S::LANES == 0 ? threadIdx.x : threadIdx.x % group_size<S>();
 }
 
 // Calls f(k, j) for the vectors of this thread, the k-th of which begins at element j.
-template <class S, class F>
-__device__ inline void for_vectors(int64_t dim, F&& f) {
+template <class S, class F> __device__ inline void for_vectors(int64_t dim, F&& f) {
   for (int k = 0; k < S::PER; ++k) {
     const int j = (k * group_size<S>() + lane<S>()) * S::N;
     if (j < dim) f(k, j);
@@ -37,8 +33,7 @@ __device__ inline void for_vectors(int64_t dim, F&& f) {
 }
 
 // Sum over the threads of a row; each gets the same bits.
-template <int LANES>
-__device__ inline float row_sum(float x) {
+template <int LANES> __device__ inline float row_sum(float x) {
   if constexpr (LANES > 0) {
     return lanes_sum<LANES>(x);
   } else {
@@ -61,8 +56,7 @@ __device__ inline int64_t row_start(const NormRows& rows, int64_t r) {
   return r / rows.inner * rows.outer_stride + r % rows.inner * rows.inner_stride;
 }
 
-template <class T, class S>
-__global__ void __launch_bounds__(S::MOST) forward_kernel(
+template <class T, class S> __global__ void __launch_bounds__(S::MOST) forward_kernel(
     const T* x, NormRows rows, const T* weight, float plus, float eps, T* y, float* rstd) {
   const int rows_per_block = blockDim.x / group_size<S>();
   const int64_t r = blockIdx.x * int64_t{rows_per_block} + threadIdx.x / group_size<S>();
@@ -87,9 +81,9 @@ __global__ void __launch_bounds__(S::MOST) forward_kernel(
 }
 
 // A block takes rows a grid apart, keeps sums for dweight in registers, writes a row of `partial`.
-template <class T, class S>
-__global__ void __launch_bounds__(S::MOST) backward_kernel(const T* x, NormRows rows,
-    const T* weight, float plus, const float* rstd, const T* dy, T* dx, float* partial) {
+template <class T, class S> __global__ void __launch_bounds__(S::MOST)
+    backward_kernel(const T* x, NormRows rows, const T* weight, float plus, const float* rstd,
+        const T* dy, T* dx, float* partial) {
   constexpr int N = S::N;
   const int group = threadIdx.x / group_size<S>(), num_groups = blockDim.x / group_size<S>();
   float sums[S::PER][N] = {};
@@ -158,8 +152,7 @@ __global__ void add_columns_kernel(
 }
 
 // Calls f(Spread{}, threads of a block) with the smallest spread that holds a row.
-template <int N, class F>
-void with_spread(int64_t dim, F&& f) {
+template <int N, class F> void with_spread(int64_t dim, F&& f) {
   const auto whole_block = [&](auto spread) {
     f(spread, num_blocks(dim, kWarp * N * spread.PER) * kWarp);
   };

@@ -44,7 +44,7 @@ Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table
 // The frequency (a real number between them) that turns `turns` times over the original positions.
 double frequency_of(double turns, int64_t head_dim, double theta, const Yarn& yarn) {
   return static_cast<double>(head_dim) *
-         std::log(yarn.original_positions / (turns * 2 * std::numbers::pi)) / (2 * std::log(theta));
+      std::log(yarn.original_positions / (turns * 2 * std::numbers::pi)) / (2 * std::log(theta));
 }
 
 }  // namespace
@@ -75,7 +75,7 @@ Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table
     int64_t first) {
   check_shape(x, "rotary: x", {-1, -1, -1});
   PITH_CHECK(x.is_floating_point() && x.size(2) >= first + 2 * table.cos.size(1) &&
-                 (x.stride(2) == 1 || x.size(2) <= 1),
+          (x.stride(2) == 1 || x.size(2) <= 1),
       "{}: floating-point heads of {} elements or more, contiguous each, are needed",
       describe(x, "rotary: x"), first + 2 * table.cos.size(1));
   check_tensor(positions, "rotary: positions", at::kInt, {x.size(0)});

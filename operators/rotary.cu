@@ -5,10 +5,10 @@ namespace pith::cuda {
 namespace {
 
 // Two vectors hold N pairs: N elements of each half, or 2 N neighbours.
-template <class T, int N, bool NEIGHBOURS>
-__global__ void rotary_kernel(const T* x, const int32_t* positions, const float* cos,
-    const float* sin, T* y, int64_t rows, int heads, int half, int64_t row_stride,
-    int64_t head_stride, int64_t y_head_stride, int64_t table_rows, float sign) {
+template <class T, int N, bool NEIGHBOURS> __global__ void rotary_kernel(const T* x,
+    const int32_t* positions, const float* cos, const float* sin, T* y, int64_t rows, int heads,
+    int half, int64_t row_stride, int64_t head_stride, int64_t y_head_stride, int64_t table_rows,
+    float sign) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int chunks = half / N;
   const int place = blockIdx.y * blockDim.x + threadIdx.x;  // of (heads, chunks)

@@ -32,7 +32,7 @@ Tensor select_topk(const Tensor& logits, int64_t k) {
 void check_scores(const Tensor& scores, const char* name) {
   check_shape(scores, name, {-1, -1});
   const bool fits = scores.scalar_type() == at::kFloat ||
-                    (scores.is_cpu() && scores.scalar_type() == at::kDouble);
+      (scores.is_cpu() && scores.scalar_type() == at::kDouble);
   PITH_CHECK(fits, "{}: expected float32", describe(scores, name));
   PITH_CHECK(scores.is_cpu() || scores.size(1) <= 1024, "{}: CUDA takes at most 1024 experts",
       describe(scores, name));

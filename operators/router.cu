@@ -46,8 +46,7 @@ __device__ inline void select_topk(const float (&score)[N], int num_experts, int
   }
 }
 
-template <int N>
-__global__ void route_forward_kernel(const float* __restrict__ logits,
+template <int N> __global__ void route_forward_kernel(const float* __restrict__ logits,
     const int64_t* __restrict__ forced, float* __restrict__ probabilities,
     int64_t* __restrict__ idx, float* __restrict__ weight, int64_t rows, int num_experts, int k,
     bool normalize) {
@@ -94,8 +93,7 @@ __global__ void route_forward_kernel(const float* __restrict__ logits,
 // experts, that of the weights: w_j = p_j, or p_j / s with s the sum of the chosen, whose gradient
 // is (dw_j - <w, dw>) / s. The gradient of the chosen probabilities is added lane by lane in the
 // order of j, so that an expert forced twice into a row still has one order of addition.
-template <int N>
-__global__ void route_backward_kernel(const float* __restrict__ probabilities,
+template <int N> __global__ void route_backward_kernel(const float* __restrict__ probabilities,
     const int64_t* __restrict__ idx, const float* __restrict__ dprobabilities,
     const float* __restrict__ dweight, float* __restrict__ dlogits, int64_t rows, int num_experts,
     int k, bool normalize) {
@@ -140,8 +138,7 @@ __global__ void route_backward_kernel(const float* __restrict__ probabilities,
 }
 
 // Calls f.operator()<N>() with N registers a lane, enough for num_experts <= 1024.
-template <class F>
-void with_registers(int64_t num_experts, F&& f) {
+template <class F> void with_registers(int64_t num_experts, F&& f) {
   if (num_experts <= 32) return f.template operator()<1>();
   if (num_experts <= 64) return f.template operator()<2>();
   if (num_experts <= 128) return f.template operator()<4>();

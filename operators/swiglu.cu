@@ -8,8 +8,7 @@ namespace {
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 // N gates and N ups from column on: of two blocks, or alternating.
-template <class T, int N, bool ALTERNATING>
-struct Pairs {
+template <class T, int N, bool ALTERNATING> struct Pairs {
   Vec<T, N> half[2];
   __device__ T& gate(int j) { return ALTERNATING ? half[2 * j / N].v[2 * j % N] : half[0].v[j]; }
   __device__ T& up(int j) {
@@ -22,8 +21,7 @@ struct Pairs {
 
 __device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }  // or NaN
 
-template <class T, int N, bool ALTERNATING>
-__global__ void forward_kernel(
+template <class T, int N, bool ALTERNATING> __global__ void forward_kernel(
     const T* gate_up, T* y, int64_t rows, int64_t width, SwigluForm form) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
@@ -40,8 +38,7 @@ __global__ void forward_kernel(
   store(y + row * width + column, out);
 }
 
-template <class T, int N, bool ALTERNATING>
-__global__ void backward_kernel(
+template <class T, int N, bool ALTERNATING> __global__ void backward_kernel(
     const T* gate_up, const T* dy, T* dgate_up, int64_t rows, int64_t width, SwigluForm form) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;

@@ -28,8 +28,7 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
     merges_[place(m.left, m.right)] = {pair_key(m.left, m.right), m.rank, m.merged};
 
   // Parts of a piece are independent where symbols depend on nothing before them.
-  const bool independent =
-      config_.prefix.empty() && !config_.ignore_merges &&
+  const bool independent = config_.prefix.empty() && !config_.ignore_merges &&
       (std::ranges::min(config_.byte_level ? byte_ids_[0] : fallback_ids_) >= 0 ||
           (config_.unk_id >= 0 && !config_.fuse_unk));
   std::set<int32_t> stand_ins(fallback_ids_, fallback_ids_ + 256);

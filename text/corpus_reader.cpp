@@ -355,8 +355,7 @@ void CorpusEncoder::work() {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] {
         return ended_ || slots_.empty() ||
-               (in_flight_ < settings_.bytes_in_flight &&
-                   std::ssize(slots_) < 8 * settings_.workers);
+            (in_flight_ < settings_.bytes_in_flight && std::ssize(slots_) < 8 * settings_.workers);
       });
       if (ended_) return;
       lock.unlock();
@@ -406,10 +405,10 @@ void CorpusEncoder::encode(Chunk& chunk) const {
     const std::string text = std::exchange(document.text, {});
     document.bytes = text.size();
     if (document.kind != Kind::kGood) continue;
-    document.kind = text.empty()                         ? Kind::kEmpty
-                    : text.size() < settings_.min_length ? Kind::kShort
-                    : text.size() > settings_.max_length ? Kind::kLong
-                                                         : Kind::kGood;
+    document.kind = text.empty()             ? Kind::kEmpty
+        : text.size() < settings_.min_length ? Kind::kShort
+        : text.size() > settings_.max_length ? Kind::kLong
+                                             : Kind::kGood;
     if (document.kind != Kind::kGood) continue;
     document.hash = XXH3_64bits(text.data(), text.size());
     const XXH128_hash_t sum = XXH3_128bits(text.data(), text.size());

@@ -84,10 +84,10 @@ class Translator {
   bool word() {
     constexpr std::string_view kBorder = "(?:(?<=[{0}])(?{1}[{0}])|(?<![{0}])(?{2}[{0}]))";
     return take("\\w", fmt::format("[{}]", kOnigurumaWord)) ||
-           take("\\W", fmt::format("[^{}]", kOnigurumaWord)) ||
-           take("\\b", fmt::format(kBorder, kOnigurumaWord, '!', '=')) ||
-           take("\\B", fmt::format(kBorder, kOnigurumaWord, '=', '!')) ||
-           (!rust_ && take("\\h", "[0-9A-Fa-f]"));
+        take("\\W", fmt::format("[^{}]", kOnigurumaWord)) ||
+        take("\\b", fmt::format(kBorder, kOnigurumaWord, '!', '=')) ||
+        take("\\B", fmt::format(kBorder, kOnigurumaWord, '=', '!')) ||
+        (!rust_ && take("\\h", "[0-9A-Fa-f]"));
   }
 
   void character_class() {
@@ -188,7 +188,7 @@ Regex::Regex(std::string_view pattern, Dialect dialect) : stand_ins_(dialect != 
   pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
   // ^ and $ match at every line in Oniguruma; in Rust $ matches at the end and nowhere else.
   const uint32_t options = PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C |
-                           (rust ? PCRE2_DOLLAR_ENDONLY : PCRE2_MULTILINE);
+      (rust ? PCRE2_DOLLAR_ENDONLY : PCRE2_MULTILINE);
   code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), options, &error,
                   &place, context.get()),
       pcre2_code_free);

@@ -21,8 +21,7 @@ class Regex {
   static Regex literal(std::string text);  // matches this text, which is not empty, alone
 
   // Calls match(begin, end) for every match in well-formed UTF-8, from left to right.
-  template <class Match>
-  void for_each_match(std::string_view text, Match match) const {
+  template <class Match> void for_each_match(std::string_view text, Match match) const {
     std::string substitute;
     if (stand_ins_ && unicode_substitute(text, substitute)) text = substitute;
     size_t from = 0, begin = 0, end = 0, last = SIZE_MAX;
@@ -109,8 +108,7 @@ using Stage = std::variant<NormalForm, Lowercase, Replace, Prepend, Split>;
 Text apply(const Stage& stage, const Text& text, Rewriter& out);
 
 // Calls sink(begin, end) for the pieces of `text`.
-template <class Sink>
-void split_text(const Split& split, std::string_view text, Sink sink) {
+template <class Sink> void split_text(const Split& split, std::string_view text, Sink sink) {
   size_t begin = 0, done = 0;  // text[begin, done) waits for what may join it
   bool is_match = false;       // and is, or ends in, a match
   auto cut = [&] {
@@ -120,8 +118,8 @@ void split_text(const Split& split, std::string_view text, Sink sink) {
   auto add = [&](size_t end, bool match) {
     using enum SplitBehavior;
     const bool joins = (split.behavior == kContiguous && match == is_match) ||
-                       (split.behavior == kMergedWithPrevious && match && !is_match) ||
-                       (split.behavior == kMergedWithNext && !match && is_match);
+        (split.behavior == kMergedWithPrevious && match && !is_match) ||
+        (split.behavior == kMergedWithNext && !match && is_match);
     if (!joins) cut();
     done = end;
     is_match = match;
@@ -214,8 +212,7 @@ std::string byte_level_json(const std::vector<std::string>& vocabulary,
 std::string tokenizer_config_json(std::string_view end_of_text);
 
 // Calls work(thread, i) for every i below `count`, on several threads, the caller's among them.
-template <class Work>
-void on_threads(int threads, size_t count, Work work) {
+template <class Work> void on_threads(int threads, size_t count, Work work) {
   std::atomic<size_t> next = 0;
   const auto run = [&](int thread) {
     for (size_t i; (i = next++) < count;) work(thread, i);

@@ -160,7 +160,7 @@ char32_t unicode_lower(char32_t code) {
 bool is_white_space(char32_t code) {
   const auto category = utf8proc_category(static_cast<utf8proc_int32_t>(unicode_stand_in(code)));
   return (code >= 9 && code <= 13) || code == 0x85 || category == UTF8PROC_CATEGORY_ZS ||
-         category == UTF8PROC_CATEGORY_ZL || category == UTF8PROC_CATEGORY_ZP;
+      category == UTF8PROC_CATEGORY_ZL || category == UTF8PROC_CATEGORY_ZP;
 }
 
 std::string spell_bytes(std::string_view bytes) {

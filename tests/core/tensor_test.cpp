@@ -6,8 +6,7 @@
 namespace pith {
 namespace {
 
-template <class F>
-std::string error_of(F f) {
+template <class F> std::string error_of(F f) {
   try {
     f();
   } catch (const Error& error) { return error.what(); }

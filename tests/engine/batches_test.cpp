@@ -251,8 +251,9 @@ TEST(RowStream, TheOrderIsFixedForever) {
   std::vector<int64_t> firsts;
   for (int64_t row = 0; row < 2 * packed.rows_per_epoch(); ++row)
     firsts.push_back(packed.row(row).tokens[0]);
-  EXPECT_EQ(firsts, (std::vector<int64_t>{4000, 6000, 7000, 7008, 3000,  //
-                        4000, 7000, 6000, 2000, 3000}));
+  EXPECT_EQ(firsts,
+      (std::vector<int64_t>{4000, 6000, 7000, 7008, 3000,  //
+          4000, 7000, 6000, 2000, 3000}));
   const Blend blend({packed, packed, packed}, {0.5, 0.3, 0.2});
   std::vector<size_t> sources;
   for (int64_t row = 0; row < 10; ++row) sources.push_back(blend.place(row).source);
@@ -329,7 +330,7 @@ TEST(Blend, EveryShareHoldsOverEveryPrefix) {
       ASSERT_EQ(row, counts[source]++);
       for (size_t s = 0; s < weights.size(); ++s)
         ASSERT_LT(std::abs(static_cast<double>(counts[s]) -
-                           static_cast<double>(i + 1) * weights[s] / total),
+                      static_cast<double>(i + 1) * weights[s] / total),
             1 + static_cast<double>(i) * 0x1p-20)
             << "source " << s << " after " << i + 1 << " rows of " << fmt::format("{}", total);
     }

@@ -55,9 +55,10 @@ TEST(Checkpoint, IsAModelFolderWithOptimizerAndManifest) {
   write_checkpoint(scratch.path, content_of(20), 0);
   const fs::path folder = scratch / "step-00000020";
   EXPECT_EQ(listing(scratch.path), Names{"step-00000020"});
-  EXPECT_EQ(listing(folder), (Names{"config.json", "generation_config.json", "manifest.json",
-                                 "model-00001-of-00001.safetensors", "model.safetensors.index.json",
-                                 "optimizer", "training_state.json"}));
+  EXPECT_EQ(listing(folder),
+      (Names{"config.json", "generation_config.json", "manifest.json",
+          "model-00001-of-00001.safetensors", "model.safetensors.index.json", "optimizer",
+          "training_state.json"}));
   EXPECT_EQ(newest_checkpoint(scratch.path), folder);
   EXPECT_TRUE(verify_checkpoint(folder).empty());
   EXPECT_TRUE(

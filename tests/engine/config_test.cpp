@@ -217,9 +217,10 @@ TEST(Config, PathsSurviveTheRoundTrip) {
 }
 
 TEST(Config, TomlRoundTripIsExact) {
-  RunConfig config = parse("", {"training.lr=0.1", "training.epsilon=1e-300", "training.beta2=0.1",
-                                   "training.weight_decay=123.456e-7", "training.clip_norm=1e300",
-                                   "data.seed=123456789012345678", "log.tensorboard=false"});
+  RunConfig config = parse("",
+      {"training.lr=0.1", "training.epsilon=1e-300", "training.beta2=0.1",
+          "training.weight_decay=123.456e-7", "training.clip_norm=1e300",
+          "data.seed=123456789012345678", "log.tensorboard=false"});
   config.training.lr = 0.1 + 0.2;
   const RunConfig again = parse_run_config(to_toml(config), "again", {});
   EXPECT_EQ(to_toml(again), to_toml(config));

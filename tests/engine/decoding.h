@@ -7,8 +7,7 @@
 namespace pith {
 
 // One token after another through the cache gives the logits of the whole sequences.
-template <class Model>
-void check_decoding(const nlohmann::json& config) {
+template <class Model> void check_decoding(const nlohmann::json& config) {
   TinyModelOf<Model> tiny(config);
   auto pipeline = tiny.pipeline();
   const int64_t rows = 2, length = 12, prompt = 7, vocab = 61;

@@ -17,8 +17,7 @@ fs::path golden(const std::string& name) {
   return fs::path(PITH_SOURCE_DIR) / "tests/golden" / name;
 }
 
-template <class Model>
-struct Case {
+template <class Model> struct Case {
   fs::path folder;
   TinyModelOf<Model> tiny;
   std::vector<MicroBatch> batch;
@@ -63,8 +62,7 @@ struct Case {
 
 class Golden : public testing::TestWithParam<const char*> {};
 
-template <class Check>
-void with_family(const std::string& name, const Check& check) {
+template <class Check> void with_family(const std::string& name, const Check& check) {
   if (name.starts_with("qwen3_moe")) return check.template operator()<Qwen3MoeModel>();
   if (name.starts_with("deepseek_v2")) return check.template operator()<DeepseekV2Model>();
   if (name.starts_with("gpt_oss")) return check.template operator()<GptOssModel>();
@@ -72,8 +70,7 @@ void with_family(const std::string& name, const Check& check) {
   FAIL() << name << " belongs to no family";
 }
 
-template <class Model>
-void check_fp32(const std::string& name_of_case) {
+template <class Model> void check_fp32(const std::string& name_of_case) {
   Case<Model> test(name_of_case, at::kFloat);
   const SafetensorsFile expected(test.folder / "expected_fp32.safetensors");
   auto pipeline = test.tiny.pipeline();
@@ -98,8 +95,7 @@ void check_fp32(const std::string& name_of_case) {
   test.compare_gradients(expected, [](const std::string&) { return 1e-5; });
 }
 
-template <class Model>
-void check_balance_loss(const std::string& name_of_case) {
+template <class Model> void check_balance_loss(const std::string& name_of_case) {
   Case<Model> test(name_of_case, at::kFloat);
   if (!fs::exists(test.folder / "expected_aux_fp32.safetensors")) GTEST_SKIP() << "no such file";
   const SafetensorsFile expected(test.folder / "expected_aux_fp32.safetensors");
@@ -127,8 +123,7 @@ std::string group_of(const std::string& name) {
 // tensors is compared (0.35 to 1.2 of transformers' in all groups but one, whose single k_norm of 8
 // elements makes it 1.7: the limit is 2); each gradient points the same way (cosine > 0.99), each
 // group has the same norm (2 %).
-template <class Model>
-void check_bf16(const std::string& name_of_case) {
+template <class Model> void check_bf16(const std::string& name_of_case) {
   Case<Model> test(name_of_case, at::kBFloat16);
   const SafetensorsFile expected(test.folder / "expected_fp32.safetensors");
   const nlohmann::json tolerance = read_json(test.folder / "tolerance.json")["bf16"];

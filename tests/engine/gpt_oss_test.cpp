@@ -91,7 +91,7 @@ TEST(GptOss, BiasesAndSinksDoNotDecay) {
         if (piece.begin < segment.begin || piece.begin >= segment.end) continue;
         const std::string& name = piece.tensor->name;
         const bool matrix = name.ends_with("proj.weight") || name.ends_with("_proj") ||
-                            name.ends_with("embed_tokens.weight") || name == "lm_head.weight";
+            name.ends_with("embed_tokens.weight") || name == "lm_head.weight";
         EXPECT_EQ(segment.decays, matrix) << name;
       }
 }
@@ -113,9 +113,9 @@ TEST(GptOss, AWindowInEveryLayerLimitsTheReach) {
   const Tensor change = (after - before).abs().amax(1);
   for (int64_t t = 0; t < 24; ++t) {
     const auto largest = change[t].item<double>();
-    EXPECT_TRUE(t < 2 || t > 14     ? largest < 1e-5
-                : t == 2 || t == 14 ? largest > 1e-4
-                                    : true)
+    EXPECT_TRUE(t < 2 || t > 14 ? largest < 1e-5
+            : t == 2 || t == 14 ? largest > 1e-4
+                                : true)
         << t << ": " << largest;
   }
 }

@@ -128,8 +128,7 @@ TEST(Pipeline, ForwardOnlyTouchesNoGradient) {
 }
 
 // Two sequences of unequal length, token by token through the cache, against the whole at once.
-template <class Model>
-void check_unequal_decoding(const nlohmann::json& config) {
+template <class Model> void check_unequal_decoding(const nlohmann::json& config) {
   TinyModelOf<Model> tiny(config);
   auto pipeline = tiny.pipeline();
   std::vector<Row> rows = ragged_rows(2, 12, 61);
@@ -170,8 +169,7 @@ TEST(Pipeline, DecodingThroughTheCacheEqualsTheFullForward) {
 }
 
 // Padding at the end of rows is in no family's balance loss, whatever its tokens are.
-template <class Model>
-void check_padding(const nlohmann::json& config) {
+template <class Model> void check_padding(const nlohmann::json& config) {
   TinyModelOf<Model> tiny(config);
   auto pipeline = tiny.pipeline();
   const auto balance = [&](int64_t padding, int64_t token) {
@@ -224,7 +222,7 @@ TEST(Pipeline, ZLossAndBiasOfTheRouter) {
   const auto [again, with] = gradient(0.5, {}, same);
   const Tensor logits = at::matmul(rows, weight.t());
   const Tensor factor = logits.logsumexp(1, true) * logits.softmax(1) *
-                        (2 * 0.5 / static_cast<double>(batches[0].global_trained_tokens));
+      (2 * 0.5 / static_cast<double>(batches[0].global_trained_tokens));
   EXPECT_LT(relative_error(with - without, at::matmul(factor.t(), rows)), 1e-5);
 
   const Tensor bias = at::zeros({last + 1, 6});

@@ -97,8 +97,7 @@ TEST(Qwen35Moe, StartsAsDocumented) {
     const Tensor value = parameter->value.detach();
     const std::string& name = parameter->name;
     const bool decays = parameter->group == ParameterGroup::matrix ||
-                        parameter->group == ParameterGroup::expert ||
-                        parameter->group == ParameterGroup::embedding;
+        parameter->group == ParameterGroup::expert || parameter->group == ParameterGroup::embedding;
     EXPECT_EQ(
         decays, value.dim() > 1 && !name.ends_with("gate.weight") && !name.ends_with("1d.weight"))
         << name;

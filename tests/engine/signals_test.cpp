@@ -17,8 +17,7 @@ struct Outcome {
 };
 
 // Runs `body` in a process of its own.
-template <class Body>
-Outcome in_child(Body body) {
+template <class Body> Outcome in_child(Body body) {
   int ends[2];
   EXPECT_EQ(pipe(ends), 0);
   const pid_t child = fork();

@@ -32,8 +32,9 @@ inline nlohmann::json tiny_deepseek_config() {
       {"topk_method", "group_limited_greedy"}, {"routed_scaling_factor", 1.5},
       {"moe_intermediate_size", 24}, {"intermediate_size", 40}, {"rms_norm_eps", 1e-6},
       {"rope_theta", 10000.0}, {"max_position_embeddings", 512}, {"eos_token_id", 60},
-      {"rope_scaling", {{"type", "yarn"}, {"factor", 4}, {"original_max_position_embeddings", 16},
-                           {"mscale", 1.0}, {"mscale_all_dim", 0.5}}}};
+      {"rope_scaling",
+          {{"type", "yarn"}, {"factor", 4}, {"original_max_position_embeddings", 16},
+              {"mscale", 1.0}, {"mscale_all_dim", 0.5}}}};
 }
 
 // Windows shorter than most documents, in two of three layers.
@@ -44,8 +45,9 @@ inline nlohmann::json tiny_gpt_oss_config() {
       {"intermediate_size", 24}, {"sliding_window", 5}, {"swiglu_limit", 1.5},
       {"rms_norm_eps", 1e-5}, {"rope_theta", 10000.0}, {"max_position_embeddings", 512},
       {"eos_token_id", 60},
-      {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 4},
-                           {"original_max_position_embeddings", 16}, {"truncate", false}}}};
+      {"rope_scaling",
+          {{"rope_type", "yarn"}, {"factor", 4}, {"original_max_position_embeddings", 16},
+              {"truncate", false}}}};
 }
 
 // Two delta nets, then attention. Documents are shorter and longer than the convolution.
@@ -57,8 +59,9 @@ inline nlohmann::json tiny_qwen35_config() {
       {"linear_num_key_heads", 2}, {"linear_num_value_heads", 4}, {"linear_key_head_dim", 8},
       {"linear_value_head_dim", 6}, {"rms_norm_eps", 1e-5}, {"max_position_embeddings", 512},
       {"eos_token_id", 60},
-      {"rope_parameters", {{"rope_type", "default"}, {"rope_theta", 10000.0},
-                              {"partial_rotary_factor", 0.5}, {"mrope_section", {1, 1, 0}}}}};
+      {"rope_parameters",
+          {{"rope_type", "default"}, {"rope_theta", 10000.0}, {"partial_rotary_factor", 0.5},
+              {"mrope_section", {1, 1, 0}}}}};
 }
 
 inline Mesh mesh_of_one(at::Device device) {
@@ -67,8 +70,7 @@ inline Mesh mesh_of_one(at::Device device) {
   return mesh;
 }
 
-template <DecoderModel Model>
-struct TinyModelOf {
+template <DecoderModel Model> struct TinyModelOf {
   using Config = typename Model::Config;
 
   Mesh mesh;

@@ -207,8 +207,9 @@ TEST(Attention, TakesSlicesOfAFusedProjection) {
   const AttentionSpan span = make_span({0, 4, 9});
   auto slice = [&](int64_t first, int64_t count) { return fused.narrow(1, first, count); };
   const Tensor strided = attention(slice(0, 4), slice(4, 2), slice(6, 2), span, 0.5);
-  EXPECT_TRUE(at::equal(strided, attention(slice(0, 4).contiguous(), slice(4, 2).contiguous(),
-                                     slice(6, 2).contiguous(), span, 0.5)));
+  EXPECT_TRUE(at::equal(strided,
+      attention(slice(0, 4).contiguous(), slice(4, 2).contiguous(), slice(6, 2).contiguous(), span,
+          0.5)));
 }
 
 TEST(Attention, DecodingContinuesTheFullResult) {

@@ -27,8 +27,7 @@ inline Tensor ids(const std::vector<int64_t>& list, std::vector<int64_t> shape) 
   return out;
 }
 
-template <class T>
-std::vector<T> list(const Tensor& tensor) {
+template <class T> std::vector<T> list(const Tensor& tensor) {
   const Tensor flat = tensor.detach().cpu().contiguous();
   return {flat.const_data_ptr<T>(), flat.const_data_ptr<T>() + flat.numel()};
 }

@@ -162,10 +162,9 @@ TEST(Context, SinksAndWindowsEqualAttention) {
           allocate(copy, dtype, device());
           copy.value.detach().copy_(sinks.value.detach());
           const Tensor out = window == 0
-                                 ? ring_attention(local[0], local[1], local[2], part.ring, 0.3,
-                                       mesh.context, &copy)
-                                 : window_attention(local[0], local[1], local[2], part.halo, 0.3,
-                                       {.window = window, .sinks = &copy}, mesh.context);
+              ? ring_attention(local[0], local[1], local[2], part.ring, 0.3, mesh.context, &copy)
+              : window_attention(local[0], local[1], local[2], part.halo, 0.3,
+                    {.window = window, .sinks = &copy}, mesh.context);
           out.backward(cotangent.index_select(0, mine).to(device(), dtype));
           mesh.context.all_reduce(copy.grad);
           const double tolerance = dtype == at::kDouble ? 1e-10 : 0.05;

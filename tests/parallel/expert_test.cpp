@@ -25,7 +25,7 @@ void check(const std::vector<int64_t>& rows_of_rank, int64_t k, bool all_to_last
   Tensor weight = (at(rows * k).remainder(5).to(at::kFloat) / 4).view({rows, k});
   const Tensor cotangent = (at(rows * kHidden).remainder(3).to(at::kFloat) - 1).view_as(x);
   Tensor idx = arange(k, at::kLong).view({1, k}) +
-               (all_to_last ? zeros({rows, 1}, at::kLong) : 3 * at(rows).view({rows, 1}));
+      (all_to_last ? zeros({rows, 1}, at::kLong) : 3 * at(rows).view({rows, 1}));
   idx = all_to_last ? experts - 1 - idx : idx.remainder(experts);
 
   x.set_requires_grad(true);

@@ -59,9 +59,8 @@ inline std::vector<RoutingTape> tapes_for(
 }
 
 // Runs `steps` steps of a part of the batch and reduces as training does.
-template <class Model>
-Outcome run_model(const Problem& problem, const Layout& layout, const Mesh& mesh,
-    const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
+template <class Model> Outcome run_model(const Problem& problem, const Layout& layout,
+    const Mesh& mesh, const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
   const auto config = Model::Config::parse(problem.config, "test");
   const auto chunks =
       layout.chunks.empty() ? default_chunks(config, mesh.shape, problem.length()) : layout.chunks;
@@ -115,10 +114,10 @@ Outcome run_model(const Problem& problem, const Layout& layout, const Mesh& mesh
 inline Outcome run(const Problem& problem, const Layout& layout, const Mesh& mesh,
     const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
   const auto& family = problem.config["model_type"];
-  const auto run_it = family == "deepseek_v2"        ? run_model<DeepseekV2Model>
-                      : family == "gpt_oss"          ? run_model<GptOssModel>
-                      : family == "qwen3_5_moe_text" ? run_model<Qwen35MoeModel>
-                                                     : run_model<Qwen3MoeModel>;
+  const auto run_it = family == "deepseek_v2" ? run_model<DeepseekV2Model>
+      : family == "gpt_oss"                   ? run_model<GptOssModel>
+      : family == "qwen3_5_moe_text"          ? run_model<Qwen35MoeModel>
+                                              : run_model<Qwen3MoeModel>;
   return run_it(problem, layout, mesh, batches, rule, steps);
 }
 

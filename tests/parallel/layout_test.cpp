@@ -106,8 +106,7 @@ struct PeakMemory : c10::MemoryReportingInfoBase {
 };
 
 // In one process the gradients are the same to the bit.
-template <class Model>
-void check_kept(nlohmann::json config) {
+template <class Model> void check_kept(nlohmann::json config) {
   config["num_hidden_layers"] = 8;
   const std::vector<MicroBatch> batches = cut(ragged_rows(1, 512, 61), 1);
   std::vector<int64_t> peaks;

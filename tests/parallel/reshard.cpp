@@ -14,8 +14,7 @@
 
 namespace pith::test {
 
-template <class Model>
-void save_again_as(
+template <class Model> void save_again_as(
     const std::filesystem::path& from, const std::filesystem::path& root, const MeshShape& shape) {
   const Mesh mesh = make_mesh(shape, world(), device());
   const auto config = Model::Config::parse_file(from);

@@ -169,8 +169,8 @@ void expect_state(Trained& trained, const State& expected, const std::string& wh
       for (const Tensor& buffer : {group.value_part, group.master, group.exp_avg, group.exp_avg_sq})
         different += at::equal(buffer.narrow(0, begin, count),
                          expected.at(tensor->name)[i++].narrow(0, first, count))
-                         ? 0
-                         : 1;
+            ? 0
+            : 1;
       owned += count;
     }
     group.before_forward();
@@ -178,8 +178,8 @@ void expect_state(Trained& trained, const State& expected, const std::string& wh
       for (const HfTensor& tensor : parameter->tensors)
         different += at::equal(Parameter::view_of(parameter->value, tensor).view(-1),
                          expected.at(tensor.name)[0])
-                         ? 0
-                         : 1;
+            ? 0
+            : 1;
     group.after_forward();
   }
   EXPECT_EQ(different, 0) << what << ", rank " << world().rank();

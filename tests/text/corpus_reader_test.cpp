@@ -233,7 +233,7 @@ TEST_F(CorpusReader, WorkersDoNotChangeAnything) {
       while (encoder.next(chunk)) {
         for (const Document& document : chunk.documents) {
           result += std::to_string(static_cast<int>(document.kind)) + " " +
-                    std::to_string(document.line) + " " + std::to_string(document.hash) + " ";
+              std::to_string(document.line) + " " + std::to_string(document.hash) + " ";
           for (const int32_t id : document.ids) result += static_cast<char>(id);
         }
       }

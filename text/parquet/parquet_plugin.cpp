@@ -34,7 +34,7 @@ void* open(const char* path, const char* name, int64_t first_row, std::string& e
   if (kind.physical_type() != parquet::Type::BYTE_ARRAY || kind.max_repetition_level() > 0)
     throw std::runtime_error("column \"" + std::string(name) + "\" is not text");
   while (column->group < about.num_row_groups() &&
-         first_row >= about.RowGroup(column->group)->num_rows())
+      first_row >= about.RowGroup(column->group)->num_rows())
     first_row -= about.RowGroup(column->group++)->num_rows();
   if (first_row > 0 && column->next_group())
     static_cast<parquet::ByteArrayReader&>(*column->values).Skip(first_row);
