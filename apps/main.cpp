@@ -84,6 +84,9 @@ int main(int argc, char** argv) {
   pith::add_pretrain_command(app);
   pith::add_generate_command(app);
   pith::add_launch_command(app);
+  pith::add_estimate_command(app);
+  pith::add_convert_command(app);
+  pith::add_report_command(app);
   pith::add_inspect_command(app);
   pith::add_schedule_command(app);
   pith::add_tokenizer_command(app);

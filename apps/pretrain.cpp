@@ -3,108 +3,14 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/where.h>
 
-#include "apps/families.h"
+#include "apps/plan.h"
 #include "build_info.h"
 #include "engine/batches.h"
 #include "engine/metrics.h"
 #include "engine/optimizer.h"
-#include "engine/pipeline.h"
 
 namespace pith {
 namespace {
-
-at::ScalarType compute_dtype(const RunConfig& config) {
-  return config.model.dtype == "float32" ? at::kFloat : at::kBFloat16;
-}
-
-// Layers of each chunk: parallel.chunks, or balanced by cost.
-template <class Config>
-std::vector<int64_t> chunks_of(const RunConfig& config, const Config& model, const Mesh& mesh) {
-  const int64_t pp = config.parallel.pp;
-  const std::string& text = config.parallel.chunks;
-  if (text.empty()) return default_chunks(model, mesh.shape, config.data.sequence_length);
-  std::vector<int64_t> chunks;
-  bool valid = true;
-  for (const std::string& word : CLI::detail::split(text, ','))
-    valid = valid && CLI::detail::lexical_cast(CLI::detail::trim_copy(word), chunks.emplace_back());
-  PITH_CHECK(valid && std::ssize(chunks) == 2 * pp && std::ranges::min(chunks) >= 0 &&
-          std::reduce(chunks.begin(), chunks.end()) == model.num_layers,
-      "parallel.chunks must be {} numbers of layers with the sum {}, it is \"{}\"", 2 * pp,
-      model.num_layers, text);
-  return chunks;
-}
-
-// Does a stage recompute its activations? parallel.recompute: a word for all or for each.
-bool recomputes(const RunConfig& config, int64_t stage) {
-  const std::string& text = config.parallel.recompute;
-  const std::vector<std::string> words = CLI::detail::split(text, ',');
-  const auto known = [](const std::string& word) { return word == "none" || word == "layer"; };
-  PITH_CHECK(std::ranges::all_of(words, known) &&
-          (words.size() == 1 || std::ssize(words) == config.parallel.pp),
-      "parallel.recompute must be \"none\" or \"layer\", or {} of these with commas, it is \"{}\"",
-      config.parallel.pp, text);
-  return words[words.size() == 1 ? 0 : index(stage)] == "layer";
-}
-
-int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
-  const int64_t rows = config.training.micro_batch * dp;
-  PITH_CHECK(config.training.global_batch % rows == 0,
-      "training.global_batch {} is not a multiple of micro_batch {} x data parallelism {}",
-      config.training.global_batch, config.training.micro_batch, dp);
-  const int64_t count = config.training.global_batch / rows;
-  (void)make_schedule(config.parallel.pp, 0, count, true);  // refuses too few
-  return count;
-}
-
-// Parameters, layout, schedule; of each stage the memory in GiB by cause, at the schedule's peak.
-template <class Model>
-void print_plan(const RunConfig& config, const typename Model::Config& model, const Mesh& mesh) {
-  const RunConfig::Training& training = config.training;
-  const MeshShape& shape = mesh.shape;
-  const ModelSize size = model.size(config.data.sequence_length);
-  const int64_t plane = mesh.dp * shape.cp, world = shape.pp * plane;
-  const int64_t micro_batches = micro_batches_of(config, mesh.dp);
-  const auto chunks = chunks_of(config, model, mesh);
-  fmt::print(
-      "\n# parameters  {} total, {} active per token; {} FLOP per token (forward and backward)\n"
-      "# device      {}\n"
-      "# step        {} sequences x {} tokens = {} micro-batches of {} on each of {} ranks\n",
-      human(real(size.parameters)), human(real(size.active_parameters)),
-      human(size.flops_per_token), describe_device(mesh.device), training.global_batch,
-      config.data.sequence_length, micro_batches, training.micro_batch, mesh.dp);
-  const bool overlap = shape.pp > 1 || shape.ep > 1;
-  const Simulation plan =
-      simulate(shape.pp, micro_batches, overlap, std::vector<StageCosts>(index(2 * shape.pp)));
-  const double block = real(shape.hsdp ? shape.hsdp_size : plane);
-  const double width = real(c10::elementSize(compute_dtype(config)));
-  const double tokens = real(training.micro_batch * config.data.sequence_length / shape.cp);
-  const double layer = tokens * real(size.activations_per_token) / real(model.num_layers);
-  for (int64_t stage = 0; stage < shape.pp; ++stage) {
-    const MeshPlace place = mesh_place(shape, world, stage * plane);
-    Model part(model, model_part(chunks, shape, place, model));
-    double dense = 0, expert = 0;
-    for (const auto& unit : part.parameter_units())
-      for (const Parameter* p : unit)
-        (p->group == ParameterGroup::expert ? expert : dense) += real(p->numel());
-    const double parts = (dense + expert * real(shape.ep)) / block;
-    const double whole = config.parallel.weights == "keep" ? dense + expert : parts;
-    const double layers = real(chunks[index(stage)] + chunks[index(2 * shape.pp - 1 - stage)]) *
-        std::max(real(plan.peak_activations[index(stage)]) / 2, 1.0);
-    double activations = layer * layers;
-    if (recomputes(config, stage))  // inputs of layers, and one layer whole
-      activations = tokens * real(model.hidden_size) * layers + layer;
-    const auto gib = [](double bytes) { return bytes / (1 << 30); };
-    fmt::print(
-        "# memory      stage {}: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and "
-        "moments {:.2f} + activations {:.2f}\n",
-        stage, gib((whole + activations) * width + whole * 4 + parts * 12), gib(whole * width),
-        gib(whole * 4), gib(parts * 12), gib(activations * width));
-  }
-  if (world > 1) fmt::print("{}", mesh_table(shape, world));
-  const int64_t shown = std::min<int64_t>(micro_batches, 2 * shape.pp + 4);
-  fmt::print("# chunks      {} layers\n# schedule    rank 0: {}{}\n", fmt::join(chunks, ", "),
-      to_string(make_schedule(shape.pp, 0, shown, overlap)), micro_batches > shown ? " ..." : "");
-}
 
 BalanceKind balance_kind(const RunConfig::Training& training) {
   if (training.balance_kind == "global_batch") return BalanceKind::global_batch;
@@ -134,7 +40,7 @@ template <class Model> class Run {
       : config_(config),
         mesh_(mesh),
         folder_(config.run.folder),
-        chunks_(chunks_of(config, model_config, mesh)),
+        chunks_(chunks_of(config, model_config, mesh.shape)),
         part_(model_part(chunks_, mesh.shape, mesh.place, model_config)),
         model_(model_config, part_),
         groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh,
@@ -517,34 +423,44 @@ template <class Model> class Run {
   CheckpointWriter writer_;
 };
 
-template <class Model> void pretrain(
-    const RunConfig& config, const World* world, int64_t processes, Clock::time_point launched) {
+template <class Model>
+void pretrain(const RunConfig& config, const World& world, Clock::time_point launched) {
   if (config.run.threads > 0) at::set_num_threads(static_cast<int>(config.run.threads));
   const at::Device device = select_device(config.run.device);
-  const MeshShape shape{config.parallel.pp, config.parallel.cp, config.parallel.ep,
-      config.parallel.sharding == "hsdp", config.parallel.hsdp_size, config.parallel.head_share};
   if (config.training.deterministic) {
     // cuBLAS sums in one order only with a fixed workspace.
     setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
     at::globalContext().setDeterministicAlgorithms(true, false);
     at::globalContext().setDeterministicFillUninitializedMemory(false);
   }
-  auto model_config = Model::Config::parse_file(config.model.config);
-  if (config.model.num_layers > 0) model_config.cut_layers(config.model.num_layers);
-  PITH_CHECK(config.data.sequence_length <= model_config.max_positions,
-      "data.sequence_length {} is longer than the model's max_position_embeddings {}",
-      config.data.sequence_length, model_config.max_positions);
-  if (world == nullptr) {  // --dry-run: a mesh without processes
-    Mesh mesh;
-    mesh.shape = shape;
-    mesh.dp = data_parallel(shape, processes);
-    mesh.device = device;
-    fmt::print("{}", to_toml(config));
-    return print_plan<Model>(config, model_config, mesh);
-  }
-  const Mesh mesh = make_mesh(shape, *world, device);
+  auto model_config = planned_model<typename Model::Config>(config);
+  const Mesh mesh = make_mesh(mesh_shape(config.parallel), world, device);
   install_signal_handlers();
   Run<Model>(config, std::move(model_config), mesh).train(launched);
+}
+
+// Rows as `trace --tokens` reads them.
+void print_rows(const RunConfig& config, const std::pair<int64_t, int64_t>& first_and_count) {
+  const Blend blend = open_blend(config);
+  std::vector<std::string> tokens, labels;
+  for (int64_t i = 0; i < first_and_count.second; ++i) {
+    const Row row = blend.row(first_and_count.first + i);
+    const auto documents = [&](const std::vector<int64_t>& values) {
+      std::vector<std::string> parts;
+      for (size_t d = 0; d < row.document_begins.size(); ++d) {
+        const int64_t begin = row.document_begins[d];
+        const bool last = d + 1 == row.document_begins.size();
+        const int64_t end = last ? std::ssize(values) : row.document_begins[d + 1];
+        parts.push_back(
+            fmt::format("[{}]", fmt::join(values.begin() + begin, values.begin() + end, ",")));
+      }
+      return fmt::format("[{}]", fmt::join(parts, ","));
+    };
+    tokens.push_back(documents(row.tokens));
+    labels.push_back(documents(row.labels));
+  }
+  fmt::print("{{\"rows\": [{}],\n\"labels\": [{}]}}\n", fmt::join(tokens, ",\n"),
+      fmt::join(labels, ",\n"));
 }
 
 }  // namespace
@@ -555,18 +471,24 @@ void add_pretrain_command(CLI::App& app) {
     std::vector<std::string> overrides;
     bool dry_run = false;
     int64_t processes = 1;
+    std::pair<int64_t, int64_t> rows{0, 0};
   };
   const auto [sub, o] = add_command<Options>(app, "pretrain",
       "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder",
       [](const Options& options) {
         const auto launched = Clock::now();
         // First of all, so that what goes wrong in a job of many ranks is told once.
-        const auto world = options.dry_run ? nullptr : std::make_unique<World>();
+        const bool plans = options.dry_run || options.rows.second > 0;
+        const auto world = plans ? nullptr : std::make_unique<World>();
         const RunConfig config =
             parse_run_config(read_file(options.file), options.file, options.overrides);
-        with_family(config.model.config, [&]<class Model>() {
-          return pretrain<Model>(config, world.get(), options.processes, launched);
-        });
+        if (options.rows.second > 0) return print_rows(config, options.rows);
+        if (!world) {
+          fmt::print("{}", to_toml(config));
+          return print_plan(config, options.processes);
+        }
+        with_family(config.model.config,
+            [&]<class Model>() { return pretrain<Model>(config, *world, launched); });
       });
   sub->add_option("config", o->file, "Run configuration (TOML); see examples/")->required();
   sub->add_option("--set", o->overrides, "Override one key, e.g. --set training.lr=1e-4")
@@ -575,6 +497,8 @@ void add_pretrain_command(CLI::App& app) {
       "Print the resolved configuration, parameter counts, memory and schedule, then exit");
   sub->add_option("--processes", o->processes, "--dry-run: of a job of this many")
       ->check(CLI::PositiveNumber);
+  sub->add_option("--rows", o->rows,
+      "FIRST COUNT: print these rows of the data as JSON, as `trace --tokens` reads it, then exit");
   sub->footer("Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
       describe_config_keys());
 }

@@ -4,6 +4,7 @@
 #   benchmarks/gpu.sh tests           CUDA kernels against the CPU reference
 #   benchmarks/gpu.sh operators       operators: bytes and FLOPs over time
 #   benchmarks/gpu.sh curve           20 steps of a tiny model on CPU and GPU: the same losses
+#   benchmarks/gpu.sh transformers    50 steps of a small model of each family, here and in transformers
 #   benchmarks/gpu.sh step [KEY=VALUE...]
 #                                     the training step of the 8-layer cut of Qwen3-30B-A3B, or of
 #                                     examples/$MODEL.toml (deepseek_v2_lite_8layers, gpt_oss_20b_6layers)
@@ -164,7 +165,7 @@ status=0
 case "${1:-}" in
   pack) pack ;;
   step) step "${@:2}" || status=1 ;;
-  "") sed -n '2,16p' "$0" ;;
+  "") sed -n '2,17p' "$0" ;;
   *)
     for word in "$@"; do
       echo "== $word"
@@ -173,6 +174,8 @@ case "${1:-}" in
         operators) "$bin/bench_operators_gpu" 2>&1 | tee "$out/operators.log" || status=1 ;;
         curve) curve || status=1 ;;
         step) step || status=1 ;;
+        transformers) corpus && python3 benchmarks/transformers_curve.py --program "$bin/pithtrain" 2>&1 | tee "$out/transformers.log" |
+          grep -v "it/s" || status=1 ;;
         collectives | layouts | profiles) "$word" || status=1 ;;
         *) echo "unknown word $word"; status=2 ;;
       esac

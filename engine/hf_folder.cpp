@@ -47,19 +47,6 @@ bool is_packed(const HfFolder& folder, const HfTensor& tensor) {
       !folder.file_of(tensor.name) && folder.file_of(tensor.name + kBlocks);
 }
 
-void import_packed(const HfFolder& folder, const ImportTarget& to) {
-  const std::string& name = to.tensor->name;
-  const Tensor blocks = folder.tensor(name + kBlocks), scales = folder.tensor(name + kScales);
-  const int64_t numel = to.tensor->shape[1] * to.tensor->shape[2];
-  const int64_t last = to.first + to.target.numel();
-  for (int64_t e = to.first / numel; e * numel < last; ++e) {  // one matrix in memory at a time
-    const int64_t begin = std::max(to.first, e * numel), end = std::min(last, (e + 1) * numel);
-    const Tensor matrix = dequantize_mxfp4(blocks[e], scales[e]).t().contiguous().view(-1);
-    to.target.narrow(0, begin - to.first, end - begin)
-        .copy_(matrix.narrow(0, begin - e * numel, end - begin));
-  }
-}
-
 }  // namespace
 
 std::vector<std::string> summarize_names(std::vector<std::string> names) {
@@ -151,6 +138,23 @@ Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales) {
   return out;
 }
 
+void import_tensor(const HfFolder& folder, const ImportTarget& to) {
+  const std::string& name = to.tensor->name;
+  const int64_t last = to.first + to.target.numel();
+  if (!is_packed(folder, *to.tensor)) {
+    to.target.copy_(folder.tensor(name).view(-1).narrow(0, to.first, to.target.numel()));
+    return;
+  }
+  const Tensor blocks = folder.tensor(name + kBlocks), scales = folder.tensor(name + kScales);
+  const int64_t numel = to.tensor->shape[1] * to.tensor->shape[2];
+  for (int64_t e = to.first / numel; e * numel < last; ++e) {  // one matrix in memory at a time
+    const int64_t begin = std::max(to.first, e * numel), end = std::min(last, (e + 1) * numel);
+    const Tensor matrix = dequantize_mxfp4(blocks[e], scales[e]).t().contiguous().view(-1);
+    to.target.narrow(0, begin - to.first, end - begin)
+        .copy_(matrix.narrow(0, begin - e * numel, end - begin));
+  }
+}
+
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
     std::span<const std::string> optional_extra) {
   std::vector<std::string> missing, left_over, ignored, problems;
@@ -192,13 +196,7 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
   for (const std::string& line : summarize_names(ignored))
     if (launch_info().rank == 0) fmt::print(stderr, "not part of the text model: {}\n", line);
   at::NoGradGuard no_grad;
-  for (const ImportTarget& to : targets) {
-    if (is_packed(folder, *to.tensor))
-      import_packed(folder, to);
-    else
-      to.target.copy_(
-          folder.tensor(to.tensor->name).view(-1).narrow(0, to.first, to.target.numel()));
-  }
+  for (const ImportTarget& to : targets) import_tensor(folder, to);
 }
 
 std::vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,

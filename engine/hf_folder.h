@@ -46,6 +46,8 @@ Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales);
 // are collected into one Error; those of vision and MTP parts are listed and left out.
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
     std::span<const std::string> optional_extra = {});
+// One of these, of which the folder is known to hold the tensor.
+void import_tensor(const HfFolder& folder, const ImportTarget& to);
 
 // The steps of writing a folder, by several writers perhaps: each writes its tensors, in order,
 // into files of at most file_bytes or one tensor; then one of them names all files so written, in

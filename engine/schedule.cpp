@@ -225,7 +225,7 @@ std::vector<int64_t> balance_chunks(
     int64_t ranks, const std::vector<double>& layer_cost, HeadCosts head) {
   const auto chunks = index(2 * ranks);
   // The step of a long run takes as long as the slowest pair of the main phase and the bubble.
-  const auto step_time = [&](const std::vector<int64_t>& counts) {
+  const auto step = [&](const std::vector<int64_t>& counts) {
     std::vector<StageCosts> costs;
     auto layer = layer_cost.begin();
     for (const int64_t count : counts) {
@@ -233,21 +233,23 @@ std::vector<int64_t> balance_chunks(
       costs.push_back({sum, sum, sum, 0});
       layer += count;
     }
-    return simulate(ranks, 4 * ranks, ranks > 1, costs, head).makespan;
+    return simulate(ranks, 4 * ranks, ranks > 1, costs, head);
   };
   std::vector<int64_t> best(chunks, 0);
   for (size_t layer = 0; layer < layer_cost.size(); ++layer) ++best[layer % chunks];
-  double best_time = step_time(best);
-  for (bool improved = true; improved;) {  // moves single layers while that helps
+  Simulation now = step(best);
+  for (bool improved = true; improved;) {  // moves single layers off the busiest rank
     improved = false;
     const std::vector<int64_t> start = best;
-    for (size_t from = 0; from < chunks; ++from) {
+    const auto busiest = index(std::ranges::min_element(now.bubble) - now.bubble.begin());
+    for (const size_t from : {busiest, chunks - 1 - busiest}) {
       for (size_t to = 0; to < chunks; ++to) {
         if (from == to || start[from] == 0) continue;
         std::vector<int64_t> moved = start;
         --moved[from], ++moved[to];
-        const double time = step_time(moved);
-        if (time < best_time - 1e-9) best_time = time, best = moved, improved = true;
+        Simulation other = step(moved);
+        if (other.makespan >= now.makespan - 1e-9) continue;
+        now = std::move(other), best = moved, improved = true;
       }
     }
   }

@@ -90,18 +90,23 @@ std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
   return pieces;
 }
 
-void ShardGroup::initialize(uint64_t seed, double init_std, int64_t num_layers) {
+void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTensor& tensor,
+    int64_t first, uint64_t seed, double init_std, int64_t num_layers) {
+  const Init init = parameter.init;
+  const bool output = init == Init::output_normal, decay = init == Init::log_decay;
   const double output_std = init_std / std::sqrt(2.0 * static_cast<double>(num_layers));
+  if (output || decay || init == Init::normal)
+    fill_normal(target, seed, tensor.name, decay ? 1 : output ? output_std : init_std, first);
+  else
+    target.fill_(init == Init::ones ? 1 : 0);
+  if (decay)  // from normal to uniform by the distribution function
+    target.div_(-std::numbers::sqrt2).erfc_().mul_((16 - 0.01) / 2).add_(0.01).log_();
+}
+
+void ShardGroup::initialize(uint64_t seed, double init_std, int64_t num_layers) {
   for (const auto& [parameter, tensor, first, begin, count] : pieces()) {
     Tensor target = import_target().narrow(0, begin, count);
-    const Init init = parameter->init;
-    const bool output = init == Init::output_normal, decay = init == Init::log_decay;
-    if (output || decay || init == Init::normal)
-      fill_normal(target, seed, tensor->name, decay ? 1 : output ? output_std : init_std, first);
-    else
-      target.fill_(init == Init::ones ? 1 : 0);
-    if (decay)  // from normal to uniform by the distribution function
-      target.div_(-std::numbers::sqrt2).erfc_().mul_((16 - 0.01) / 2).add_(0.01).log_();
+    initialize_tensor(target, *parameter, *tensor, first, seed, init_std, num_layers);
   }
   publish();
 }

@@ -113,6 +113,10 @@ class ShardGroup {
   std::shared_ptr<Reductions> reductions_;  // reshard: under way, of all groups of a model
 };
 
+// Elements [first, first + target.numel()) of one tensor, drawn as initialize() does.
+void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTensor& tensor,
+    int64_t first, uint64_t seed, double init_std, int64_t num_layers);
+
 // One group for each unit of a model over mesh.dense_*, and, where experts are cut (EP > 1), one
 // more for its experts over mesh.expert_*.
 std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,

@@ -151,6 +151,9 @@ struct ModelSize {
   double flops_per_token = 0;
   // Elements in the compute dtype that one token keeps for its backward pass, all layers.
   int64_t activations_per_token = 0;
+  // Of the delta rule as LibTorch's operators do it: bytes that a layer needs for a moment, and
+  // seconds of all layers on one H200, a token.
+  double scratch_per_token = 0, slow_seconds_per_token = 0;
 };
 
 template <class Model>

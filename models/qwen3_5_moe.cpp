@@ -116,7 +116,11 @@ ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
     activations += 7 * h + (is_delta ? in + channels() + 3 * values() : 6 * q + 4 * kv) +
         experts_per_token * (2 * h + 3 * moe_intermediate_size) + 3 * shared_width;
   }
-  return size_of<Qwen35MoeModel>(*this, mixing, activations);
+  ModelSize size = size_of<Qwen35MoeModel>(*this, mixing, activations);
+  const auto deltas = std::ranges::count(delta.begin(), delta.begin() + num_layers, true);
+  size.scratch_per_token = deltas > 0 ? 34.0 * 4 * static_cast<double>(values()) : 0;  // FP32
+  size.slow_seconds_per_token = 4.6e-6 * static_cast<double>(deltas);
+  return size;
 }
 
 Qwen35MoeLayer::Qwen35MoeLayer(

@@ -1,0 +1,233 @@
+// pithtrain convert: a model folder as another one. pithtrain compare: two folders, files or runs.
+#include <ATen/ops/tensor.h>
+
+#include <nlohmann/json.hpp>
+
+#include "apps/families.h"
+
+namespace pith {
+namespace {
+
+using nlohmann::json;
+
+const std::map<std::string, at::ScalarType> kDtypes{
+    {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}, {"float32", at::kFloat}};
+
+struct ConvertOptions {
+  std::string from, to, dtype, reinit;
+  int64_t layers = 0, vocabulary = 0;
+  uint64_t shard_bytes = 5'000'000'000, seed = 1;
+  double init_std = 0.02;
+};
+
+// What a new folder takes over unchanged, where the old one has it.
+constexpr const char* kCopied[] = {"generation_config.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "preprocessor_config.json"};
+
+template <class Model> void convert(const ConvertOptions& o) {
+  typename Model::Config old = Model::Config::parse_file(o.from), config = old;
+  if (o.layers > 0) config.cut_layers(o.layers);
+  if (o.vocabulary > 0) config.vocab_size = o.vocabulary;
+  Model before(old, whole_model(old.num_layers, old.num_experts));
+  Model after(config, whole_model(config.num_layers, config.num_experts));
+  const HfFolder folder(o.from);
+  const std::vector<std::string> tied{"lm_head.weight"};
+  std::vector<ImportTarget> all;  // nothing of each: the whole folder is checked first
+  for (const auto& unit : before.parameter_units())
+    for (const Parameter* parameter : unit)
+      for (const HfTensor& tensor : parameter->tensors)
+        all.push_back({&tensor, 0, at::empty({0}, at::kFloat)});
+  import_weights(folder, all, std::span(tied).first(old.tie_embeddings ? 1 : 0));
+  const SafetensorsFile* stored = folder.file_of(all.front().tensor->name);
+  const at::ScalarType main_dtype = o.dtype.empty()
+      ? stored->header().tensors.at(all.front().tensor->name).dtype
+      : kDtypes.at(o.dtype);
+
+  const fs::path to = fs::path(o.to) / "", target = to.parent_path();
+  PITH_CHECK(!fs::exists(target) || fs::is_empty(target), "{} exists already", target.string());
+  const fs::path temporary = target.string() + ".converting";
+  fs::remove_all(temporary);
+  fs::create_directories(temporary);
+  std::vector<WrittenFile> written;
+  std::vector<NamedTensor> shard;
+  uint64_t bytes = 0;
+  int64_t tensors = 0, renewed = 0;
+  const auto write = [&] {
+    const auto files = write_weights(temporary, std::ssize(written), std::exchange(shard, {}));
+    written.insert(written.end(), files.begin(), files.end());
+    bytes = 0;
+  };
+  const std::regex again(o.reinit);
+  for (const auto& unit : after.parameter_units())
+    for (const Parameter* parameter : unit)
+      for (const HfTensor& tensor : parameter->tensors) {
+        const SafetensorsFile* file = folder.file_of(tensor.name);
+        const at::ScalarType dtype =
+            !o.dtype.empty() || !file ? main_dtype : file->header().tensors.at(tensor.name).dtype;
+        Tensor value = at::empty(tensor.shape, dtype);
+        if (Tensor flat = value.view(-1); !o.reinit.empty() && regex_search(tensor.name, again)) {
+          initialize_tensor(flat, *parameter, tensor, 0, o.seed, o.init_std, config.num_layers);
+          ++renewed;
+        } else if (parameter->group == ParameterGroup::embedding) {  // rows may come or go
+          const Tensor rows = folder.tensor(tensor.name);
+          const int64_t kept = std::min(rows.size(0), value.size(0));
+          value.narrow(0, 0, kept).copy_(rows.narrow(0, 0, kept));
+          if (kept < value.size(0))
+            value.narrow(0, kept, value.size(0) - kept).copy_(rows.mean(0, true, at::kDouble));
+        } else {
+          import_tensor(folder, {&tensor, 0, flat});
+        }
+        if (!shard.empty() && bytes + value.nbytes() > o.shard_bytes) write();
+        bytes += value.nbytes();
+        shard.emplace_back(tensor.name, std::move(value));
+        ++tensors;
+      }
+  PITH_CHECK(o.reinit.empty() || renewed > 0, "--reinit {}: no tensor has such a name", o.reinit);
+  write();
+  write_weight_index(temporary, written);
+  json text = json::parse(with_router_state(config.to_json(main_dtype), config.router_state));
+  (text.contains("text_config") ? text["text_config"] : text)["vocab_size"] = config.vocab_size;
+  write_file(temporary, "config.json", text.dump(2) + "\n");
+  write_file(temporary, "generation_config.json", config.generation_json());
+  for (const char* name : kCopied)
+    if (fs::exists(folder.path() / name))
+      write_file(temporary, name, read_file(folder.path() / name));
+  sync_folder(temporary);
+  fs::remove(target);
+  fs::rename(temporary, target);
+  fmt::print("{}: {} tensors in {} files, {} of them new\n", target.string(), tensors,
+      written.size(), renewed);
+}
+
+struct CompareOptions {
+  std::string a, b;
+  double tolerance = 0;
+  size_t limit = 20;
+};
+
+struct Difference {
+  std::string what, name;
+  double relative;
+};
+
+// Tensors by name, of a model folder or one safetensors file.
+std::map<std::string, Tensor> tensors_of(const fs::path& path) {
+  std::map<std::string, Tensor> tensors;
+  const auto add = [&](const SafetensorsFile& file) {
+    for (const auto& [name, entry] : file.header().tensors) tensors[name] = file.tensor(name);
+  };
+  if (fs::is_directory(path))
+    std::ranges::for_each(HfFolder(path).files(), add);
+  else
+    add(SafetensorsFile(path));
+  return tensors;
+}
+
+// |a - b| / |a| and the largest |a - b|, in double precision, part by part.
+Difference difference(const std::string& name, const Tensor& a, const Tensor& b) {
+  double square = 0, whole = 0, largest = 0;
+  constexpr int64_t kPart = 1 << 22;
+  for (int64_t at = 0; at < a.numel(); at += kPart) {
+    const auto part = [&](const Tensor& x) {
+      return x.reshape(-1).narrow(0, at, std::min(kPart, a.numel() - at)).to(at::kDouble);
+    };
+    const Tensor x = part(a), apart = (x - part(b)).abs();
+    square += apart.square().sum().item<double>();
+    whole += x.square().sum().item<double>();
+    largest = std::max(largest, apart.max().item<double>());
+    if (!std::isfinite(square)) largest = square;  // NaN hides in max() of some
+  }
+  const double relative = square == 0 ? 0 : std::sqrt(square / whole);  // NaN sorts first
+  return {fmt::format("{:.3e} {:.3e}", largest, relative), name, relative};
+}
+
+// The steps of a run: loss and gradient norm by step.
+std::map<std::string, Tensor> curves_of(const fs::path& run) {
+  std::map<std::string, std::vector<double>> values;
+  std::ifstream file(run / "metrics.jsonl");
+  for (std::string text; std::getline(file, text);) {
+    const json line = json::parse(text, nullptr, false);
+    if (!line.is_object() || !line.contains("step")) continue;
+    for (const char* key : {"step", "loss", "balance_loss", "grad_norm", "lr"})
+      values[key].push_back(line[key].is_null() ? std::nan("") : line[key].get<double>());
+  }
+  std::map<std::string, Tensor> curves;
+  for (const auto& [key, list] : values) curves[key] = at::tensor(list, at::kDouble);
+  return curves;
+}
+
+void compare(const CompareOptions& o) {
+  const auto is_run = [](const std::string& path) {
+    return fs::exists(fs::path(path) / "metrics.jsonl");
+  };
+  const bool runs = is_run(o.a) && is_run(o.b);
+  const auto a = runs ? curves_of(o.a) : tensors_of(o.a);
+  const auto b = runs ? curves_of(o.b) : tensors_of(o.b);
+  std::vector<Difference> differences;
+  for (const auto& [name, x] : a) {
+    const auto found = b.find(name);
+    const bool alike = found != b.end() && x.sizes() == found->second.sizes();
+    if (alike)
+      differences.push_back(difference(name, x, found->second));
+    else if (found == b.end())
+      differences.push_back({"only in A", name, INFINITY});
+    else
+      differences.push_back({fmt::format("({}) and ({})", fmt::join(x.sizes(), ", "),
+                                 fmt::join(found->second.sizes(), ", ")),
+          name, INFINITY});
+  }
+  for (const auto& [name, y] : b)
+    if (!a.contains(name)) differences.push_back({"only in B", name, INFINITY});
+  const auto within = [&](const Difference& d) { return d.relative <= o.tolerance; };
+  std::ranges::stable_sort(differences, [](const Difference& x, const Difference& y) {
+    return std::isnan(x.relative) > std::isnan(y.relative) || x.relative > y.relative;
+  });
+  fmt::print("max|A-B|  |A-B|/|A|\n");
+  for (const Difference& d : differences | std::views::take(o.limit))
+    fmt::print("{:<20} {}\n", d.what, d.name);
+  const auto same = std::ranges::count(differences, 0, &Difference::relative);
+  const auto good = std::ranges::count_if(differences, within);
+  fmt::print("{} {}, {} equal, {} within {}\n", differences.size(), runs ? "curves" : "tensors",
+      same, good, o.tolerance);
+  if (good < std::ssize(differences)) throw CLI::RuntimeError(1);
+}
+
+}  // namespace
+
+void add_convert_command(CLI::App& app) {
+  const auto [sub, o] = add_command<ConvertOptions>(app, "convert",
+      "Write a model folder anew: other dtype or shards, fewer layers, another vocabulary",
+      [](const ConvertOptions& options) {
+        with_family(options.from, [&]<class Model>() { convert<Model>(options); });
+      });
+  sub->add_option("from", o->from, "Model folder or checkpoint")->required();
+  sub->add_option("to", o->to, "Folder to make")->required();
+  sub->add_option("--dtype", o->dtype, "bfloat16, float16 or float32 (default: as stored)")
+      ->check(CLI::IsMember(kDtypes));
+  sub->add_option("--shard-size", o->shard_bytes, "Largest file (default 5GB)")
+      ->transform(CLI::AsSizeValue(true));
+  sub->add_option("--layers", o->layers, "Keep the first N layers")->check(CLI::PositiveNumber);
+  sub->add_option("--vocabulary", o->vocabulary,
+         "Rows of embedding and head; new ones are the mean of the old")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--reinit", o->reinit, "Draw tensors anew whose names match this expression");
+  sub->add_option("--seed", o->seed, "of --reinit (default 1)");
+  sub->add_option("--init-std", o->init_std, "of --reinit (default 0.02)");
+  sub->footer(
+      "MXFP4 weights become bfloat16. Memory: one shard.\n"
+      "Example: pithtrain convert gpt-oss-20b cut --layers 6 --dtype bfloat16");
+
+  const auto [other, c] = add_command<CompareOptions>(app, "compare",
+      "Differences of two model folders or safetensors files by tensor, of two runs by curve",
+      compare);
+  other->add_option("a", c->a, "Folder or file")->required();
+  other->add_option("b", c->b, "Another")->required();
+  other->add_option("--tolerance", c->tolerance, "Largest |A-B|/|A| that passes (default 0)");
+  other->add_option("--limit", c->limit, "Lines to print, largest first (default 20)");
+  other->footer(
+      "Exit status 1 where a tensor lies beyond the tolerance or in one of both only.\n"
+      "Example: pithtrain compare runs/a runs/b --tolerance 1e-3");
+}
+
+}  // namespace pith

@@ -1,0 +1,90 @@
+// What a run will need, from its configuration alone: memory by cause, time of a step.
+#pragma once
+#include "apps/families.h"
+#include "engine/config.h"
+#include "engine/pipeline.h"
+
+namespace pith {
+
+inline at::ScalarType compute_dtype(const RunConfig& config) {
+  return config.model.dtype == "float32" ? at::kFloat : at::kBFloat16;
+}
+
+inline MeshShape mesh_shape(const RunConfig::Parallel& parallel) {
+  return {parallel.pp, parallel.cp, parallel.ep, parallel.sharding == "hsdp", parallel.hsdp_size,
+      parallel.head_share};
+}
+
+// The model of a run: model.config, cut.
+template <class Config> Config planned_model(const RunConfig& config) {
+  auto model = Config::parse_file(config.model.config);
+  if (config.model.num_layers > 0) model.cut_layers(config.model.num_layers);
+  PITH_CHECK(config.data.sequence_length <= model.max_positions,
+      "data.sequence_length {} is longer than the model's max_position_embeddings {}",
+      config.data.sequence_length, model.max_positions);
+  return model;
+}
+
+// Layers of each chunk: parallel.chunks, or balanced by cost.
+template <class Config> std::vector<int64_t> chunks_of(
+    const RunConfig& config, const Config& model, const MeshShape& shape) {
+  const std::string& text = config.parallel.chunks;
+  if (text.empty()) return default_chunks(model, shape, config.data.sequence_length);
+  std::vector<int64_t> chunks;
+  bool valid = true;
+  for (const std::string& word : CLI::detail::split(text, ','))
+    valid = valid && CLI::detail::lexical_cast(CLI::detail::trim_copy(word), chunks.emplace_back());
+  PITH_CHECK(valid && std::ssize(chunks) == 2 * shape.pp && std::ranges::min(chunks) >= 0 &&
+          std::reduce(chunks.begin(), chunks.end()) == model.num_layers,
+      "parallel.chunks must be {} numbers of layers with the sum {}, it is \"{}\"", 2 * shape.pp,
+      model.num_layers, text);
+  return chunks;
+}
+
+// Does a stage recompute its activations? parallel.recompute: a word for all or for each.
+bool recomputes(const RunConfig& config, int64_t stage);
+// Micro-batches of a step on each of `dp` data-parallel ranks.
+int64_t micro_batches_of(const RunConfig& config, int64_t dp);
+
+// Elements of the parameters of one stage's processes.
+struct StageSize {
+  double dense = 0, expert = 0, largest_unit = 0;
+};
+// Bytes of one process of a stage at its worst moment.
+struct StageMemory {
+  double weights, gradients, states, activations, buffers;
+  double total() const { return weights + gradients + states + activations + buffers; }
+};
+struct StepPlan {
+  std::vector<StageMemory> stages;
+  double seconds;  // of a step, by the cost model of plan.cpp
+  double worst() const;
+};
+
+template <class Model> std::vector<StageSize> stage_sizes(const typename Model::Config& config,
+    const MeshShape& shape, int64_t world, const std::vector<int64_t>& chunks) {
+  std::vector<StageSize> sizes;
+  for (int64_t stage = 0; stage < shape.pp; ++stage) {
+    const MeshPlace place = mesh_place(shape, world, stage * (world / shape.pp));
+    Model part(config, model_part(chunks, shape, place, config));
+    StageSize& size = sizes.emplace_back();
+    for (const auto& unit : part.parameter_units()) {
+      double sum = 0;
+      for (const Parameter* p : unit) {
+        (p->group == ParameterGroup::expert ? size.expert : size.dense) += real(p->numel());
+        sum += real(p->numel());
+      }
+      size.largest_unit = std::max(size.largest_unit, sum);
+    }
+  }
+  return sizes;
+}
+
+// Of config's layout, on shape.pp x dp x cp processes.
+StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const ModelSize& size,
+    int64_t dp, const std::vector<int64_t>& chunks, const std::vector<StageSize>& stages);
+
+// What --dry-run prints: configuration, parameters, layout, memory, schedule.
+void print_plan(const RunConfig& config, int64_t processes);
+
+}  // namespace pith
