@@ -99,7 +99,10 @@ template <class Model> class Run {
       const auto start = Clock::now();
       if (batch.empty()) batch = next_batch(0);
       if (state_.step + 1 == config_.profile.first)
-        profile_.emplace(folder_, mesh_.world.rank(), mesh_.device);
+        profile_.emplace(ProfileOptions{folder_, mesh_.world.rank(), mesh_.device,
+            fmt::format("pp {} dp {} cp {} ep {}", mesh_.place.pp, mesh_.place.dp, mesh_.place.cp,
+                mesh_.place.ep),
+            config_.profile.tool == "capture", config_.profile.memory});
       StepMetrics metrics = step(batch);
       if (state_.step + 1 == config_.profile.first + config_.profile.count) profile_.reset();
       metrics.seconds = seconds_since(start);

@@ -90,6 +90,8 @@ const Key kKeys[] = {
     {KEY(profile, first), "[0, 1e9]", "trace from this step on, into run.folder; 0 = never",
         "steps"},
     {KEY(profile, count), "[1, 1000]", "steps to trace"},
+    {KEY(profile, tool), "trace|capture", "capture: ranges for nsys or ncu instead of a trace"},
+    {KEY(profile, memory), "", "also a snapshot of all allocations"},
 };
 #undef KEY
 

@@ -60,6 +60,8 @@ struct RunConfig {
   } log;
   struct Profile {
     int64_t first = 0, count = 2;
+    std::string tool = "trace";
+    bool memory = false;
   } profile;
 };
 

@@ -1,6 +1,8 @@
 // What a run tells: a progress line, metrics.jsonl, TensorBoard event files, profiles; and how it
 // is asked to stop.
 #pragma once
+#include <ATen/record_function.h>
+
 #include "core/tensor.h"
 #include "engine/file_io.h"
 
@@ -76,19 +78,40 @@ std::string tensorboard_scalars(int64_t step, const Scalars& values);
 uint32_t crc32c(std::string_view bytes);
 uint32_t masked_crc32c(std::string_view bytes);
 
-// Records with LibTorch's profiler (Kineto) while it lives. The destructor writes, in `folder`,
-// trace-rankR.json for chrome://tracing or Perfetto and profile-rankR.txt: per kind and name of
-// kernel time and share; how much of the communication ran behind computing, how much alone.
+// Records while it lives, with one of two tools:
+//   trace    LibTorch's profiler (Kineto). The destructor writes, in `folder`, trace-rankR.json for
+//            chrome://tracing or Perfetto and profile-rankR.txt: per kind and name of kernel time
+//            and share; how much of the communication ran behind computing, how much alone, and
+//            which stage had started that
+//   capture  what nsys (--capture-range=cudaProfilerApi) or ncu record: NVTX ranges
+// `memory` (CUDA): also memory-rankR.pickle, every allocation since, for pytorch.org/memory_viz.
+struct ProfileOptions {
+  fs::path folder;
+  int64_t rank;
+  at::Device device;
+  std::string place;  // in the mesh: stands in the name of each range
+  bool capture, memory;
+};
 class Profile {
  public:
-  Profile(fs::path folder, int64_t rank, at::Device device);
+  explicit Profile(ProfileOptions options);
   ~Profile();
   Profile(const Profile&) = delete;
   Profile& operator=(const Profile&) = delete;
  private:
-  fs::path folder_;
-  int64_t rank_;
-  at::Device device_;
+  ProfileOptions options_;
+};
+
+// Where a Profile lives, a range in traces and NVTX of what this thread starts while it lives.
+class StageRange {
+ public:
+  StageRange(const char* stage, int64_t layer);
+  ~StageRange();
+  StageRange(const StageRange&) = delete;
+  StageRange& operator=(const StageRange&) = delete;
+ private:
+  std::string name_;
+  std::optional<at::RecordFunction> record_;
 };
 
 // Ctrl-C, SIGTERM and SIGUSR1 (how `pithtrain launch` and batch systems pass on a stop; silent):

@@ -2,6 +2,12 @@
 
 #include <torch/csrc/autograd/profiler_kineto.h>
 
+#if PITH_CUDA
+#include <cuda_profiler_api.h>
+#include <nvtx3/nvToolsExt.h>
+#include <torch/csrc/cuda/memory_snapshot.h>
+#endif
+
 #include "core/device.h"
 
 namespace pith {
@@ -12,27 +18,57 @@ namespace settings = torch::profiler::impl;
 
 using Spans = std::vector<std::pair<uint64_t, uint64_t>>;  // begin and end in nanoseconds
 
-// Milliseconds that they cover together.
-double milliseconds(Spans spans) {
+// The same times in order, none of them twice.
+Spans merged(Spans spans) {
   std::ranges::sort(spans);
-  uint64_t sum = 0, covered = 0;
+  Spans result;
   for (const auto& [begin, end] : spans) {
-    sum += std::max(end, covered) - std::max(begin, covered);
-    covered = std::max(end, covered);
+    if (result.empty() || begin > result.back().second) result.emplace_back(begin, end);
+    result.back().second = std::max(result.back().second, end);
   }
+  return result;
+}
+
+double milliseconds(const Spans& spans) {
+  uint64_t sum = 0;
+  for (const auto& [begin, end] : merged(spans)) sum += end - begin;
   return real(sum) * 1e-6;
 }
+
+// The part of a span that lies outside of merged ones.
+double alone(const std::pair<uint64_t, uint64_t>& span, const Spans& others) {
+  Spans inside;
+  for (const auto& [begin, end] : others)
+    if (begin < span.second && end > span.first)
+      inside.emplace_back(std::max(begin, span.first), std::min(end, span.second));
+  return milliseconds({span}) - milliseconds(inside);
+}
+
+constexpr std::string_view kStage = "stage ";  // names of ranges: "stage dispatch, layer 3 (...)"
+std::optional<std::string> place_of_ranges;    // of the Profile that lives
 
 // What a trace says in words. On a CPU the operators take the kernels' place.
 std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device device) {
   Spans computing, communicating, both;
   uint64_t first = UINT64_MAX, last = 0;
   std::map<std::string, std::pair<double, int64_t>> by_name;  // ms, calls
+  struct Range {
+    std::string stage;
+    int64_t stream;
+    std::pair<uint64_t, uint64_t> span;
+  };
+  std::vector<Range> ranges, transfers;
   for (const auto& event : events) {
     if (event.deviceType() != device.type() || event.durationNs() == 0) continue;
     const std::string name = event.name();
     const bool communicates = name.starts_with("nccl");
     const std::pair span(event.startNs(), event.endNs());
+    const int64_t stream = event.deviceResourceId();
+    if (name.starts_with(kStage)) {
+      ranges.push_back({name.substr(kStage.size(), name.find(',') - kStage.size()), stream, span});
+      continue;
+    }
+    if (communicates) transfers.push_back({"", stream, span});
     (communicates ? communicating : computing).push_back(span);
     both.push_back(span);
     first = std::min(first, span.first), last = std::max(last, span.second);
@@ -42,12 +78,25 @@ std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device
   }
   if (both.empty()) return "nothing was recorded\n";
   const double busy = milliseconds(both), work = milliseconds(computing);
-  const double talk = milliseconds(communicating), alone = busy - work;
+  const double talk = milliseconds(communicating), exposed = busy - work;
   const double span = milliseconds({{first, last}});
   std::string text = fmt::format(
       "{:.2f} ms: computing {:.2f}, communication {:.2f} ({:.1f} % behind computing, {:.2f} ms "
-      "alone), idle {:.2f}\n\n      ms      %   calls  name\n",
-      span, work, talk, talk > 0 ? 100 * (1 - alone / talk) : 0.0, alone, span - busy);
+      "alone), idle {:.2f}\n",
+      span, work, talk, talk > 0 ? 100 * (1 - exposed / talk) : 0.0, exposed, span - busy);
+  computing = merged(computing);
+  std::map<std::string, double> exposed_by_stage;
+  for (const Range& transfer : transfers) {
+    const auto owner = std::ranges::find_if(ranges, [&](const Range& range) {
+      return range.stream == transfer.stream && range.span.first <= transfer.span.first &&
+          transfer.span.second <= range.span.second;
+    });
+    exposed_by_stage[owner == ranges.end() ? "other" : owner->stage] +=
+        alone(transfer.span, computing);
+  }
+  for (const auto& [stage, ms] : exposed_by_stage)
+    text += fmt::format("  alone, started by {}: {:.2f} ms\n", stage, ms);
+  text += "\n      ms      %   calls  name\n";
   std::vector<std::pair<double, std::string>> order;
   for (const auto& [name, total] : by_name) order.emplace_back(-total.first, name);
   std::ranges::sort(order);
@@ -59,26 +108,61 @@ std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device
 
 }  // namespace
 
-Profile::Profile(fs::path folder, int64_t rank, at::Device device)
-    : folder_(std::move(folder)), rank_(rank), device_(device) {
-  synchronize(device_);
+Profile::Profile(ProfileOptions options) : options_(std::move(options)) {
+  synchronize(options_.device);
+  place_of_ranges = options_.place;
+#if PITH_CUDA
+  if (options_.memory && options_.device.is_cuda())
+    torch::cuda::_record_memory_history("all", "all", "all", 1'000'000);
+  if (options_.capture && options_.device.is_cuda()) cudaProfilerStart();
+#endif
+  if (options_.capture) return;
   const settings::ProfilerConfig config(settings::ProfilerState::KINETO);
   std::set<settings::ActivityType> kinds{settings::ActivityType::CPU};
-  if (device.is_cuda()) kinds.insert(settings::ActivityType::CUDA);
+  if (options_.device.is_cuda()) kinds.insert(settings::ActivityType::CUDA);
   profiler::prepareProfiler(config, kinds);
   profiler::enableProfiler(config, kinds);
 }
 
 Profile::~Profile() {
+  place_of_ranges.reset();
+  const auto name = [&](const char* form) {
+    return fmt::format(fmt::runtime(form), options_.rank);
+  };
   try {
-    synchronize(device_);
+    synchronize(options_.device);
+#if PITH_CUDA
+    if (options_.capture && options_.device.is_cuda()) cudaProfilerStop();
+    if (options_.memory && options_.device.is_cuda()) {
+      write_file(
+          options_.folder, name("memory-rank{}.pickle"), torch::cuda::_memory_snapshot_pickled());
+      torch::cuda::_record_memory_history(std::nullopt);
+    }
+#endif
+    if (options_.capture) return;
     const auto result = profiler::disableProfiler();
-    result->save((folder_ / fmt::format("trace-rank{}.json", rank_)).string());
+    result->save((options_.folder / name("trace-rank{}.json")).string());
     write_file(
-        folder_, fmt::format("profile-rank{}.txt", rank_), summary(result->events(), device_));
+        options_.folder, name("profile-rank{}.txt"), summary(result->events(), options_.device));
   } catch (const std::exception& error) {
-    fmt::print(stderr, "no profile of rank {}: {}\n", rank_, error.what());
+    fmt::print(stderr, "no profile of rank {}: {}\n", options_.rank, error.what());
   }
+}
+
+StageRange::StageRange(const char* stage, int64_t layer) {
+  if (!place_of_ranges) return;
+  name_ = fmt::format("{}{}, layer {} ({})", kStage, stage, layer, *place_of_ranges);
+  record_.emplace(at::RecordScope::USER_SCOPE);
+  record_->before(name_);
+#if PITH_CUDA
+  nvtxRangePushA(name_.c_str());
+#endif
+}
+
+StageRange::~StageRange() {
+#if PITH_CUDA
+  if (record_) nvtxRangePop();
+#endif
 }
 
 }  // namespace pith
