@@ -87,6 +87,7 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
   for (int64_t stage = 0; stage < pp; ++stage) {
     const StageSize& part = stages[index(stage)];
     const double held = part.dense + part.expert, owned = (part.dense + part.expert * ep) / block;
+    const double states = (part.dense_states + part.expert_states * ep) / block;
     const double whole = keep ? held : owned;
     const double kept = peak_layers(schedule.actions[index(stage)],
         {real(chunks[index(stage)]), real(chunks[index(2 * pp - 1 - stage)])});
@@ -95,7 +96,7 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
         : layer * kept;
     const bool has_head = stage == 0 || (stage == 1 && shape.head_share > 0);
     const double gathered = keep ? 0 : part.largest_unit * (2 * width + 3 * 4);
-    plan.stages.push_back({whole * width, whole * 4, owned * 12, activations,
+    plan.stages.push_back({whole * width, whole * 4, states, activations,
         gathered + std::max(has_head ? logits : 0, tokens * size.scratch_per_token)});
     const double travels = keep ? width + 4 : real(micro_batches) * (2 * width + 4);
     shards =
@@ -128,8 +129,8 @@ template <class Model> static void print_plan_of(const RunConfig& config, int64_
       human(real(size.parameters)), human(real(size.active_parameters)),
       human(size.flops_per_token), training.global_batch, config.data.sequence_length,
       micro_batches, training.micro_batch, dp);
-  const StepPlan plan =
-      plan_step(config, model, size, dp, chunks, stage_sizes<Model>(model, shape, world, chunks));
+  const StepPlan plan = plan_step(
+      config, model, size, dp, chunks, stage_sizes<Model>(model, shape, world, chunks, training));
   for (size_t stage = 0; stage < plan.stages.size(); ++stage) {
     const StageMemory& m = plan.stages[stage];
     fmt::print(
@@ -184,7 +185,9 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
       const MeshShape shape = mesh_shape(config.parallel);
       if (chunks.empty() || pp == 1) chunks = chunks_of(config, model, shape);
       std::vector<StageSize> sizes;
-      if (!problem_of([&] { sizes = stage_sizes<Model>(model, shape, o.gpus, chunks); }).empty())
+      if (!problem_of([&] {
+            sizes = stage_sizes<Model>(model, shape, o.gpus, chunks, given.training);
+          }).empty())
         continue;  // a stage without a layer
       for (int64_t cp = 1; cp <= plane; cp *= 2)
         for (const char* weights : {"keep", "reshard"})
@@ -200,6 +203,9 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
               config.parallel.weights = weights;
               config.parallel.recompute = recompute;
               config.training.micro_batch = rows;
+              Model whole(model, whole_model(model.num_layers, model.num_experts));
+              for (const std::string& rule : set_update_rules(whole, training))
+                fmt::print("# optimizer   {}\n", rule);
               const StepPlan plan = plan_step(config, model, size, dp, chunks, sizes);
               least = std::min(least, plan.worst());
               if (plan.worst() <= o.memory * kGiB * (1 - o.reserve))

@@ -43,9 +43,11 @@ template <class Model> class Run {
         chunks_(chunks_of(config, model_config, mesh.shape)),
         part_(model_part(chunks_, mesh.shape, mesh.place, model_config)),
         model_(model_config, part_),
+        rules_(set_update_rules(model_, training_)),
         groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh,
             ShardGroup::Use::training,
-            config.parallel.weights == "reshard" ? ShardMode::reshard : ShardMode::keep)),
+            config.parallel.weights == "reshard" ? ShardMode::reshard : ShardMode::keep,
+            optimizer_states(training_))),
         shards_(groups_, part_, part_.head ? &model_.head_weight() : nullptr),
         pipeline_(model_, mesh_, data_.sequence_length,
             {training_.balance_loss, training_.force_balance, balance_kind(training_),
@@ -87,6 +89,9 @@ template <class Model> class Run {
     }
     event("start", "{}; {}; weights ready {:.1f} s after launch", origin,
         describe_device(mesh_.device), seconds_since(launched));
+    event("optimizer", "{}; moments in {}{}", fmt::join(rules_, "; "), training_.moments,
+        training_.ema_decay > 0 ? fmt::format("; average of the weights, {}", training_.ema_decay)
+                                : "");
     if (training_.force_balance)
       event("warning", "training.force_balance replaces the router: for measurements only");
     if (balance_kind(training_) == BalanceKind::micro_batch)
@@ -213,7 +218,7 @@ template <class Model> class Run {
           "{} already holds checkpoints and checkpoint.resume is off", folder_.string());
     const std::string name = checkpoint.string();
     const fs::path file = checkpoint / "training_state.json";
-    const TrainingState saved = TrainingState::from_json(read_file(file), file.string());
+    TrainingState saved = TrainingState::from_json(read_file(file), file.string());
     if (const auto other = TrainingState::differences(saved.data, state_.data); !other.empty())
       PITH_FAIL_HINT("restore these; or start a new run folder with model.init = this checkpoint",
           "{} cannot be resumed: its position in the data would mean other rows:{}", name, other);
@@ -227,9 +232,9 @@ template <class Model> class Run {
           "{} was saved with another model.config than {}", name, config_.model.config);
     start_router(Model::Config::parse_file(checkpoint).router_state);
     restore_state(groups_, checkpoint);
-    saved_step_ = state_.step = saved.step;
-    state_.rows_read = saved.rows_read;
-    state_.tokens_seen = saved.tokens_seen;
+    saved.schedule = state_.schedule;
+    state_ = saved;
+    saved_step_ = state_.step;
     return fmt::format("resumed from {} at step {}{}{}", name, state_.step,
         schedule.empty() ? "" : ", with another learning-rate schedule:", schedule);
   }
@@ -237,14 +242,7 @@ template <class Model> class Run {
   // One update. The next batch is made while the device works; `batch` holds it afterwards.
   StepMetrics step(std::vector<MicroBatch>& batch) {
     zero_grads(groups_);
-    BatchResult result;
-    try {
-      result = pipeline_.forward_backward(batch, NextTokenLoss());
-    } catch (const Error&) {  // an operator may meet the NaN first
-      if (config_.log.check_finite && mesh_.world.size() == 1 && !non_finite(batch).empty())
-        check_finite(batch, std::nan(""), std::nan(""));
-      throw;
-    }
+    const BatchResult result = pipeline_.forward_backward(batch, NextTokenLoss());
     const Tensor norm = grad_norm(groups_, mesh_);
     StepMetrics metrics;
     metrics.step = state_.step + 1;
@@ -260,17 +258,19 @@ template <class Model> class Run {
         value(result.balance_sum), real(result.num_moe_layers) / real(mesh_.plane.size()),
         stop_requested() ? 1.0 : 0.0, value(result.z_sum)});
     metrics.loss = sums[0] / real(std::max<int64_t>(metrics.trained_tokens, 1));
-    use_counts(result, metrics);
+    const bool update = update_is_finite(current, metrics);
+    use_counts(result, metrics, update);
     if (training_.z_loss > 0)
       metrics.extra.emplace_back("z_loss", sums[4] / real(metrics.trained_tokens));
     if (sums[2] > 0) metrics.balance_loss = sums[1] / real(training_.global_batch) / sums[2];
     stopping_ = sums[3] > 0;
-    check_finite(current, metrics.loss, metrics.grad_norm);
     metrics.lr = learning_rate(training_, metrics.step);
-    optimizer_step(groups_, training_, metrics.lr, metrics.step, norm);
+    if (update) optimizer_step(groups_, training_, metrics.lr, ++state_.updates, norm);
     synchronize(mesh_.device);
 
     state_.step = metrics.step;
+    if (training_.skip_non_finite > 0)
+      metrics.extra.emplace_back("skipped", real(state_.step - state_.updates));
     state_.rows_read += training_.global_batch;
     state_.tokens_seen += metrics.tokens;
     metrics.tokens_seen = state_.tokens_seen;
@@ -278,8 +278,8 @@ template <class Model> class Run {
     return metrics;
   }
 
-  // The bias of the next step, from the choices of this one's tokens.
-  void use_counts(const BatchResult& result, StepMetrics& metrics) {
+  // The bias of the next step, from the choices of this one's tokens, if they are to be used.
+  void use_counts(const BatchResult& result, StepMetrics& metrics, bool update) {
     const auto& config = model_.config();
     Tensor counts = at::zeros({config.num_layers, config.num_experts},
         at::TensorOptions(mesh_.device).dtype(at::kDouble));
@@ -287,9 +287,9 @@ template <class Model> class Run {
     mesh_.world.all_reduce(counts);
     const Tensor total = counts.sum(1, /*keepdim=*/true);
     auto& [bias, shares] = pipeline_.router_state();
-    if (training_.router_bias_rate > 0)
+    if (update && training_.router_bias_rate > 0)
       bias.add_((counts.mean(1, /*keepdim=*/true) - counts).sign(), training_.router_bias_rate);
-    if (shares.defined()) shares.copy_(at::where(total > 0, counts / total, shares));
+    if (update && shares.defined()) shares.copy_(at::where(total > 0, counts / total, shares));
     metrics.expert_counts = counts.index_select(0, total.view(-1).nonzero().view(-1)).cpu();
     const int64_t interval = config_.log.expert_counts;
     metrics.all_counts = interval > 0 && metrics.step % interval == 0;
@@ -321,24 +321,27 @@ template <class Model> class Run {
     };
     std::string first = first_of_ranks(first_non_finite(groups_));
     if (first.starts_with("weight")) return first;
-    std::string stage, last = "the embedding";
+    std::string stage;
     pipeline_.observe([&](const std::string& name, const Tensor& tensor) {
-      last = name;
       if (stage.empty() && !tensor.isfinite().all().item<bool>()) stage = "output " + name;
     });
-    try {
-      pipeline_.forward_only(batch, NextTokenLoss());
-    } catch (const Error&) {
-      if (mesh_.world.size() > 1) throw;
-      if (stage.empty()) stage = "output of the stage that follows " + last;
-    }
+    pipeline_.forward_only(batch, NextTokenLoss());
     pipeline_.observe({});
     stage = first_of_ranks(stage);
     return stage.empty() ? first : stage;
   }
 
-  void check_finite(const std::vector<MicroBatch>& batch, double loss, double norm) {
-    if (!config_.log.check_finite || (std::isfinite(loss) && std::isfinite(norm))) return;
+  // Whether this step updates anything; the same on all ranks, as loss and norm are.
+  bool update_is_finite(const std::vector<MicroBatch>& batch, const StepMetrics& metrics) {
+    const double loss = metrics.loss, norm = metrics.grad_norm;
+    const bool finite = std::isfinite(loss) && std::isfinite(norm);
+    if (finite) state_.skipped_in_row = 0;
+    if (finite || (!config_.log.check_finite && training_.skip_non_finite == 0)) return true;
+    if (++state_.skipped_in_row <= training_.skip_non_finite) {
+      event("skipped", "step {}: loss {}, gradient norm {}: no update; {} in a row, {} in all",
+          metrics.step, loss, norm, state_.skipped_in_row, metrics.step - state_.updates);
+      return false;
+    }
     const std::string first = non_finite(batch);
     PITH_FAIL_HINT("this step changed no weights; lower the learning rate or look at its data",
         "step {}: loss {} and gradient norm {} are not finite; first NaN or Inf in {} (rows {} to "
@@ -413,6 +416,7 @@ template <class Model> class Run {
   std::vector<int64_t> chunks_;
   ModelPart part_;
   Model model_;
+  std::vector<std::string> rules_;  // of the optimizer, for a person
   std::vector<ShardGroup> groups_;
   ModelShards shards_;
   Pipeline<Model> pipeline_;

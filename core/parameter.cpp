@@ -14,7 +14,9 @@ Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape,
       group(its_group),
       init(its_init) {
   int64_t end = 0;
-  for (const HfTensor& part : tensors) {
+  for (HfTensor& part : tensors) {
+    part.rule.decays = group == ParameterGroup::matrix || group == ParameterGroup::embedding ||
+        (group == ParameterGroup::expert && shape.size() > 2);
     PITH_CHECK(part.offset == end,
         "parameter {}: {} starts at element {}, the one before ends at {}", name, part.name,
         part.offset, end);

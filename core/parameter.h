@@ -9,9 +9,21 @@ namespace pith {
 // output_normal: std / sqrt(2 layers). log_decay: log of a number from 0.01 to 16, all as likely.
 enum class Init { normal, output_normal, ones, zeros, log_decay };
 
-// Decides weight decay (engine/optimizer.h): by default matrices, experts and embeddings decay.
-// `expert`: of one expert each along dim 0; their biases (E, n) do not decay.
+// Decides weight decay: matrices, experts and embeddings decay. `expert`: of one expert each along
+// dim 0; their biases (E, n) do not decay.
 enum class ParameterGroup { matrix, expert, embedding, router, norm, bias };
+
+// How a tensor is updated (engine/optimizer.h).
+struct UpdateRule {
+  bool muon = false;         // else AdamW
+  bool decays = false;       // by training.weight_decay, else by weight_decay_other
+  double lr_scale = 1;       // of the scheduled rate
+  double weight_decay = -1;  // in the place of both, unless negative
+  auto operator<=>(const UpdateRule&) const = default;
+};
+
+// Gate and up projection in one tensor: halves of a matrix's rows, or every other column.
+enum class Fused { none, rows, columns };
 
 // One tensor of the Hugging Face folder: a contiguous range of a parameter's elements. A fused
 // parameter (q, k, v; the experts' gate and up) is the concatenation of several.
@@ -21,6 +33,8 @@ struct HfTensor {
   int64_t offset;              // first element, counted in the flattened parameter
   int64_t first_row = 0,
           rows = 0;  // where dim 0 starts in a tensor of so many rows; 0: it is whole
+  Fused fused = Fused::none;
+  UpdateRule rule = {};
 
   int64_t numel() const { return c10::multiply_integers(shape); }
   int64_t first_element() const {  // in the whole tensor, flattened

@@ -9,7 +9,8 @@ namespace pith {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(WrittenFile, bytes, xxh3, tensors)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Manifest, step, files)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingState, step, rows_read, tokens_seen, data, schedule)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(
+    TrainingState, step, updates, skipped_in_row, rows_read, tokens_seen, data, schedule)
 
 namespace {
 
@@ -17,6 +18,7 @@ using nlohmann::json;
 
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kFormat = "pithtrain checkpoint";
+constexpr const char* kEma = "ema/";
 // Folders being made or removed; a killed process may leave them, the next save removes them.
 constexpr std::string_view kSaving = ".saving-", kDeleting = ".deleting-";
 
@@ -103,6 +105,13 @@ struct Save {
 
   std::vector<WrittenFile> write_own_files() const {
     std::vector<WrittenFile> written = write_weights(temporary, rank, content.weights);
+    if (!content.ema.empty()) {
+      fs::create_directory(temporary / kEma);
+      for (WrittenFile& file : write_weights(temporary / kEma, rank, content.ema)) {
+        file.name = kEma + file.name;
+        written.push_back(std::move(file));
+      }
+    }
     if (content.optimizer.empty()) return written;
     const auto file = fmt::format("optimizer/shard-{:05}.safetensors", rank);
     fs::create_directory(temporary / "optimizer");
@@ -140,9 +149,15 @@ struct Save {
     }
     PITH_CHECK(problems.empty(), "{}", fmt::join(problems, "; "));
     if (rank > 0) return;
-    written.push_back(write_weight_index(temporary, written));
-    for (const auto& [file, bytes] : content.files)
-      written.push_back(write_file(temporary, file, bytes));
+    for (const std::string inside : {"", kEma}) {
+      if (std::ranges::none_of(
+              written, [&](const WrittenFile& file) { return file.name.starts_with(inside); }))
+        continue;
+      written.push_back(write_weight_index(temporary, written, inside));
+      for (const auto& [file, bytes] : content.files)
+        written.push_back(write_file(temporary, inside + file, bytes));
+      sync_folder(temporary / inside);
+    }
     written.push_back(write_file(temporary, "training_state.json", content.training_state));
     write_file(temporary, kManifest, manifest_text(content.step, written));
     sync_folder(temporary);
@@ -190,8 +205,48 @@ Tensor host_copy(const Tensor& buffer) {
 
 bool all_finite(const Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
 
-std::array<std::pair<const char*, Tensor>, 3> states_of(const ShardGroup& group) {
-  return {{{"master", group.master}, {"exp_avg", group.exp_avg}, {"exp_avg_sq", group.exp_avg_sq}}};
+using States = std::array<Tensor, 4>;
+States states_of(const ShardGroup& group) {
+  return {group.master, group.exp_avg, group.exp_avg_sq, group.ema};
+}
+
+// What they hold of one piece, by its kind.
+std::vector<NamedTensor> states_of_piece(
+    const ShardGroup& group, const States& states, const ShardGroup::Piece& piece) {
+  const int64_t second = group.second_moment_at(piece.begin);
+  const std::array<std::pair<const char*, int64_t>, 4> kinds{
+      {{"master", piece.begin}, {second < 0 ? "momentum" : "exp_avg", piece.begin},
+          {"exp_avg_sq", second}, {"ema", piece.begin}}};
+  std::vector<NamedTensor> found;
+  for (size_t i = 0; i < states.size(); ++i)
+    if (states[i].defined() && kinds[i].second >= 0)
+      found.emplace_back(kinds[i].first, states[i].narrow(0, kinds[i].second, piece.count));
+  return found;
+}
+
+std::vector<NamedTensor> collect_weights(std::span<ShardGroup> groups, const Comm& expert) {
+  std::vector<NamedTensor> weights;
+  for (ShardGroup& group : groups) {
+    if (group.replicate().rank() > 0) continue;
+    group.before_forward();
+    if (group.unit() % group.shard().size() == group.shard().rank()) {
+      const Tensor values = host_copy(group.values);
+      for (size_t i = 0; i < group.parameters().size(); ++i)
+        for (const HfTensor& tensor : group.parameters()[i]->tensors) {
+          Tensor whole = Parameter::view_of(group.slice(values, i), tensor);
+          if (tensor.rows > 0 && expert.size() > 1) {  // the other experts belong to it
+            const Tensor held = Parameter::view_of(group.slice(group.values, i), tensor);
+            Tensor all = at::empty(tensor.whole_shape(), held.options());
+            expert.all_gather_async(all, held).wait();
+            if (group.unit() % expert.size() != expert.rank()) continue;
+            whole = host_copy(all);
+          }
+          weights.emplace_back(tensor.name, whole);
+        }
+    }
+    group.after_forward();
+  }
+  return weights;
 }
 
 }  // namespace
@@ -279,9 +334,10 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
     const SafetensorsFile& file = files_.emplace_back(folder_ / name);
     for (const auto& [key, entry] : file.header().tensors) {
       std::smatch parts;
-      PITH_CHECK(std::regex_match(key, parts, form) && entry.dtype == at::kFloat &&
-              entry.shape.size() == 1,
-          "{}: {} is not a flat float32 slice KIND/TENSOR@OFFSET/TOTAL", file.path().string(), key);
+      PITH_CHECK(std::regex_match(key, parts, form) && entry.shape.size() == 1 &&
+              (entry.dtype == at::kFloat || entry.dtype == at::kBFloat16),
+          "{}: {} is not a flat slice KIND/TENSOR@OFFSET/TOTAL of float32 or bfloat16",
+          file.path().string(), key);
       pieces_[parts[1]].push_back(
           {files_.size() - 1, key, std::stoll(parts[2]), entry.shape[0], std::stoll(parts[3])});
     }
@@ -292,8 +348,10 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
 void OptimizerReader::read(
     const std::string& kind, const HfTensor& tensor, Tensor out, int64_t first) const {
   const auto found = pieces_.find(kind + "/" + tensor.name);
-  PITH_CHECK(
-      found != pieces_.end(), "{}: there is no {} of {}", folder_.string(), kind, tensor.name);
+  constexpr const char* kAdvice =
+      "a tensor's optimizer, moments and average stay as saved; or take the folder as model.init";
+  if (found == pieces_.end())
+    PITH_FAIL_HINT(kAdvice, "{}: there is no {} of {}", folder_.string(), kind, tensor.name);
   const int64_t last = first + out.numel();
   int64_t copied = 0;
   at::NoGradGuard no_grad;
@@ -304,8 +362,11 @@ void OptimizerReader::read(
     if (begin >= end) continue;
     PITH_CHECK(begin == first + copied, "{}: {} of {}: a slice starts at {}, where {} is expected",
         folder_.string(), kind, tensor.name, begin, first + copied);
-    out.narrow(0, begin - first, end - begin)
-        .copy_(files_[file].tensor(key).narrow(0, begin - offset, end - begin));
+    const Tensor slice = files_[file].tensor(key);
+    if (slice.scalar_type() != out.scalar_type())
+      PITH_FAIL_HINT(kAdvice, "{}: {} of {} is {}, here it is {}", folder_.string(), kind,
+          tensor.name, dtype_name(slice.scalar_type()), dtype_name(out.scalar_type()));
+    out.narrow(0, begin - first, end - begin).copy_(slice.narrow(0, begin - offset, end - begin));
     copied += end - begin;
   }
   PITH_CHECK(copied == out.numel(),
@@ -334,41 +395,32 @@ std::string TrainingState::differences(const Settings& saved, const Settings& no
 }
 
 void collect_state(std::span<ShardGroup> groups, CheckpointContent& content, const Comm& expert) {
-  for (ShardGroup& group : groups) {
+  content.weights = collect_weights(groups, expert);
+  if (!groups.empty() && groups[0].ema.defined()) {
+    // The averages take the weights' place for a moment, as the same steps make a folder of them.
+    for (ShardGroup& group : groups) group.show(group.ema);
+    content.ema = collect_weights(groups, expert);
+    for (ShardGroup& group : groups) group.show(group.master);
+  }
+  for (const ShardGroup& group : groups) {
     if (group.replicate().rank() > 0) continue;
-    group.before_forward();
-    if (group.unit() % group.shard().size() == group.shard().rank()) {
-      const Tensor values = host_copy(group.values);
-      for (size_t i = 0; i < group.parameters().size(); ++i)
-        for (const HfTensor& tensor : group.parameters()[i]->tensors) {
-          Tensor whole = Parameter::view_of(group.slice(values, i), tensor);
-          if (tensor.rows > 0 && expert.size() > 1) {  // the other experts belong to it
-            const Tensor held = Parameter::view_of(group.slice(group.values, i), tensor);
-            Tensor all = at::empty(tensor.whole_shape(), held.options());
-            expert.all_gather_async(all, held).wait();
-            if (group.unit() % expert.size() != expert.rank()) continue;
-            whole = host_copy(all);
-          }
-          content.weights.emplace_back(tensor.name, whole);
-        }
-    }
-    group.after_forward();
-    auto states = states_of(group);
-    for (auto& [kind, buffer] : states) buffer = host_copy(buffer);
-    for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
-      for (const auto& [kind, buffer] : states)
-        content.optimizer.emplace_back(state_key(kind, tensor->name, first, tensor->whole_numel()),
-            buffer.narrow(0, begin, count));
+    States states = states_of(group);
+    for (Tensor& state : states)
+      if (state.defined()) state = host_copy(state);
+    for (const ShardGroup::Piece& piece : group.pieces())
+      for (const auto& [kind, slice] : states_of_piece(group, states, piece))
+        content.optimizer.emplace_back(
+            state_key(kind, piece.tensor->name, piece.first, piece.tensor->whole_numel()), slice);
   }
 }
 
 void restore_state(std::span<ShardGroup> groups, const fs::path& checkpoint) {
   const OptimizerReader reader(checkpoint);
   for (ShardGroup& group : groups) {
-    for (const auto& [kind, buffer] : states_of(group))
-      for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
-        reader.read(kind, *tensor, buffer.narrow(0, begin, count), first);
-    group.publish();
+    for (const ShardGroup::Piece& piece : group.pieces())
+      for (const auto& [kind, slice] : states_of_piece(group, states_of(group), piece))
+        reader.read(kind, *piece.tensor, slice, piece.first);
+    group.show(group.master);
   }
 }
 

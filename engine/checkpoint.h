@@ -7,7 +7,8 @@
 namespace pith {
 
 // Name of elements [offset, offset + length) of one flattened Hugging Face tensor of `total`
-// elements in an optimizer shard: "KIND/TENSOR@OFFSET/TOTAL". Kinds: master, exp_avg, exp_avg_sq.
+// elements in an optimizer shard: "KIND/TENSOR@OFFSET/TOTAL". Kinds: master; of AdamW exp_avg and
+// exp_avg_sq, of Muon momentum; ema.
 std::string state_key(
     const std::string& kind, const std::string& tensor, int64_t offset, int64_t total);
 
@@ -15,7 +16,8 @@ std::string state_key(
 struct CheckpointContent {
   int64_t step = 0;
   std::vector<NamedTensor> weights;    // Hugging Face names and shapes, compute dtype
-  std::vector<NamedTensor> optimizer;  // by state_key; flat, CPU, float32
+  std::vector<NamedTensor> ema;        // the same of the moving average, where there is one
+  std::vector<NamedTensor> optimizer;  // by state_key; flat, CPU, float32; moments may be bfloat16
   std::vector<std::pair<std::string, std::string>> files;  // config.json, ...: name, bytes
   std::string training_state;                              // JSON
 };
@@ -23,6 +25,7 @@ struct CheckpointContent {
 // step-00000020/
 //   config.json, generation_config.json, tokenizer files ...        as given in `files`
 //   model-00001-of-00002.safetensors ..., model.safetensors.index.json
+//   ema/                     the moving average: a model folder of its own, with the same files
 //   optimizer/shard-00000.safetensors ...           by state_key, one a rank
 //   training_state.json
 //   manifest.json            written last: size and xxh3 of every file, and its own checksum
@@ -71,7 +74,8 @@ class OptimizerReader {
  public:
   explicit OptimizerReader(const fs::path& folder);
   // Copies elements [first, first + out.numel()) of one tensor's state into `out` (flat, any
-  // device), reading those only. Throws, naming tensor and folder, unless each is there once.
+  // device), reading those only. Throws, naming tensor and folder, unless each is there once, in
+  // the dtype of `out`.
   void read(const std::string& kind, const HfTensor& tensor, Tensor out, int64_t first = 0) const;
  private:
   struct Piece {
@@ -87,8 +91,10 @@ class OptimizerReader {
 // The small part of what a run is at a moment, kept as training_state.json.
 struct TrainingState {
   using Settings = std::map<std::string, std::string>;
-  int64_t step = 0;       // updates done
-  int64_t rows_read = 0;  // the data cursor: rows of the blend consumed
+  int64_t step = 0;
+  int64_t updates = 0;         // of the weights: steps that were not skipped
+  int64_t skipped_in_row = 0;  // the last steps
+  int64_t rows_read = 0;       // the data cursor: rows of the blend consumed
   int64_t tokens_seen = 0;
   Settings data;      // what the cursor counts in; a difference on resume is refused
   Settings schedule;  // schedule_settings; a difference has to be allowed
@@ -99,14 +105,15 @@ struct TrainingState {
   static std::string differences(const Settings& saved, const Settings& now);
 };
 
-// Host copies of what this rank writes of these groups: its parts of masters and moments (replica 0
-// only), 12 bytes an element, and whole weights of the units that are its turn in the shard group,
-// tensors of all experts by turns in `expert`. Collective.
+// Host copies of what this rank writes of these groups: its parts of masters, moments and averages
+// (replica 0 only), 12 bytes an element, and whole weights, and averages, of the units that are its
+// turn in the shard group, tensors of all experts by turns in `expert`. Collective.
 void collect_state(
     std::span<ShardGroup> groups, CheckpointContent& content, const Comm& expert = {});
 
-// Masters, moments and (through publish) weights from a checkpoint's optimizer shards, whatever
-// layout wrote them. Collective.
+// Masters, moments, averages and (through publish) weights from a checkpoint's optimizer shards,
+// whatever layout wrote them. An Error where a tensor had another optimizer, or moments another
+// dtype. Collective.
 void restore_state(std::span<ShardGroup> groups, const fs::path& checkpoint);
 
 // Weights only, from any Hugging Face folder; moments start at zero. `tied_head`: a stored

@@ -10,8 +10,8 @@
 namespace pith {
 namespace {
 
-using Field =
-    std::variant<std::string*, int64_t*, uint64_t*, double*, bool*, std::vector<DataSource>*>;
+using Field = std::variant<std::string*, int64_t*, uint64_t*, double*, bool*,
+    std::vector<DataSource>*, std::vector<TensorGroup>*>;
 
 template <auto section, auto member> Field field_of(RunConfig& config) {
   return &(config.*section.*member);
@@ -62,13 +62,20 @@ const Key kKeys[] = {
     {KEY(training, schedule), "constant|cosine|wsd", "of lr after warm-up", "lr_scheduler_type"},
     {KEY(training, warmup_steps), "[0, 1e9]", "steps of linear warm-up", "lr_warmup_iters"},
     {KEY(training, decay_steps), "[0, 1e9]", "wsd: steps of the decay at the end"},
+    {KEY(training, decay_shape), "linear|1-sqrt", "wsd: how the decay falls"},
     {KEY(training, min_lr_ratio), "[0, 1]", "floor of the decay, as a share of lr", "min_lr"},
     {KEY(training, weight_decay), "[0, 1000]", "of matrices, experts and embeddings", "wd"},
     {KEY(training, weight_decay_other), "[0, 1000]", "of norms, biases and the router"},
+    {KEY(training, optimizer), "adamw|muon", "muon: of matrices, AdamW of the rest", "optim"},
+    {KEY(training, groups), "", "rules by tensor name; see docs/configuration.md", "param_groups"},
+    {KEY(training, moments), "float32|bfloat16", "how moments are kept", "moment_dtype"},
     {KEY(training, beta1), "[0, 1)", "AdamW: first moment", "adam_beta1"},
     {KEY(training, beta2), "[0, 1)", "AdamW: second moment", "adam_beta2"},
     {KEY(training, epsilon), "(0, 1]", "AdamW: added to the root of the second moment", "eps"},
+    {KEY(training, muon_momentum), "[0, 1)", "Muon: Nesterov momentum", "momentum"},
     {KEY(training, clip_norm), "[0, inf)", "clip gradients to this norm; 0 = off", "max_grad_norm"},
+    {KEY(training, ema_decay), "[0, 1)", "keep an average of the weights too; 0 = off", "ema"},
+    {KEY(training, skip_non_finite), "[0, 1e9]", "steps in a row skipped for NaN; 0 = stop at it"},
     {KEY(training, balance_loss), "[0, inf)", "coefficient of the load-balance loss", "aux_loss"},
     {KEY(training, balance_kind), "sequence|micro_batch|global_batch", "whose loads it balances"},
     {KEY(training, z_loss), "[0, inf)", "coefficient of the router's z-loss", "z_loss_coeff"},
@@ -141,6 +148,14 @@ std::string toml_of(const std::vector<DataSource>& sources) {
         name.empty() ? "" : ", name = " + quote(name)));
   return fmt::format("[{}]", fmt::join(tables, ", "));
 }
+std::string toml_of(const std::vector<TensorGroup>& groups) {
+  std::vector<std::string> tables;
+  for (const auto& [pattern, optimizer, lr_scale, weight_decay] : groups)
+    tables.push_back(fmt::format("{{pattern = {}, lr_scale = {}{}{}}}", quote(pattern),
+        toml_of(lr_scale), optimizer.empty() ? "" : ", optimizer = " + quote(optimizer),
+        weight_decay < 0 ? "" : ", weight_decay = " + toml_of(weight_decay)));
+  return fmt::format("[{}]", fmt::join(tables, ", "));
+}
 std::string toml_of(const std::string& text) { return quote(text); }
 std::string toml_of(const auto& value) { return fmt::format("{}", value); }
 std::string toml_of(const Field& field) {
@@ -161,25 +176,31 @@ std::string text_of(const toml::node& node) {
   return text;
 }
 
-// Element `number` of a blend.
-DataSource source_of(const toml::node& node, size_t number) {
-  PITH_CHECK(node.is_table(), "source {} must be {{path = \"...\", weight = 0.5}}, not {}", number,
-      describe_value(node));
-  DataSource source;
-  for (const auto& [key, value] : *node.as_table()) {
-    const std::string_view name = key.str();
-    if (name == "weight" && value.is_number())
-      source.weight = *value.value<double>();
-    else if ((name == "path" || name == "name") && value.is_string())
-      (name == "path" ? source.path : source.name) = text_of(value);
-    else
-      PITH_FAIL("source {}: {} = {} is not one of path (text), weight (a number), name (text)",
-          number, name, describe_value(value));
+// Stores the value; an Error says what is wrong with it.
+void assign(const std::string& limits, const toml::node& node, const Field& field);
+
+struct Member {
+  std::string_view name;
+  Field to;
+  const char* limits = "";
+};
+
+// A table of an array, `what` ("source 2"); the first member must be there.
+void read_table(
+    const toml::node& node, const std::string& what, const std::vector<Member>& members) {
+  const auto names =
+      fmt::format("{}", fmt::join(members | std::views::transform(&Member::name), ", "));
+  const toml::table* table = node.as_table();
+  PITH_CHECK(table, "{} must be a table of {}, not {}", what, names, describe_value(node));
+  for (const auto& [key, value] : *table) {
+    const auto member = std::ranges::find(members, key.str(), &Member::name);
+    PITH_CHECK(member != members.end(), "{}: {} is not one of {}", what, key.str(), names);
+    const std::string problem =
+        problem_of([&, &its = value] { assign(member->limits, its, member->to); });
+    PITH_CHECK(problem.empty(), "{}: {}: {}", what, member->name, problem);
   }
-  PITH_CHECK(!source.path.empty(), "source {} has no path", number);
-  PITH_CHECK(within(source.weight, "(0, inf)"), "source {}: weight {} is outside (0, inf)", number,
-      source.weight);
-  return source;
+  PITH_CHECK(
+      !std::get<std::string*>(members[0].to)->empty(), "{} has no {}", what, members[0].name);
 }
 
 std::vector<DataSource> sources_of(const toml::node& node) {
@@ -189,8 +210,11 @@ std::vector<DataSource> sources_of(const toml::node& node) {
   } else {
     PITH_CHECK(node.is_array(), "must be a path or an array of {{path, weight}}, not {}",
         describe_value(node));
-    for (const toml::node& element : *node.as_array())
-      sources.push_back(source_of(element, sources.size() + 1));
+    for (const toml::node& element : *node.as_array()) {
+      auto& [path, weight, name] = sources.emplace_back();
+      read_table(element, fmt::format("source {}", sources.size()),
+          {{"path", &path}, {"weight", &weight, "(0, inf)"}, {"name", &name}});
+    }
   }
   for (const auto& [path, weight, name] : sources)
     PITH_CHECK(!path.ends_with(".bin") && !path.ends_with(".idx") && !path.ends_with('/'),
@@ -198,24 +222,36 @@ std::vector<DataSource> sources_of(const toml::node& node) {
   return sources;
 }
 
-// Stores the value; an Error says what is wrong with it.
-void assign(const Key& key, const toml::node& node, const Field& field) {
+std::vector<TensorGroup> groups_of(const toml::node& node) {
+  std::vector<TensorGroup> groups;
+  PITH_CHECK(node.is_array(), "must be an array of tables, not {}", describe_value(node));
+  for (const toml::node& element : *node.as_array()) {
+    auto& [pattern, optimizer, lr_scale, weight_decay] = groups.emplace_back();
+    read_table(element, fmt::format("group {}", groups.size()),
+        {{"pattern", &pattern}, {"optimizer", &optimizer, "adamw|muon"},
+            {"lr_scale", &lr_scale, "[0, 1000]"}, {"weight_decay", &weight_decay, "[0, 1000]"}});
+    const auto problem = problem_of([&text = pattern] { std::regex{text}; });
+    PITH_CHECK(problem.empty(), "{} is no ECMAScript pattern: {}", quote(pattern), problem);
+  }
+  return groups;
+}
+
+void assign(const std::string& limits, const toml::node& node, const Field& field) {
   const auto expect = [&](bool right, std::string_view what, const std::string& advice = "") {
     PITH_CHECK(right, "must be {}, not {}{}{}", what, describe_value(node),
         node.is_string() ? "; numbers (0.1, not .1), true and false take no quotes" : "", advice);
   };
   const auto store = [&](auto value, auto* target) {
-    PITH_CHECK(
-        within(static_cast<double>(value), key.limits), "{} is outside {}", value, key.limits);
+    PITH_CHECK(within(static_cast<double>(value), limits), "{} is outside {}", value, limits);
     *target = static_cast<std::remove_pointer_t<decltype(target)>>(value);
   };
   const auto assign_to = [&]<class T>(T* target) {
     if constexpr (std::is_same_v<T, std::string>) {
       expect(node.is_string(), "text");
       *target = text_of(node);
-      const auto allowed = split(key.limits, '|');
+      const auto allowed = split(limits, '|');
       PITH_CHECK(allowed.size() < 2 || std::ranges::count(allowed, *target) > 0,
-          "{} is not one of {}", quote(*target), key.limits);
+          "{} is not one of {}", quote(*target), limits);
     } else if constexpr (std::is_same_v<T, bool>) {
       expect(node.is_boolean(), "true or false");
       *target = **node.as_boolean();
@@ -224,6 +260,8 @@ void assign(const Key& key, const toml::node& node, const Field& field) {
       store(*node.value<double>(), target);
     } else if constexpr (std::is_same_v<T, std::vector<DataSource>>) {
       *target = sources_of(node);
+    } else if constexpr (std::is_same_v<T, std::vector<TensorGroup>>) {
+      *target = groups_of(node);
     } else {
       const double written = node.value_exact<double>().value_or(0.5);
       const bool whole = std::trunc(written) == written && std::abs(written) < 1e18;
@@ -355,6 +393,8 @@ class Reader {
         "{} is more than the {} steps after warm-up", t.decay_steps, left);
     rule(wsd || t.decay_steps == 0, "training.decay_steps",
         "only the schedule wsd has a decay of its own; this one is {}", t.schedule);
+    rule(wsd || t.decay_shape == "linear", "training.decay_shape",
+        "is of the schedule wsd; this one is {}", t.schedule);
     rule(validation.interval == 0 || !data.validation.empty(), "validation.interval",
         "needs a corpus in data.validation");
     rule(validation.interval == 0 || validation.tokens >= data.sequence_length, "validation.tokens",
@@ -380,7 +420,7 @@ class Reader {
   void set(const std::string& full, const toml::node& node, const std::string& place) {
     const Key* key = find_key(full);
     if (!key) return mistake(place, full, "unknown key; nearest is " + nearest_key(full));
-    const auto problem = problem_of([&] { assign(*key, node, key->field(config_)); });
+    const auto problem = problem_of([&] { assign(key->limits, node, key->field(config_)); });
     if (!problem.empty()) mistake(place, full, problem);
   }
 
@@ -422,7 +462,8 @@ std::string describe_config_keys() {
   RunConfig defaults;
   return by_section([&](const Key& key) {
     const Field field = key.field(defaults);
-    const char* const types[] = {"text", "integer", "integer", "float", "bool", "corpora"};
+    const char* const types[] = {
+        "text", "integer", "integer", "float", "bool", "corpora", "groups"};
     return fmt::format("  {:<22}{:<9}{:<12}{:<20} {}", key.name(), types[field.index()],
         toml_of(field), key.limits, key.description);
   });

@@ -10,6 +10,14 @@ struct DataSource {
   std::string label() const { return name.empty() ? fs::path(path).filename().string() : name; }
 };
 
+// Tensors that are trained in another way than the rest.
+struct TensorGroup {
+  std::string pattern;         // ECMAScript regular expression, searched in the Hugging Face name
+  std::string optimizer = {};  // adamw or muon; empty: as without the group
+  double lr_scale = 1;
+  double weight_decay = -1;  // negative: as without the group
+};
+
 // Defaults are the values below; description and range of each field stand in the table of
 // config.cpp, of which `pithtrain pretrain --help` is made.
 struct RunConfig {
@@ -37,10 +45,14 @@ struct RunConfig {
   struct Training {
     int64_t steps = 1000, global_batch = 32, micro_batch = 1;  // batches in sequences
     double lr = 3e-4;
-    std::string schedule = "cosine";
+    std::string schedule = "cosine", decay_shape = "linear";
     int64_t warmup_steps = 0, decay_steps = 0;
     double min_lr_ratio = 0.1, weight_decay = 0.1, weight_decay_other = 0;
-    double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8, clip_norm = 1.0;
+    std::string optimizer = "adamw", moments = "float32";
+    std::vector<TensorGroup> groups;
+    double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8, muon_momentum = 0.95, clip_norm = 1.0;
+    double ema_decay = 0;
+    int64_t skip_non_finite = 0;
     double balance_loss = 1e-3, z_loss = 0, router_bias_rate = 0;
     std::string balance_kind = "sequence";
     bool force_balance = false, deterministic = false;

@@ -218,8 +218,10 @@ std::vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
   return written;
 }
 
-WrittenFile write_weight_index(const fs::path& folder, std::span<WrittenFile> files) {
-  const auto is_weights = [](const auto& file) { return file.name.starts_with(kUnnumbered); };
+WrittenFile write_weight_index(
+    const fs::path& folder, std::span<WrittenFile> files, const std::string& inside) {
+  const auto is_weights = [start = inside + std::string(kUnnumbered)](
+                              const auto& file) { return file.name.starts_with(start); };
   const auto count = std::ranges::count_if(files, is_weights);
   int64_t number = 0;
   uint64_t total = 0;
@@ -227,15 +229,15 @@ WrittenFile write_weight_index(const fs::path& folder, std::span<WrittenFile> fi
   for (WrittenFile& file : files) {
     if (!is_weights(file)) continue;
     const auto name = fmt::format("model-{:05}-of-{:05}.safetensors", ++number, count);
-    fs::rename(folder / file.name, folder / name);
+    fs::rename(folder / file.name, folder / inside / name);
+    file.name = inside + name;
     for (const auto& [tensor, sum] : file.tensors)
       PITH_CHECK(weight_map.emplace(tensor, name).second, "two weights named {}", tensor);
-    total += file.bytes - SafetensorsFile(folder / name).header().data_offset;
-    file.name = name;
+    total += file.bytes - SafetensorsFile(folder / file.name).header().data_offset;
   }
   PITH_CHECK(!weight_map.empty(), "{}: there are no weights to write", folder.string());
   const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}};
-  return write_file(folder, kIndex, index.dump(2) + "\n");
+  return write_file(folder, inside + kIndex, index.dump(2) + "\n");
 }
 
 }  // namespace pith

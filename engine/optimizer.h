@@ -1,4 +1,4 @@
-// The optimizer over shard groups: gradient norm, clipping, AdamW, learning rate.
+// The optimizer over shard groups: gradient norm, clipping, AdamW, Muon, learning rate.
 #pragma once
 #include "core/mesh.h"
 #include "engine/config.h"
@@ -14,10 +14,29 @@ inline void zero_grads(std::span<ShardGroup> groups) {
 // scalar float64 on the device, the same on every rank. Collective.
 Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh);
 
-// Update `step` (1 = the first) with rate `lr`. Gradients are scaled by min(1, clip_norm / norm)
-// unless clip_norm is 0; weight decay is decoupled, on matrices, experts and embeddings
-// (weight_decay) and on norms, biases and the router (weight_decay_other). Updates masters, moments
-// and weights (this rank's parts, then shared); leaves the gradients. Collective.
+using Units = std::vector<std::vector<Parameter*>>;  // of a model's parameter_units()
+
+// Sets the rules of all tensors by training.optimizer and training.groups, before shard groups are
+// made of them. Muon takes matrices and experts; other tensors of two dimensions where a group says
+// so. `whole_model` may be `units`: an Error lists patterns that match nothing there, and what Muon
+// can't take. -> of each rule in use "muon, rate x 1, decay 0.1: 84 tensors, 1.23M parameters".
+std::vector<std::string> set_update_rules(
+    const Units& units, const Units& whole_model, const RunConfig::Training& training);
+inline OptimizerStates optimizer_states(const RunConfig::Training& training) {
+  return {.bf16_moments = training.moments == "bfloat16", .ema = training.ema_decay > 0};
+}
+
+// The matrices that Muon makes orthogonal each, in a tensor or its gradient: one an expert, gate
+// and up apart; views (n, m), n <= m.
+std::vector<Tensor> muon_matrices(const Tensor& tensor, Fused fused);
+
+// Update `step` (1 = the first, without those that were skipped) with rate `lr`. Gradients are
+// scaled by min(1, clip_norm / norm) unless clip_norm is 0; weight decay is decoupled, on matrices,
+// experts and embeddings (weight_decay) and on norms, biases and the router (weight_decay_other).
+// Muon's update of a matrix is scaled by 0.2 sqrt(its larger side), so that AdamW's rate and decay
+// suit it; its ranks gather the momentum in the compute dtype and share the matrices out. Updates
+// masters, moments, averages and weights (this rank's parts, then shared); leaves the gradients.
+// Collective.
 void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& training, double lr,
     int64_t step, const Tensor& norm);
 
@@ -27,8 +46,8 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
 //   constant  lr
 //   cosine    half a cosine from lr (end of warm-up) to min_lr_ratio * lr (last step);
 //             Loshchilov and Hutter 2017, arXiv 1608.03983
-//   wsd       lr, then linear over the last decay_steps steps to min_lr_ratio * lr;
-//             Hu et al. 2024, arXiv 2404.06395
+//   wsd       lr, then over the last decay_steps steps to min_lr_ratio * lr, linear (Hu et al.
+//             2024, arXiv 2404.06395) or by 1 - sqrt (Haegele et al. 2024, arXiv 2405.18392)
 double learning_rate(const RunConfig::Training& training, int64_t step);
 
 // The keys that the rate depends on, with their values: "training.lr" -> "0.0003", ...

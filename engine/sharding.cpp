@@ -12,12 +12,6 @@ constexpr int64_t kAlignment = 64;  // elements: rows of BF16 matrices start on 
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-bool decays(const Parameter& parameter) {
-  const bool expert = parameter.group == ParameterGroup::expert && parameter.shape.size() > 2;
-  return expert || parameter.group == ParameterGroup::matrix ||
-      parameter.group == ParameterGroup::embedding;
-}
-
 // Lets the storage of `shell`, and with it every view of it, point at `memory`, or at nothing:
 // reading then crashes at once. The views stay the same tensors: a graph holds the leaves it was
 // recorded with, so leaves with memory of their own would keep it until the backward.
@@ -31,28 +25,38 @@ void point_at(const Tensor& shell, const Tensor& memory) {
 }  // namespace
 
 ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device,
-    Use use, Comm shard, Comm replicate, ShardMode mode, int64_t unit)
+    Use use, Comm shard, Comm replicate, ShardMode mode, int64_t unit, OptimizerStates states)
     : parameters_(std::move(parameters)),
       shard_(std::move(shard)),
       replicate_(std::move(replicate)),
       mode_(shard_.size() == 1 ? ShardMode::keep : mode),
       unit_(unit),
       reductions_(std::make_shared<Reductions>()) {
-  std::stable_sort(parameters_.begin(), parameters_.end(),
-      [](const Parameter* a, const Parameter* b) { return decays(*a) > decays(*b); });
+  std::ranges::stable_sort(parameters_, std::greater(),
+      [](const Parameter* parameter) { return parameter->tensors.front().rule; });
   int64_t total = 0;
   for (const Parameter* parameter : parameters_) {
-    const int64_t end = total + round_up(parameter->numel(), kAlignment);
-    if (segments_.empty() || segments_.back().decays != decays(*parameter))
-      segments_.push_back({decays(*parameter), total, end});
-    segments_.back().end = end;
     offsets_.push_back(total);
-    total = end;
+    for (const HfTensor& tensor : parameter->tensors) {
+      const int64_t at = total + tensor.offset;
+      if (!segments_.empty()) segments_.back().end = at;
+      if (segments_.empty() || segments_.back().rule != tensor.rule)
+        segments_.push_back({tensor.rule, at, at});
+    }
+    total += round_up(parameter->numel(), kAlignment);
   }
   const bool training = use == Use::training, keep = mode_ == ShardMode::keep;
   total = round_up(total, kAlignment * shard_.size());
   if (!segments_.empty()) segments_.back().end = total;
   const int64_t part = total / shard_.size(), begin = part * shard_.rank();
+  int64_t second = 0;
+  for (Segment& segment : segments_) {
+    segment.begin = std::clamp<int64_t>(segment.begin - begin, 0, part);
+    segment.end = std::clamp<int64_t>(segment.end - begin, 0, part);
+    segment.second = second;
+    if (!segment.rule.muon) second += segment.end - segment.begin;
+  }
+  std::erase_if(segments_, [](const Segment& segment) { return segment.begin == segment.end; });
   const auto options = at::TensorOptions(device).dtype(dtype);
   const auto wide = options.dtype(wide_dtype(dtype));
   values = keep ? at::zeros({total}, options) : at::empty({total}, options);
@@ -60,7 +64,11 @@ ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype,
   if (training) {
     grads = keep ? at::zeros({total}, wide) : at::empty({total}, wide);
     grad_part = keep ? grads.narrow(0, begin, part) : at::zeros({part}, wide);
-    for (Tensor* state : {&master, &exp_avg, &exp_avg_sq}) *state = at::zeros({part}, wide);
+    const auto moments = states.bf16_moments ? options.dtype(at::kBFloat16) : wide;
+    master = at::zeros({part}, wide);
+    exp_avg = at::zeros({part}, moments);
+    exp_avg_sq = at::zeros({second}, moments);
+    if (states.ema) ema = at::zeros({part}, wide);
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = *parameters_[i];
@@ -90,6 +98,11 @@ std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
   return pieces;
 }
 
+int64_t ShardGroup::second_moment_at(int64_t begin) const {
+  const auto segment = std::ranges::upper_bound(segments_, begin, {}, &Segment::begin) - 1;
+  return segment->rule.muon ? -1 : segment->second + begin - segment->begin;
+}
+
 void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTensor& tensor,
     int64_t first, uint64_t seed, double init_std, int64_t num_layers) {
   const Init init = parameter.init;
@@ -112,7 +125,13 @@ void ShardGroup::initialize(uint64_t seed, double init_std, int64_t num_layers) 
 }
 
 void ShardGroup::publish() {
-  if (master.defined()) value_part.copy_(master);
+  if (ema.defined()) ema.copy_(master);
+  show(import_target());
+}
+
+void ShardGroup::show(const Tensor& part) {
+  gather_.wait();
+  value_part.copy_(part);
   share_values();
   if (mode_ == ShardMode::keep) gather_.wait();
 }
@@ -185,7 +204,8 @@ Work ShardGroup::finish_reduction() {
 }
 
 std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
-    at::ScalarType dtype, const Mesh& mesh, ShardGroup::Use use, ShardMode mode) {
+    at::ScalarType dtype, const Mesh& mesh, ShardGroup::Use use, ShardMode mode,
+    OptimizerStates states) {
   std::vector<ShardGroup> groups;
   for (size_t unit = 0; unit < units.size(); ++unit) {
     std::vector<Parameter*> dense, experts;
@@ -199,7 +219,7 @@ std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Paramete
       // What two stages share is used at different times: not gathered for each use.
       const bool shared = shard.size() > mesh.dense_shard.size();
       groups.emplace_back(std::move(parameters), dtype, mesh.device, use, shard, replicate,
-          shared ? ShardMode::keep : mode, static_cast<int64_t>(units.size() - 1 - unit));
+          shared ? ShardMode::keep : mode, static_cast<int64_t>(units.size() - 1 - unit), states);
       groups.back().reductions_ = groups.front().reductions_;
     };
     add(dense, unit + 1 == units.size() ? mesh.head_shard : mesh.dense_shard, mesh.dense_replicate);

@@ -8,6 +8,12 @@ namespace pith {
 
 struct ModelPart;  // models/model.h
 
+// What training keeps of each element beside its master weight.
+struct OptimizerStates {
+  bool bf16_moments = false;
+  bool ema = false;  // a moving average of the weights
+};
+
 // keep: weights and gradients stay whole on every rank; one reduce-scatter a step. reshard: weights
 // are whole between before_* and after_*, gradients from before_backward to after_backward; one
 // reduce-scatter a micro-batch. A shard group of one process is always keep.
@@ -17,14 +23,16 @@ enum class ShardMode { keep, reshard };
 // one flat buffer of `size` elements; Parameter::value and Parameter::grad are views into the first
 // two for as long as the group lives. Parameters start at multiples of 64 elements, `size` is a
 // multiple of 64 x ranks; the padding stays zero. Rank i of the shard group owns the i-th of equal
-// parts: masters and moments exist in parts only. Ranks of the replicate group hold the same part.
+// parts: masters, moments and averages exist in parts only. Ranks of the replicate group hold the
+// same part.
 // All calls but the constructor's are collective, in the same order for all groups.
 class ShardGroup {
  public:
-  // A range of the flat buffers whose parameters share their weight decay.
+  // A range of the part whose tensors are updated alike.
   struct Segment {
-    bool decays;  // matrices, experts and embeddings
+    UpdateRule rule;
     int64_t begin, end;
+    int64_t second = 0;  // where it begins in exp_avg_sq; Muon has no second moments
   };
   // Elements [first, first + count) of a tensor are [begin, begin + count) of the part.
   struct Piece {
@@ -36,14 +44,17 @@ class ShardGroup {
 
   // `unit`: which of the model's units it belongs to, counted from the last.
   ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device, Use use,
-      Comm shard = {}, Comm replicate = {}, ShardMode mode = ShardMode::keep, int64_t unit = 0);
+      Comm shard = {}, Comm replicate = {}, ShardMode mode = ShardMode::keep, int64_t unit = 0,
+      OptimizerStates states = {});
 
   // Random weights, tensor by tensor under their Hugging Face names: the same for any layout.
   void initialize(uint64_t seed, double init_std, int64_t num_layers);
   // Where imported weights go, before publish(): the masters in training, else the weights.
   Tensor import_target() const { return master.defined() ? master : value_part; }
-  // Rounds the masters into the weights (the optimizer does it itself) and shares them.
+  // Weights from new masters, from which the moving average starts too.
   void publish();
+  // Rounds masters or averages into the weights (the optimizer does it itself) and shares them.
+  void show(const Tensor& part);
   // After value_part was written: starts to bring the other ranks' parts (keep), or drops what was
   // gathered (reshard). Not between before_* and after_*.
   void share_values();
@@ -77,15 +88,18 @@ class ShardGroup {
   ShardMode mode() const { return mode_; }
   int64_t unit() const { return unit_; }
   int64_t part_begin() const { return shard_.rank() * value_part.numel(); }
-  std::vector<Piece> pieces() const;                    // what this rank's part holds, in order
+  std::vector<Piece> pieces() const;              // what this rank's part holds, in order
+  int64_t second_moment_at(int64_t begin) const;  // of a piece, in exp_avg_sq; -1: it is Muon's
   Tensor slice(const Tensor& buffer, size_t i) const {  // parameter i's of a whole buffer, flat
     return buffer.narrow(0, offsets_[i], parameters_[i]->numel());
   }
 
   // Flat. values and grads: whole; in reshard mode without memory outside of their verbs.
   // value_part and grad_part: this rank's, in keep mode views of those. All but the values are
-  // undefined for inference. grad_part is the sum over ranks after finish_step().
-  Tensor values, grads, value_part, grad_part, master, exp_avg, exp_avg_sq;
+  // undefined for inference. grad_part is the sum over ranks after finish_step(). exp_avg: AdamW's
+  // first moment, Muon's momentum; exp_avg_sq: of AdamW's segments only, one after the other; ema:
+  // undefined where OptimizerStates does not ask for it.
+  Tensor values, grads, value_part, grad_part, master, exp_avg, exp_avg_sq, ema;
  private:
   struct Reduction {
     Work work;
@@ -98,7 +112,7 @@ class ShardGroup {
   using Reductions = std::deque<Reduction>;
   friend std::vector<ShardGroup> make_shard_groups(
       const std::vector<std::vector<Parameter*>>& units, at::ScalarType dtype, const Mesh& mesh,
-      Use use, ShardMode mode);
+      Use use, ShardMode mode, OptimizerStates states);
 
   std::vector<Parameter*> parameters_;
   std::vector<int64_t> offsets_;
@@ -120,7 +134,8 @@ void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTenso
 // One group for each unit of a model over mesh.dense_*, and, where experts are cut (EP > 1), one
 // more for its experts over mesh.expert_*.
 std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
-    at::ScalarType dtype, const Mesh& mesh, ShardGroup::Use use, ShardMode mode = ShardMode::keep);
+    at::ScalarType dtype, const Mesh& mesh, ShardGroup::Use use, ShardMode mode = ShardMode::keep,
+    OptimizerStates states = {});
 
 // After the last backward of a step: every grad_part becomes the sum over the ranks of its shard
 // and replicate groups. Calls `then` with each group whose sum is there while the next ones arrive.

@@ -96,12 +96,13 @@ GptOssLayer::GptOssLayer(
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
   router_ = Parameter(router + "weight", {count, h}, ParameterGroup::router, Init::normal);
   router_bias_ = bias(router + "bias", count, Init::normal);
-  const auto held = [&](const char* name, std::vector<int64_t> shape, Init init) {
+  const auto held = [&](const char* name, std::vector<int64_t> shape, Init init,
+                        Fused fused = Fused::none) {
     shape.insert(shape.begin(), expert_end - expert_begin);
-    return Parameter(experts + name, shape, {{experts + name, shape, 0, expert_begin, count}},
-        ParameterGroup::expert, init);
+    return Parameter(experts + name, shape,
+        {{experts + name, shape, 0, expert_begin, count, fused}}, ParameterGroup::expert, init);
   };
-  gate_up_ = held("gate_up_proj", {h, 2 * width}, Init::normal);
+  gate_up_ = held("gate_up_proj", {h, 2 * width}, Init::normal, Fused::columns);
   gate_up_bias_ = held("gate_up_proj_bias", {2 * width}, Init::zeros);
   down_ = held("down_proj", {width, h}, Init::output_normal);
   down_bias_ = held("down_proj_bias", {h}, Init::zeros);

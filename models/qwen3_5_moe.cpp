@@ -157,12 +157,13 @@ Qwen35MoeLayer::Qwen35MoeLayer(
   router_ =
       Parameter(mlp + "gate.weight", {c.num_experts, h}, ParameterGroup::router, Init::normal);
   if (c.fused_experts) {
-    const auto held = [&](const std::string& name, int64_t out, int64_t in, Init init) {
+    const auto held = [&](const std::string& name, int64_t out, int64_t in, Init init,
+                          Fused fused = Fused::none) {
       const std::vector<int64_t> shape{expert_end - expert_begin, out, in};
-      return Parameter(name, shape, {{name, shape, 0, expert_begin, c.num_experts}},
+      return Parameter(name, shape, {{name, shape, 0, expert_begin, c.num_experts, fused}},
           ParameterGroup::expert, init);
     };
-    experts_gate_up_ = held(mlp + "experts.gate_up_proj", 2 * width, h, Init::normal);
+    experts_gate_up_ = held(mlp + "experts.gate_up_proj", 2 * width, h, Init::normal, Fused::rows);
     experts_down_ = held(mlp + "experts.down_proj", h, width, Init::output_normal);
   } else {
     experts_gate_up_ = expert_gate_up_weight(mlp, width, h, expert_begin, expert_end);

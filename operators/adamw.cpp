@@ -14,19 +14,22 @@ template <class W> cuda::AdamWScalars<W> scalars_of(const AdamWStep& step) {
       static_cast<W>(1 / std::sqrt(1 - std::pow(step.beta2, power)))};
 }
 
-// The order of operations is that of PyTorch's fused AdamW.
-template <class W> void update_cpu(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq,
+// The order of operations is that of PyTorch's fused AdamW. W: the dtype of computing, M: of the
+// moments.
+template <class W, class M> void update_cpu(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq,
     const Tensor& grad, const Tensor& grad_scale, const AdamWStep& step) {
   const cuda::AdamWScalars<W> s = scalars_of<W>(step);
-  W *w = master.mutable_data_ptr<W>(), *m = exp_avg.mutable_data_ptr<W>();
-  W* v = exp_avg_sq.mutable_data_ptr<W>();
+  W* w = master.mutable_data_ptr<W>();
+  M *first = exp_avg.mutable_data_ptr<M>(), *second = exp_avg_sq.mutable_data_ptr<M>();
   const W *g = grad.const_data_ptr<W>(), scale = *grad_scale.const_data_ptr<W>();
   for (int64_t i = 0; i < master.numel(); ++i) {
     const W gradient = g[i] * scale;
-    m[i] = s.beta1 * m[i] + s.rest1 * gradient;
-    v[i] = s.beta2 * v[i] + s.rest2 * gradient * gradient;
+    const W m = s.beta1 * static_cast<W>(first[i]) + s.rest1 * gradient;
+    const W v = s.beta2 * static_cast<W>(second[i]) + s.rest2 * gradient * gradient;
     const W decayed = w[i] - s.decay * w[i];
-    w[i] = decayed - s.rate * m[i] / (std::sqrt(v[i]) * s.inverse_correction2 + s.epsilon);
+    w[i] = decayed - s.rate * m / (std::sqrt(v) * s.inverse_correction2 + s.epsilon);
+    first[i] = static_cast<M>(m);
+    second[i] = static_cast<M>(v);
   }
 }
 
@@ -55,20 +58,23 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
   };
   check(master, "adamw: master", wide, {-1});
   const int64_t n = master.numel();
-  check(exp_avg, "adamw: exp_avg", wide, {n});
-  check(exp_avg_sq, "adamw: exp_avg_sq", wide, {n});
+  const bool bf16_moments = is_bf16(exp_avg) && wide == at::kFloat;
+  check(exp_avg, "adamw: exp_avg", bf16_moments ? at::kBFloat16 : wide, {n});
+  check(exp_avg_sq, "adamw: exp_avg_sq", exp_avg.scalar_type(), {n});
   check(grad, "adamw: grad", wide, {n});
   check(grad_scale, "adamw: grad_scale", wide, {});
   check(value, "adamw: value", bf16 ? at::kBFloat16 : wide, {n});
   PITH_CHECK(step.step >= 1, "adamw: steps count from 1, not {}", step.step);
   if (n == 0) return;
   PITH_IF_CUDA (master) {
-    return cuda::adamw_update(write<float>(master), write<float>(exp_avg), write<float>(exp_avg_sq),
+    return cuda::adamw_update(write<float>(master), write(exp_avg), write(exp_avg_sq),
         read<float>(grad), write(value), n, read<float>(grad_scale), scalars_of<float>(step), bf16,
-        current_stream());
+        bf16_moments, current_stream());
   }
-  (wide == at::kDouble ? update_cpu<double> : update_cpu<float>)(master, exp_avg, exp_avg_sq, grad,
-      grad_scale, step);
+  const auto update = wide == at::kDouble ? update_cpu<double, double>
+      : bf16_moments                      ? update_cpu<float, at::BFloat16>
+                                          : update_cpu<float, float>;
+  update(master, exp_avg, exp_avg_sq, grad, grad_scale, step);
   value.copy_(master);
 }
 

@@ -13,23 +13,27 @@ __device__ inline float update(float w, float& m, float& v, float g, const AdamW
   return w - s.rate * m / (sqrtf(v) * s.inverse_correction2 + s.epsilon);
 }
 
-// N elements a thread.
-template <class T, int N> __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, T* value,
-        int64_t n, const float* grad_scale, AdamWScalars<float> scalars) {
+// N elements a thread; moments of type M.
+template <class T, class M, int N> __global__ void __launch_bounds__(kThreads)
+    adamw_kernel(float* master, M* exp_avg, M* exp_avg_sq, const float* grad, T* value, int64_t n,
+        const float* grad_scale, AdamWScalars<float> scalars) {
   const int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * N;
   if (i >= n) return;
-  Vec<float, N> w = load<N>(master + i), m = load<N>(exp_avg + i), v = load<N>(exp_avg_sq + i);
+  Vec<float, N> w = load<N>(master + i);
+  Vec<M, N> first = load<N>(exp_avg + i), second = load<N>(exp_avg_sq + i);
   const Vec<float, N> g = load<N>(grad + i);
   const float scale = *grad_scale;
   Vec<T, N> rounded;
   for (int j = 0; j < N; ++j) {
-    w.v[j] = update(w.v[j], m.v[j], v.v[j], g.v[j] * scale, scalars);
+    float m = to_float(first.v[j]), v = to_float(second.v[j]);
+    w.v[j] = update(w.v[j], m, v, g.v[j] * scale, scalars);
     rounded.v[j] = from_float<T>(w.v[j]);
+    first.v[j] = from_float<M>(m);
+    second.v[j] = from_float<M>(v);
   }
   store(master + i, w);
-  store(exp_avg + i, m);
-  store(exp_avg_sq + i, v);
+  store(exp_avg + i, first);
+  store(exp_avg_sq + i, second);
   store(value + i, rounded);
 }
 
@@ -77,12 +81,16 @@ __global__ void __launch_bounds__(kThreads) total_kernel(const double* partial, 
 
 }  // namespace
 
-void adamw_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, void* value,
+void adamw_update(float* master, void* exp_avg, void* exp_avg_sq, const float* grad, void* value,
     int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars, bool is_bf16,
-    CUstream_st* stream) {
+    bool bf16_moments, CUstream_st* stream) {
   with_vectors<4>(is_bf16, {master, exp_avg, exp_avg_sq, grad, value}, {n}, [&]<class T, int N>() {
-    adamw_kernel<T, N><<<num_blocks(n, kThreads * N), kThreads, 0, stream>>>(
-        master, exp_avg, exp_avg_sq, grad, static_cast<T*>(value), n, grad_scale, scalars);
+    const auto launch = [&]<class M>() {
+      adamw_kernel<T, M, N><<<num_blocks(n, kThreads * N), kThreads, 0, stream>>>(master,
+          static_cast<M*>(exp_avg), static_cast<M*>(exp_avg_sq), grad, static_cast<T*>(value), n,
+          grad_scale, scalars);
+    };
+    bf16_moments ? launch.template operator()<bf16>() : launch.template operator()<float>();
   });
   launch_check("adamw");
 }

@@ -9,10 +9,11 @@ struct AdamWStep {
   int64_t step;  // 1 for the first update: bias correction
 };
 
-// One update of n elements, all tensors flat (n): master (decayed and updated), exp_avg, exp_avg_sq
-// and grad (read only) float32, value (compute dtype: receives the rounded master). The gradient is
-// multiplied by `grad_scale` (scalar float32 on the device: the clip coefficient; no host wait). 30
-// bytes move per parameter with BF16 values. On the CPU all may be FP64.
+// One update of n elements, all tensors flat (n): master (decayed and updated) and grad (read only)
+// float32, exp_avg and exp_avg_sq float32 or both bfloat16 (rounded after use), value (compute
+// dtype: receives the rounded master). The gradient is multiplied by `grad_scale` (scalar float32
+// on the device: the clip coefficient; no host wait). 30 bytes move per parameter with BF16 values,
+// 22 with BF16 moments. On the CPU all may be FP64.
 void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
     Tensor& value, const Tensor& grad_scale, const AdamWStep& step);
 

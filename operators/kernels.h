@@ -21,10 +21,10 @@ template <class T> struct AdamWScalars {
   T rate;                 // lr / (1 - beta1^step)
   T inverse_correction2;  // 1 / sqrt(1 - beta2^step)
 };
-// All (n).
-void adamw_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, void* value,
+// All (n); is_bf16: the value, bf16_moments: exp_avg and exp_avg_sq.
+void adamw_update(float* master, void* exp_avg, void* exp_avg_sq, const float* grad, void* value,
     int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars, bool is_bf16,
-    CUstream_st* stream);
+    bool bf16_moments, CUstream_st* stream);
 
 // result: one number; partial (sum_of_squares_blocks()) is scratch.
 int64_t sum_of_squares_blocks();

@@ -14,8 +14,8 @@ struct Routing {
 // as the probabilities before these are rounded: by descending logit, equal ones by ascending id.
 // With `normalize` the chosen probabilities are divided by their sum (norm_topk_prob). `forced`
 // (T, K) int64, when defined, takes the place of the selection (replayed routes, forced balance);
-// weights still come from these logits. A NaN throws on the CPU; on CUDA, where E <= 1024, it is
-// the smallest value: ids stay distinct and the step's check of the loss reports it.
+// weights still come from these logits. A NaN is the smallest value: ids stay distinct and the
+// step's check of the loss reports it. On CUDA E <= 1024.
 Routing route(const Tensor& logits, int64_t k, bool normalize, const Tensor& forced = {});
 
 // scores (T, E) -> (T, k) int64: what route() would choose.

@@ -109,6 +109,32 @@ TEST(Config, RefusesWithLineKeyAndReason) {
           "run.toml: training.decay_steps: only the schedule wsd has a decay of its own; this "
           "one "
           "is cosine"},
+      {"training.decay_shape = '1-sqrt'",
+          "run.toml: training.decay_shape: is of the schedule wsd; this one is cosine"},
+      {"training.optimizer = 'lion'",
+          "run.toml:3: training.optimizer: \"lion\" is not one of adamw|muon"},
+      {"training.moments = 'fp8'",
+          "run.toml:3: training.moments: \"fp8\" is not one of float32|bfloat16"},
+      {"training.skip_non_finite = -1",
+          "run.toml:3: training.skip_non_finite: -1 is outside [0, 1e9]"},
+      {"training.ema_decay = 1", "run.toml:3: training.ema_decay: 1 is outside [0, 1)"},
+      {"training.muon_momentum = 1", "run.toml:3: training.muon_momentum: 1 is outside [0, 1)"},
+      {"training.groups = 'norm'",
+          "run.toml:3: training.groups: must be an array of tables, not the text \"norm\""},
+      {"[[training.groups]]\npattern = 'a'\n[[training.groups]]\nlr_scale = 0.5",
+          "run.toml:3: training.groups: group 2 has no pattern"},
+      {"training.groups = [{pattern = 'a(b'}]",
+          "run.toml:3: training.groups: \"a(b\" is no ECMAScript pattern: Mismatched '(' and "
+          "')' in regular expression"},
+      {"training.groups = [{pattern = 'a', optimizer = 'sgd'}]",
+          "run.toml:3: training.groups: group 1: optimizer: \"sgd\" is not one of adamw|muon"},
+      {"training.groups = [{pattern = 'a', lr_scale = -1}]",
+          "run.toml:3: training.groups: group 1: lr_scale: -1 is outside [0, 1000]"},
+      {"training.groups = [{pattern = 'a', weight_decay = nan}]",
+          "run.toml:3: training.groups: group 1: weight_decay: nan is outside [0, 1000]"},
+      {"training.groups = [{pattern = 'a', lr = 1}]",
+          "run.toml:3: training.groups: group 1: lr is not one of pattern, optimizer, lr_scale, "
+          "weight_decay"},
       {"checkpoint.keep_last = -1", "run.toml:3: checkpoint.keep_last: -1 is outside [0, 1e6]"},
       {"validation.interval = 5",
           "run.toml: validation.interval: needs a corpus in data.validation"},
@@ -122,19 +148,16 @@ TEST(Config, RefusesWithLineKeyAndReason) {
           "integer "
           "3"},
       {"data.validation = ['a']",
-          "run.toml:3: data.validation: source 1 must be {path = \"...\", weight = 0.5}, not the "
-          "text "
-          "\"a\""},
+          "run.toml:3: data.validation: source 1 must be a table of path, weight, name, not the "
+          "text \"a\""},
       {"data.validation = [{path = 'a'}, {weight = 2}]",
           "run.toml:3: data.validation: source 2 has no path"},
       {"data.validation = [{path = 'a', weight = 0}]",
-          "run.toml:3: data.validation: source 1: weight 0 is outside (0, inf)"},
+          "run.toml:3: data.validation: source 1: weight: 0 is outside (0, inf)"},
       {"data.validation = [{path = 'a', weight = nan}]",
-          "run.toml:3: data.validation: source 1: weight nan is outside (0, inf)"},
+          "run.toml:3: data.validation: source 1: weight: nan is outside (0, inf)"},
       {"data.validation = [{path = 'a', wieght = 2}]",
-          "run.toml:3: data.validation: source 1: wieght = the integer 2 is not one of path "
-          "(text), "
-          "weight (a number), name (text)"},
+          "run.toml:3: data.validation: source 1: wieght is not one of path, weight, name"},
       {"data.validation = [{path = 'a/x'}, {path = 'b/x'}]",
           "run.toml: data.validation: two corpora are called \"x\"; give them a name = ..."},
       {"data.validation = [{path = 'a'}, {path = 'b.idx'}]",
@@ -253,6 +276,30 @@ TEST(Config, BlendsInEverySpelling) {
   EXPECT_EQ(parse("", {"data.train=/x/y z"}).data.train.at(0).path, "/x/y z");
   EXPECT_EQ(parse("", {"data.train=/x/y z"}).data.train[0].label(), "y z");
   EXPECT_TRUE(parse("data.validation = ''").data.validation.empty());
+}
+
+TEST(Config, GroupsInEverySpelling) {
+  const std::string two =
+      "[{pattern = '\\.norm', weight_decay = 0}, {pattern = \"a\\\\.b\", optimizer = 'muon', "
+      "lr_scale = 0.5}]";
+  const std::string tables =
+      "[[training.groups]]\npattern = '\\.norm'\nweight_decay = 0.0\n"
+      "[[training.groups]]\npattern = 'a\\.b'\noptimizer = 'muon'\nlr_scale = 0.5";
+  for (const RunConfig& config :
+      {parse("training.groups = " + two), parse("", {"training.groups=" + two}), parse(tables)}) {
+    for (const RunConfig& same : {config, parse_run_config(to_toml(config), "again", {})}) {
+      const auto& groups = same.training.groups;
+      ASSERT_EQ(groups.size(), 2u);
+      EXPECT_EQ(groups[0].pattern, "\\.norm");
+      EXPECT_EQ(groups[0].optimizer, "");
+      EXPECT_EQ(groups[0].lr_scale, 1);
+      EXPECT_EQ(groups[0].weight_decay, 0.0);
+      EXPECT_EQ(groups[1].pattern, "a\\.b");
+      EXPECT_EQ(groups[1].optimizer, "muon");
+      EXPECT_EQ(groups[1].lr_scale, 0.5);
+      EXPECT_LT(groups[1].weight_decay, 0);
+    }
+  }
 }
 
 TEST(Config, DocumentationIsCurrent) {

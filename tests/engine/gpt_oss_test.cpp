@@ -92,7 +92,7 @@ TEST(GptOss, BiasesAndSinksDoNotDecay) {
         const std::string& name = piece.tensor->name;
         const bool matrix = name.ends_with("proj.weight") || name.ends_with("_proj") ||
             name.ends_with("embed_tokens.weight") || name == "lm_head.weight";
-        EXPECT_EQ(segment.decays, matrix) << name;
+        EXPECT_EQ(segment.rule.decays, matrix) << name;
       }
 }
 

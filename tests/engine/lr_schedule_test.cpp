@@ -57,6 +57,35 @@ TEST(LearningRate, WarmupStableDecay) {
       {{10, "3.00000000e-04"}, {20, "1.65000000e-04"}, {30, "3.00000000e-05"}});
 }
 
+TEST(LearningRate, WsdBySquareRoot) {
+  RunConfig::Training t = training("wsd", 100, 10, 20);
+  t.decay_shape = "1-sqrt";
+  expect_table(t,
+      {{80, "3.00000000e-04"}, {81, "2.39626165e-04"},  // 3e-5 + 2.7e-4 (1 - sqrt(1 / 20))
+          {85, "1.65000000e-04"},                       // a quarter: half of the way
+          {99, "3.68365527e-05"}, {100, "3.00000000e-05"}, {101, "3.00000000e-05"}});
+  t.min_lr_ratio = 0;
+  EXPECT_EQ(learning_rate(t, 85), 1.5e-4);
+}
+
+// Known fault 43: a checkpoint of the stable phase goes on with any decay; what was before does not
+// depend on it.
+TEST(LearningRate, WsdRestartsWithAnotherDecay) {
+  const RunConfig::Training first = training("wsd", 1000, 10, 100);
+  for (const int64_t decay : {1, 7, 50}) {
+    RunConfig::Training again = training("wsd", 500 + decay, 10, decay);
+    again.decay_shape = decay == 7 ? "1-sqrt" : "linear";
+    for (int64_t step = 1; step <= 500; ++step)
+      ASSERT_EQ(learning_rate(again, step), learning_rate(first, step)) << step;
+    for (int64_t step = 501; step <= 500 + decay; ++step) {
+      const double part = static_cast<double>(step - 500) / static_cast<double>(decay);
+      const double gone = decay == 7 ? std::sqrt(part) : part;
+      EXPECT_NEAR(learning_rate(again, step), 3e-5 + 2.7e-4 * (1 - gone), 1e-18) << step;
+    }
+    EXPECT_NE(schedule_settings(first), schedule_settings(again));
+  }
+}
+
 TEST(LearningRate, Edges) {
   EXPECT_DOUBLE_EQ(learning_rate(training("cosine", 1, 1), 1), 3e-4);
   EXPECT_DOUBLE_EQ(learning_rate(training("cosine", 1, 0), 1), 3e-5);  // the only step is the last

@@ -13,10 +13,10 @@ namespace pith {
 namespace {
 
 // A file's bytes from its JSON and data.
-std::string file_of(const std::string& json, const std::string& data) {
+std::string file_of(const std::string& header, const std::string& data) {
   std::string bytes(8, '\0');
-  for (size_t i = 0; i < 8; ++i) bytes[i] = static_cast<char>(json.size() >> (8 * i) & 0xff);
-  return bytes + json + data;
+  for (size_t i = 0; i < 8; ++i) bytes[i] = static_cast<char>(header.size() >> (8 * i) & 0xff);
+  return bytes + header + data;
 }
 
 SafetensorsHeader parse(const std::string& bytes) {

@@ -179,6 +179,7 @@ TEST(Restore, AForeignFolderListsEveryProblemAtOnce) {
 TEST(TrainingState, RoundTripsAndNamesWhatDiffers) {
   TrainingState state;
   state.step = 12, state.rows_read = int64_t{3} << 33, state.tokens_seen = 6144;
+  state.updates = 9, state.skipped_in_row = 2;
   state.data = {{"data.packing", "best_fit"}, {"corpus 2 of data.train: weight", "3"}};
   state.schedule = {{"training.lr", "0.1"}, {"training.steps", "20"}};
   const TrainingState read = TrainingState::from_json(state.to_json(), "test");
@@ -211,6 +212,7 @@ TEST(TrainingState, NamesEveryChangeOfTheSchedule) {
       "\n  training.min_lr_ratio: 0.1 in the checkpoint, 0 now"
       "\n  training.warmup_steps: 0 in the checkpoint, 5 now");
   EXPECT_EQ(differences([](auto& t) { t.schedule = "wsd", t.decay_steps = 9; }),
+      "\n  training.decay_shape: not in use in the checkpoint, linear now"
       "\n  training.decay_steps: not in use in the checkpoint, 9 now"
       "\n  training.schedule: cosine in the checkpoint, wsd now");
   EXPECT_EQ(differences([](auto& t) { t.steps = 2000; }, "constant"), "");

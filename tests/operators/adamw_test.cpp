@@ -83,6 +83,24 @@ TEST(AdamW, WeightDecayAlone) {
   EXPECT_TRUE(at::equal(kept.master, start));
 }
 
+// Moments in BF16 are those of FP32 rounded after each step; computed with unrounded.
+TEST(AdamW, Bf16MomentsAreRoundedAfterUse) {
+  State wide = make_state(1003, at::kFloat, at::kBFloat16);
+  State half = make_state(1003, at::kFloat, at::kBFloat16);
+  half.exp_avg = half.exp_avg.to(at::kBFloat16);
+  half.exp_avg_sq = half.exp_avg_sq.to(at::kBFloat16);
+  for (int64_t i = 1; i <= 4; ++i) {
+    const Tensor grad = random_tensor("grad" + std::to_string(i), {1003}, at::kFloat);
+    wide.exp_avg = half.exp_avg.to(at::kFloat);
+    wide.exp_avg_sq = half.exp_avg_sq.to(at::kFloat);
+    update(wide, grad, 0.5, {1e-2, 0.9, 0.95, 1e-8, 0.1, i});
+    update(half, grad, 0.5, {1e-2, 0.9, 0.95, 1e-8, 0.1, i});
+    EXPECT_TRUE(at::equal(half.master, wide.master));
+    EXPECT_TRUE(at::equal(half.exp_avg, wide.exp_avg.to(at::kBFloat16)));
+    EXPECT_TRUE(at::equal(half.exp_avg_sq, wide.exp_avg_sq.to(at::kBFloat16)));
+  }
+}
+
 // A step cut into shards of any size gives the same bits as the whole.
 TEST(AdamW, ShardsEqualTheWhole) {
   State whole = make_state(40'001, at::kFloat, at::kBFloat16);
@@ -108,7 +126,7 @@ TEST(AdamW, Refuses) {
   EXPECT_THROW(update(s, grad.to(at::kBFloat16), 1.0, step), Error);
   EXPECT_THROW(update(s, grad, 1.0, {1e-3, 0.9, 0.95, 1e-8, 0.1, 0}), Error);
   State half = make_state(4, at::kFloat, at::kBFloat16);
-  half.exp_avg = half.exp_avg.to(at::kBFloat16);
+  half.exp_avg = half.exp_avg.to(at::kBFloat16);  // and exp_avg_sq in FP32
   EXPECT_THROW(update(half, grad, 1.0, step), Error);
 }
 

@@ -34,7 +34,7 @@ struct Units {
   std::vector<std::vector<Parameter*>> units;
   ModelPart part;
 
-  explicit Units(const ModelPart& its_part) : part(its_part) {
+  Units(const ModelPart& its_part, const RunConfig::Training& training) : part(its_part) {
     if (part.embedding) {
       units.emplace_back();
       add({"embed", {61, 8}, ParameterGroup::embedding, Init::normal});
@@ -50,14 +50,26 @@ struct Units {
       for (int64_t e = part.expert_begin; e < part.expert_end; ++e)
         experts.push_back(
             {fmt::format("{}experts.{}.up", at, e), {3, 11}, std::ssize(experts) * 33});
-      add({at + "experts", {std::ssize(experts) * 3, 11}, experts, ParameterGroup::expert,
+      add({at + "experts", {std::ssize(experts), 3, 11}, experts, ParameterGroup::expert,
           Init::output_normal});
+      const auto of_all = [&](const char* name, int64_t rows, int64_t columns, Fused fused) {
+        const std::vector<int64_t> shape{part.expert_end - part.expert_begin, rows, columns};
+        add({at + name, shape, {{at + name, shape, 0, part.expert_begin, kExperts, fused}},
+            ParameterGroup::expert, Init::normal});
+      };
+      of_all("halves", 6, 7, Fused::rows);
+      of_all("columns", 5, 10, Fused::columns);
     }
     if (part.head) {
       units.emplace_back();
       add({"norm", {9}, ParameterGroup::norm, Init::ones});
       add({"head", {61, 9}, ParameterGroup::embedding, Init::normal});
     }
+    const ModelPart all{{0, 1}, true, true, 0, kExperts};
+    if (part.layers == all.layers && part.expert_end - part.expert_begin == kExperts)
+      set_update_rules(units, units, training);
+    else  // some patterns match tensors of other ranks only
+      set_update_rules(units, Units(all, training).units, training);
   }
  private:
   void add(Parameter parameter) { units.back().push_back(&own.emplace_back(std::move(parameter))); }
@@ -74,17 +86,32 @@ ModelPart part_of(const Mesh& mesh) {
   return part;
 }
 
+// AdamW; and everything else: Muon, a fused parameter's tensors apart, BF16 moments, averages.
+std::vector<RunConfig::Training> trainings() {
+  std::vector<RunConfig::Training> both(2);
+  for (RunConfig::Training& training : both) training.clip_norm = 1;
+  both[1].optimizer = "muon";
+  both[1].moments = "bfloat16";
+  both[1].ema_decay = 0.75;
+  both[1].groups = {{"\\.k$", "adamw", 0.5, 0.3}, {"experts\\.1", "", 2}, {"router", "muon"}};
+  return both;
+}
+
 struct Trained {
+  RunConfig::Training training;
   Mesh mesh;
   Units units;
   std::vector<ShardGroup> groups;
   ModelShards shards;
   std::vector<double> norms;
 
-  Trained(const Mesh& its_mesh, ShardMode mode, at::ScalarType dtype)
-      : mesh(its_mesh),
-        units(part_of(mesh)),
-        groups(make_shard_groups(units.units, dtype, mesh, ShardGroup::Use::training, mode)),
+  Trained(const Mesh& its_mesh, ShardMode mode, at::ScalarType dtype,
+      const RunConfig::Training& its_training = trainings()[0])
+      : training(its_training),
+        mesh(its_mesh),
+        units(part_of(mesh), training),
+        groups(make_shard_groups(
+            units.units, dtype, mesh, ShardGroup::Use::training, mode, optimizer_states(training))),
         shards(groups, units.part, nullptr) {
     for (ShardGroup& group : groups) group.initialize(7, 0.1, kLayers);
   }
@@ -93,8 +120,8 @@ struct Trained {
   static Tensor gradient(
       const HfTensor& tensor, int64_t step, int64_t micro_batch, int64_t source) {
     Tensor gradient = at::empty(tensor.shape, on_device(at::kFloat));
-    fill_normal(
-        gradient, static_cast<uint64_t>(100 * step + 10 * micro_batch + source), tensor.name, 4);
+    fill_normal(gradient, static_cast<uint64_t>(100 * step + 10 * micro_batch + source),
+        tensor.name, 4, tensor.first_element());
     return gradient.round_();
   }
 
@@ -137,24 +164,32 @@ struct Trained {
     }
     const Tensor norm = grad_norm(groups, mesh);
     norms.push_back(norm.item<double>());
-    RunConfig::Training training;
-    training.clip_norm = 1;
     optimizer_step(groups, training, 1e-2, step, norm);
   }
 };
 
+// Value, master, moments and average of a piece: views.
+std::vector<Tensor> states_of(const ShardGroup& group, const ShardGroup::Piece& piece) {
+  const auto part = [&](const Tensor& x, int64_t begin) { return x.narrow(0, begin, piece.count); };
+  std::vector<Tensor> all{part(group.value_part, piece.begin), part(group.master, piece.begin),
+      part(group.exp_avg, piece.begin)};
+  const int64_t second = group.second_moment_at(piece.begin);
+  EXPECT_EQ(second < 0, piece.tensor->rule.muon) << piece.tensor->name;
+  if (second >= 0) all.push_back(part(group.exp_avg_sq, second));
+  if (group.ema.defined()) all.push_back(part(group.ema, piece.begin));
+  return all;
+}
+
 // Everything that one process holds, by Hugging Face name, flat.
-using State = std::map<std::string, std::array<Tensor, 4>>;  // value, master, moments
+using State = std::map<std::string, std::vector<Tensor>>;
 
 State state_of(Trained& trained) {
   State state;
   for (ShardGroup& group : trained.groups) {
-    for (const auto& [parameter, tensor, first, begin, count] : group.pieces()) {
-      EXPECT_EQ(count, tensor->numel());
-      auto& entry = state[tensor->name];
-      size_t i = 0;
-      for (const Tensor& buffer : {group.value_part, group.master, group.exp_avg, group.exp_avg_sq})
-        entry[i++] = buffer.narrow(0, begin, count).clone();
+    for (const ShardGroup::Piece& piece : group.pieces()) {
+      EXPECT_EQ(piece.count, piece.tensor->numel());
+      for (const Tensor& view : states_of(group, piece))
+        state[piece.tensor->name].push_back(view.clone());
     }
   }
   return state;
@@ -164,20 +199,20 @@ State state_of(Trained& trained) {
 void expect_state(Trained& trained, const State& expected, const std::string& what) {
   int64_t owned = 0, different = 0;
   for (ShardGroup& group : trained.groups) {
-    for (const auto& [parameter, tensor, first, begin, count] : group.pieces()) {
-      size_t i = 0;
-      for (const Tensor& buffer : {group.value_part, group.master, group.exp_avg, group.exp_avg_sq})
-        different += at::equal(buffer.narrow(0, begin, count),
-                         expected.at(tensor->name)[i++].narrow(0, first, count))
-            ? 0
-            : 1;
-      owned += count;
+    for (const ShardGroup::Piece& piece : group.pieces()) {
+      const std::vector<Tensor> mine = states_of(group, piece),
+                                &all = expected.at(piece.tensor->name);
+      EXPECT_EQ(mine.size(), all.size()) << piece.tensor->name;
+      for (size_t i = 0; i < mine.size(); ++i)
+        different += at::equal(mine[i], all[i].narrow(0, piece.first, piece.count)) ? 0 : 1;
+      owned += piece.count;
     }
     group.before_forward();
     for (const Parameter* parameter : group.parameters())
       for (const HfTensor& tensor : parameter->tensors)
-        different += at::equal(Parameter::view_of(parameter->value, tensor).view(-1),
-                         expected.at(tensor.name)[0])
+        different +=
+            at::equal(Parameter::view_of(parameter->value, tensor).view(-1),
+                expected.at(tensor.name)[0].narrow(0, tensor.first_element(), tensor.numel()))
             ? 0
             : 1;
     group.after_forward();
@@ -243,7 +278,7 @@ struct SharedFolder {
 void save(Trained& trained, const fs::path& root, int64_t step) {
   CheckpointContent content;
   content.step = step;
-  collect_state(trained.groups, content);
+  collect_state(trained.groups, content, trained.mesh.expert);
   content.training_state = "{}";
   CheckpointWriter writer;
   writer.start(root, std::move(content), 0, trained.mesh.world);
@@ -253,16 +288,19 @@ void save(Trained& trained, const fs::path& root, int64_t step) {
 
 TEST(Sharding, ThreeStepsEqualOneProcess) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    Trained one(alone(), ShardMode::reshard, dtype);
-    const State initial = state_of(one);
-    for (int64_t step = 1; step <= 3; ++step) one.step(step);
-    const State expected = state_of(one);
-    for (const Layout& layout : layouts()) {
-      Trained many(make_mesh(layout.shape, world(), device()), layout.mode, dtype);
-      expect_state(many, initial, layout.name + ", initial");
-      for (int64_t step = 1; step <= 3; ++step) many.step(step);
-      EXPECT_EQ(many.norms, one.norms) << layout.name;
-      expect_state(many, expected, layout.name);
+    for (const RunConfig::Training& training : trainings()) {
+      Trained one(alone(), ShardMode::reshard, dtype, training);
+      const State initial = state_of(one);
+      for (int64_t step = 1; step <= 3; ++step) one.step(step);
+      const State expected = state_of(one);
+      for (const Layout& layout : layouts()) {
+        const std::string what = layout.name + " " + training.optimizer;
+        Trained many(make_mesh(layout.shape, world(), device()), layout.mode, dtype, training);
+        expect_state(many, initial, what + ", initial");
+        for (int64_t step = 1; step <= 3; ++step) many.step(step);
+        EXPECT_EQ(many.norms, one.norms) << what;
+        expect_state(many, expected, what);
+      }
     }
   }
 }
@@ -319,25 +357,32 @@ TEST(Sharding, ABackwardReadsWhatWasGatheredAgain) {
 // had happened.
 TEST(Sharding, AnyLayoutLoadsWhatAnyLayoutSaved) {
   const SharedFolder folder;
-  Trained one(alone(), ShardMode::keep, at::kBFloat16);
+  const RunConfig::Training training = trainings()[1];
+  Trained one(alone(), ShardMode::keep, at::kBFloat16, training);
   one.step(1);
   const State expected = state_of(one);
   one.step(2);
   const State next = state_of(one);
   const std::vector<Layout> all = layouts();
-  const Units whole({{0, 1}, true, true, 0, kExperts});
+  const Units whole({{0, 1}, true, true, 0, kExperts}, training);
   for (size_t i = 0; i < all.size(); ++i) {
-    Trained saved(make_mesh(all[i].shape, world(), device()), all[i].mode, at::kBFloat16);
+    Trained saved(make_mesh(all[i].shape, world(), device()), all[i].mode, at::kBFloat16, training);
     saved.step(1);
     const fs::path root = folder.path / std::to_string(i), path = root / "step-00000001";
     save(saved, root, 1);
     EXPECT_TRUE(verify_checkpoint(path).empty()) << all[i].name;
     EXPECT_EQ(std::distance(fs::directory_iterator(root), fs::directory_iterator()), 1);
     EXPECT_EQ(HfFolder(path).names().size(), expected.size());
+    const HfFolder averages(path / "ema");
+    for (const auto& [name, tensors] : expected)
+      EXPECT_TRUE(
+          at::equal(averages.tensor(name).view(-1), tensors.back().to(at::kCPU, at::kBFloat16)))
+          << all[i].name << ": " << name;
+    expect_state(saved, expected, all[i].name + ", after saving");
 
     const Layout& other = all[(i + 1 + i / 2) % all.size()];
     const std::string what = all[i].name + " loaded by " + other.name;
-    Trained loaded(make_mesh(other.shape, world(), device()), other.mode, at::kBFloat16);
+    Trained loaded(make_mesh(other.shape, world(), device()), other.mode, at::kBFloat16, training);
     restore_state(loaded.groups, path);
     expect_state(loaded, expected, what);
     loaded.step(2);
@@ -349,7 +394,7 @@ TEST(Sharding, AnyLayoutLoadsWhatAnyLayoutSaved) {
             expected.at(tensor->name)[0].narrow(0, first, count)))
             << what << ": " << tensor->name;
     }
-    Trained single(alone(), ShardMode::keep, at::kBFloat16);
+    Trained single(alone(), ShardMode::keep, at::kBFloat16, training);
     restore_state(single.groups, path);
     expect_state(single, expected, all[i].name + " loaded by one process");
   }
