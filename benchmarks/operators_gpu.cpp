@@ -108,7 +108,7 @@ void bench_router() {
   const Tensor row_id =
       at::arange(kTokens, at::TensorOptions(device)).div(4096, "floor").to(at::kInt);
   report_both("sequence_balance_loss", "8192 x 128, 2 rows", {table}, {table}, {probabilities},
-      [&] { return sequence_balance_loss(probabilities, routing.topk_idx, row_id, 2); });
+      [&] { return start_balance_loss(probabilities, routing.topk_idx, row_id, 2)().loss; });
 }
 
 void bench_permute() {
@@ -203,9 +203,9 @@ void bench_cross_entropy() {
     // before has left there, which costs the same.)
     report("cross_entropy_rows", gradient ? "4096 x 151936, gradient" : "4096 x 151936",
         {gradient ? 2 * bytes : bytes}, [&] {
-          cuda::cross_entropy_rows(logits.mutable_data_ptr(), labels.const_data_ptr<int64_t>(),
-              logprobs.mutable_data_ptr<float>(), rows, kVocabulary, gradient,
-              /*is_bf16=*/true, nullptr);
+          cuda::cross_entropy_rows({logits.mutable_data_ptr(), true},
+              labels.const_data_ptr<int64_t>(), logprobs.mutable_data_ptr<float>(), rows,
+              kVocabulary, gradient);
         });
   }
 #endif

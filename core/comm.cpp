@@ -24,12 +24,6 @@ struct Comm::Impl {
 
 namespace {
 
-// The given elements of each member's part, or, if empty, all equal.
-std::vector<int64_t> parts(std::span<const int64_t> sizes, int64_t members, int64_t equal) {
-  if (sizes.empty()) return std::vector(index(members), equal);
-  return {sizes.begin(), sizes.end()};
-}
-
 // Elements of each member's part, from rows.
 std::vector<int64_t> elements(
     std::span<const int64_t> splits, int64_t members, const Tensor& tensor) {
@@ -90,7 +84,7 @@ Work Comm::start(Operation&& given) const {
   fail_unless(own(given.recv, out, "the parts do not cut out") ==
           own(given.send, in, "the parts do not cut in"),
       "this member's own part has two sizes");
-  if (given.recv.empty() && given.messages.empty()) {
+  if (given.recv.empty()) {
     const bool integer = type == at::kLong || type == at::kInt;
     fail_unless(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 ||
             (integer && given.send.empty()),
@@ -126,7 +120,7 @@ Work Comm::start(Operation&& given) const {
       const std::string id = all_gather_strings(rank() == 0 ? nccl_new_id() : "").front();
       group.nccl = nccl_connect(id, group.rank, size(), device);
     }
-    nccl_send(*operation, *group.nccl, group.rank, size());
+    nccl_send(*operation, *group.nccl);
 #endif
   } else {
     PITH_FAIL_HINT("start with pithtrain launch or mpirun, or use run.device = \"cuda\"",
@@ -139,14 +133,13 @@ Work Comm::all_reduce_async(Tensor& tensor) const {
   return start({.name = "all_reduce", .out = tensor, .in = tensor});
 }
 
-Work Comm::all_gather_async(Tensor& out, const Tensor& in, std::span<const int64_t> sizes) const {
-  const std::vector<int64_t> recv = parts(sizes, size(), in.numel());
+Work Comm::all_gather_async(Tensor& out, const Tensor& in) const {
+  const std::vector<int64_t> recv(index(size()), in.numel());
   return start({.name = "all_gather", .out = out, .in = in, .recv = recv});
 }
 
-Work Comm::reduce_scatter_async(
-    Tensor& out, const Tensor& in, std::span<const int64_t> sizes) const {
-  const std::vector<int64_t> send = parts(sizes, size(), out.numel());
+Work Comm::reduce_scatter_async(Tensor& out, const Tensor& in) const {
+  const std::vector<int64_t> send(index(size()), out.numel());
   return start({.name = "reduce_scatter", .out = out, .in = in, .send = send});
 }
 
@@ -154,12 +147,6 @@ Work Comm::all_to_all_async(Tensor& out, const Tensor& in, std::span<const int64
     std::span<const int64_t> send_splits) const {
   const auto recv = elements(recv_splits, size(), out), send = elements(send_splits, size(), in);
   return start({.name = "all_to_all", .out = out, .in = in, .recv = recv, .send = send});
-}
-
-Work Comm::exchange_async(const std::vector<P2P>& messages) const {
-  if (messages.empty()) return {};
-  const Tensor& first = messages.front().tensor;
-  return start({.name = "exchange", .out = first, .in = first, .messages = messages});
 }
 
 std::vector<std::string> Comm::all_gather_strings(const std::string& mine) const {

@@ -29,13 +29,6 @@ class Work {
   std::unique_ptr<Operation, Drop> operation_;  // null: done
 };
 
-// One message of Comm::exchange; `peer` is a rank of the group.
-struct P2P {
-  int64_t peer;
-  Tensor tensor;
-  bool is_send;
-};
-
 // A group of processes; a cheap handle. All members enter all its collectives in one order, also
 // with empty tensors. Tensors are contiguous, on one device, which chooses the transport, set up at
 // the group's first collective. In a group of one a collective is the identity. Sizes are checked;
@@ -56,22 +49,17 @@ class Comm {
 
   // The sum, in place. float64, float32, bfloat16, int64, int32.
   [[nodiscard]] Work all_reduce_async(Tensor& tensor) const;
-  // `in` of member i becomes part i of `out`, both seen flat. sizes: elements of each part; empty:
-  // all equal. `in` may be this member's part of `out` itself.
-  [[nodiscard]] Work all_gather_async(
-      Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const;
+  // `in` of member i becomes part i of `out`, equal parts of it seen flat, or is that part itself.
+  [[nodiscard]] Work all_gather_async(Tensor& out, const Tensor& in) const;
   // Sum over members of part i of `in` becomes `out` of member i. float64, float32, bfloat16; `out`
   // may be float32 where `in` is bfloat16.
-  [[nodiscard]] Work reduce_scatter_async(
-      Tensor& out, const Tensor& in, std::span<const int64_t> sizes = {}) const;
+  [[nodiscard]] Work reduce_scatter_async(Tensor& out, const Tensor& in) const;
   // Rows of dim 0: send_splits[i] rows of `in` go to member i, recv_splits[i] rows of `out` come
-  // from it, in the order of members. Any number may be zero.
+  // from it, in the order of members. Any number may be zero. On CUDA this occupies the group's
+  // stream until the members with rows to or from here have called theirs: never start to receive
+  // what its sender sends by a later call in this group.
   [[nodiscard]] Work all_to_all_async(Tensor& out, const Tensor& in,
       std::span<const int64_t> recv_splits, std::span<const int64_t> send_splits) const;
-  // A batch of sends and receives, matched between two members in the order they stand. On CUDA a
-  // batch occupies the group's stream until its peers have called theirs: never start a receive
-  // whose sender waits for a later batch of this group.
-  [[nodiscard]] Work exchange_async(const std::vector<P2P>& messages) const;
 
   void all_reduce(Tensor& tensor) const { all_reduce_async(tensor).wait(); }
 

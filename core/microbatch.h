@@ -25,10 +25,11 @@ struct RingStep {
   AttentionSpan span;
 };
 
-// S rows taken from R others, by number, and for each of R the places it was taken to.
+// S slots that hold rows of R, and for each row its slots.
 struct Gather {
-  Tensor from;    // (S) int32
-  Tensor places;  // (R, most places of a row) int32, then -1
+  Tensor row_of_slot;  // (S) int32: row of `rows` that stands in this slot
+  Tensor slot_of;      // (R, K) int32: slots, or -1
+  int64_t num_slots() const { return row_of_slot.size(0); }
 };
 
 // What layers with a window need on a context-parallel rank: the keys of its tokens and of those

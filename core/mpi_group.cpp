@@ -105,10 +105,6 @@ void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t r
         check(mpi().irecv(from, count, mpi().byte, peer, tag, mpi().world, request));
     }
   };
-  for (const auto& [peer, tensor, is_send] : operation.messages)
-    message(peer, tensor.data_ptr(), tensor.nbytes(), is_send);
-  if (!operation.messages.empty()) return;
-
   const Tensor &out = operation.out, &in = operation.in;
   const bool sums = operation.recv.empty();
   const Tensor parts = sums ? at::empty({std::ssize(ranks), out.numel()}, in.options()) : out;

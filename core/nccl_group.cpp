@@ -31,10 +31,6 @@ struct Nccl {
   int (*all_gather)(const void*, void*, size_t, Type, Comm, cudaStream_t) = find("ncclAllGather");
   int (*reduce_scatter)(const void*, void*, size_t, Type, Op, Comm, cudaStream_t) = find(
       "ncclReduceScatter");
-  int (*reduce)(const void*, void*, size_t, Type, Op, int root, Comm, cudaStream_t) = find(
-      "ncclReduce");
-  int (*broadcast)(const void*, void*, size_t, Type, int root, Comm, cudaStream_t) = find(
-      "ncclBroadcast");
   int (*send)(const void*, size_t, Type, int peer, Comm, cudaStream_t) = find("ncclSend");
   int (*recv)(void*, size_t, Type, int peer, Comm, cudaStream_t) = find("ncclRecv");
 };
@@ -69,10 +65,6 @@ Type sum_type(const Tensor& tensor) {
                              : kFloat;
 }
 
-bool all_equal(std::span<const int64_t> sizes) {
-  return std::ranges::all_of(sizes, [&](int64_t size) { return size == sizes[0]; });
-}
-
 }  // namespace
 
 void nccl_wait(Operation& operation) {
@@ -103,10 +95,10 @@ NcclLink nccl_connect(const std::string& id, int64_t rank, int64_t size, at::Dev
 }
 
 // Bytes travel, except where they are summed.
-void nccl_send(Operation& operation, const NcclLink& link, int64_t rank, int64_t size) {
+void nccl_send(Operation& operation, const NcclLink& link) {
   const auto& [comm, stream] = link;
   Tensor out = operation.out, in = operation.in;
-  if (operation.recv.empty() && operation.messages.empty()) {  // sums, not of BF16
+  if (operation.recv.empty()) {  // sums, not of BF16
     if (in.scalar_type() == at::kBFloat16) in = in.to(at::kFloat);
     if (operation.send.empty())
       out = in;
@@ -121,35 +113,18 @@ void nccl_send(Operation& operation, const NcclLink& link, int64_t rank, int64_t
   auto* from = static_cast<char*>(in.data_ptr());
   const size_t width = in.element_size();
   const std::vector<int64_t>&recv = operation.recv, &send = operation.send;
-  const auto transfer = [&](void* data, size_t bytes, int64_t peer, bool is_send) {
-    if (bytes == 0) return;
-    const int to_or_from = narrow<int>(peer);
-    check(is_send ? nccl().send(data, bytes, kInt8, to_or_from, comm, stream)
-                  : nccl().recv(data, bytes, kInt8, to_or_from, comm, stream));
-  };
-  if (!operation.messages.empty()) {
-    for (const auto& [peer, tensor, is_send] : operation.messages)
-      transfer(tensor.data_ptr(), tensor.nbytes(), peer, is_send);
-  } else if (recv.empty() && send.empty()) {
+  if (recv.empty() && send.empty()) {
     check(nccl().all_reduce(from, to, in.numel(), sum_type(in), kSum, comm, stream));
-  } else if (send.empty() && all_equal(recv)) {
+  } else if (send.empty()) {
     check(nccl().all_gather(from, to, in.nbytes(), kInt8, comm, stream));
-  } else if (recv.empty() && all_equal(send)) {
+  } else if (recv.empty()) {
     check(nccl().reduce_scatter(from, to, out.numel(), sum_type(in), kSum, comm, stream));
   } else {
-    for (int i = 0; i < size; ++i) {
-      const size_t received = recv.empty() ? 0 : recv[i] * width;
-      const size_t sent = send.empty() ? 0 : send[i] * width;
-      if (send.empty()) {  // all_gather; a broadcast has one part
-        if (received > 0)
-          check(nccl().broadcast(i == rank ? from : to, to, received, kInt8, i, comm, stream));
-      } else if (recv.empty()) {
-        check(nccl().reduce(
-            from, i == rank ? to : nullptr, send[i], sum_type(in), kSum, i, comm, stream));
-      } else {
-        transfer(from, sent, i, true);
-        transfer(to, received, i, false);
-      }
+    for (size_t i = 0; i < send.size(); ++i) {
+      const size_t sent = index(send[i]) * width, received = index(recv[i]) * width;
+      const int peer = static_cast<int>(i);
+      if (sent > 0) check(nccl().send(from, sent, kInt8, peer, comm, stream));
+      if (received > 0) check(nccl().recv(to, received, kInt8, peer, comm, stream));
       from += sent;
       to += received;
     }

@@ -3,12 +3,6 @@
 namespace pith {
 namespace {
 
-constexpr std::pair<at::ScalarType, const char*> kDtypes[] = {{at::kFloat, "float32"},
-    {at::kDouble, "float64"}, {at::kBFloat16, "bfloat16"}, {at::kHalf, "float16"},
-    {at::kFloat8_e4m3fn, "float8_e4m3"}, {at::kFloat8_e5m2, "float8_e5m2"}, {at::kLong, "int64"},
-    {at::kInt, "int32"}, {at::kShort, "int16"}, {at::kChar, "int8"}, {at::kByte, "uint8"},
-    {at::kBool, "bool"}};
-
 std::string shape_text(at::IntArrayRef shape) {
   std::vector<std::string> sizes;
   for (const int64_t size : shape) sizes.push_back(size < 0 ? "any" : std::to_string(size));
@@ -17,11 +11,7 @@ std::string shape_text(at::IntArrayRef shape) {
 
 }  // namespace
 
-std::string dtype_name(at::ScalarType dtype) {
-  for (const auto& [type, name] : kDtypes)
-    if (type == dtype) return name;
-  return c10::toString(dtype);
-}
+std::string dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 
 std::string describe(const Tensor& tensor, std::string_view name) {
   if (!tensor.defined()) return fmt::format("{}: undefined", name);

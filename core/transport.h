@@ -16,7 +16,6 @@ struct Operation {
   Tensor out = {}, in = {};        // the same tensor where it works in place
   std::vector<int64_t> recv = {};  // elements of `out` from each member; empty: all are summed
   std::vector<int64_t> send = {};  // elements of `in` to each member; empty: all of it to each
-  std::vector<P2P> messages = {};  // instead of all that
   std::string what = {};           // for a person: operation, tensor, group, step
   double limit_s = 0;
 
@@ -49,7 +48,7 @@ struct NcclLink {
 };
 std::string nccl_new_id();  // by one member for all
 NcclLink nccl_connect(const std::string& id, int64_t rank, int64_t size, at::Device device);
-void nccl_send(Operation& operation, const NcclLink& link, int64_t rank, int64_t size);
+void nccl_send(Operation& operation, const NcclLink& link);
 void nccl_wait(Operation& operation);  // the current stream waits
 #endif
 

@@ -298,39 +298,34 @@ Tensor upload(const Tensor& host, at::Device device) {
 std::vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
   using Rows = std::vector<std::vector<std::vector<int64_t>>>;
   const json file = read_json(path);
-  const auto read = [&](const json& value) {
-    if (auto rows = exactly<Rows>(value)) return *std::move(rows);
-    PITH_FAIL(
-        "{}: not a list of rows, each a list of documents, each a list of ids, nor an object "
-        "with such \"rows\" and \"labels\"",
-        path.string());
-  };
-  const Rows rows = read(file.is_object() ? file.value("rows", json()) : file);
   const bool labelled = file.is_object() && file.contains("labels");
-  const Rows labels = labelled ? read(file["labels"]) : rows;
-  const auto check_sizes = [&](const std::string& place, const auto& list, const auto& its_labels) {
-    PITH_CHECK(!list.empty(), "{}: must be a list that is not empty", place);
-    PITH_CHECK(list.size() == its_labels.size(), "{}: labels must have the shape of rows", place);
-  };
-  const auto check_id = [&](const std::string& place, int64_t id) {
-    PITH_CHECK(id >= 0 && id < vocab_size, "{}: {} is not an id below the vocabulary of {}", place,
-        id, vocab_size);
-  };
-  check_sizes(path.string(), rows, labels);
-  std::vector<Row> out(rows.size());
-  for (size_t r = 0; r < rows.size(); ++r) {
-    check_sizes(fmt::format("{}: row {}", path.string(), r), rows[r], labels[r]);
-    for (size_t d = 0; d < rows[r].size(); ++d) {
-      const std::vector<int64_t>& ids = rows[r][d];
+  const auto rows = exactly<Rows>(file.is_object() ? file.value("rows", json()) : file);
+  const auto labels = labelled ? exactly<Rows>(file["labels"]) : rows;
+  PITH_CHECK(rows && labels && !rows->empty() && rows->size() == labels->size(),
+      "{}: not a list of rows, each a list of documents, each a list of ids, nor an object with "
+      "such "
+      "\"rows\" and as many \"labels\"",
+      path.string());
+  std::vector<Row> out(rows->size());
+  for (size_t r = 0; r < out.size(); ++r) {
+    const auto &documents = (*rows)[r], &its_labels = (*labels)[r];
+    for (size_t d = 0; d < std::max<size_t>(documents.size(), 1); ++d) {
       const std::string place = fmt::format("{}: row {}, document {}", path.string(), r, d);
-      check_sizes(place, ids, labels[r][d]);
+      PITH_CHECK(documents.size() == its_labels.size() && d < documents.size() &&
+              !documents[d].empty() && documents[d].size() == its_labels[d].size(),
+          "{}: no ids, or not as many labels", place);
+      const auto check = [&](int64_t id) {
+        PITH_CHECK(id >= 0 && id < vocab_size, "{}: {} is not an id below the vocabulary of {}",
+            place, id, vocab_size);
+      };
       Row& row = out[r];
       row.document_begins.push_back(std::ssize(row.tokens));
+      const auto& ids = documents[d];
       for (size_t i = 0; i < ids.size(); ++i) {
         const int64_t next = i + 1 < ids.size() ? ids[i + 1] : -100;
-        const int64_t label = labelled ? labels[r][d][i] : next;
-        check_id(place, ids[i]);
-        if (label != -100) check_id(place, label);
+        const int64_t label = labelled ? its_labels[d][i] : next;
+        check(ids[i]);
+        if (label != -100) check(label);
         row.tokens.push_back(ids[i]);
         row.positions.push_back(static_cast<int64_t>(i));
         row.labels.push_back(label);

@@ -15,20 +15,17 @@ struct Row {
   int64_t trained_tokens() const { return std::ssize(labels) - std::ranges::count(labels, -100); }
 };
 
-// concat: documents joined and cut every sequence_length tokens; the token after a row's last is
-// its last label; a row may hold the end of an epoch and the beginning of the next.
-// best_fit (needs document_mask): whole rows are cut off long documents; what is left of each goes,
-// longest first, into the row with the least room that holds it (best-fit decreasing; Ding et al.
-// 2024, arXiv 2404.10830). Padding is token 0, untrained, in no balance loss, a document of its
-// own.
+// concat: documents joined and cut every sequence_length tokens; a row may hold the end of an epoch
+// and the beginning of the next. best_fit (needs document_mask): whole rows are cut off long
+// documents; what is left of each goes, longest first, into the row with the least room that holds
+// it (best-fit decreasing; Ding et al. 2024, arXiv 2404.10830), then untrained padding with 0.
 enum class Packing { concat, best_fit };
 
 // The endless stream of one corpus: epoch after epoch, with `shuffle` each with its documents and
-// its rows in an order of its own, by (seed, epoch). Every token is an input exactly once an epoch.
-// Row i depends on the arguments and i alone: the cursor is the number of rows consumed. With
-// document_mask labels never cross a document border (-100 there), and a document that goes on in
-// another row starts there again from position 0; without it a row is one document.
-// Memory: 8 bytes a document (best_fit) or 16 (concat), for two epochs.
+// its rows in an order of its own. Every token is an input exactly once an epoch. Row i depends on
+// the arguments and i alone. With document_mask labels never cross a document border (-100 there),
+// and a document that goes on in another row starts there again from position 0; without it a row
+// is one document. Memory: 8 bytes a document (best_fit) or 16 (concat), for two epochs.
 class RowStream {
  public:
   RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask, bool shuffle,
@@ -48,10 +45,9 @@ void check_same_tokenizer(const std::vector<Corpus>& corpora);
 
 // Several streams mixed by weight. Row i comes from a source that depends on i alone, and over any
 // prefix of rows each source's count is within one of its share. Weights become integers (0.7 and
-// 0.3: 7 and 3) whose sum, the period, is about 2^20 at most. A period is scheduled once: job j of
-// a source of share w may run in slots floor(j / w) to ceil((j + 1) / w) - 1, and the earliest
-// deadline goes first (Tijdeman 1980, "The chairman assignment problem"; Baruah et al. 1996,
-// "Proportionate progress").
+// 0.3: 7 and 3) whose sum, the period, is about 2^20 at most. Row j of a source of share w may take
+// slots floor(j / w) to ceil((j + 1) / w) - 1, and the earliest deadline goes first (Tijdeman 1980,
+// "The chairman assignment problem").
 class Blend {
  public:
   struct Place {
@@ -83,8 +79,7 @@ class Blend {
 // Without labels each token's is the next of its document, the last one's -100.
 std::vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size);
 
-// Vectors as tensors on the CPU, and these on a device: through pinned memory, so that the copy
-// waits for nothing.
+// Vectors as tensors on the CPU, and these on a device: the copy waits for nothing.
 Tensor tensor_of(const std::vector<int64_t>& values, at::ScalarType dtype = at::kLong);
 Tensor upload(const Tensor& host, at::Device device);
 
@@ -99,15 +94,14 @@ std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t glo
 
 // The share of member `rank` of `size` ranks of `whole`, which lies on the CPU, uploaded to
 // `device`. Each row is cut into 2 size equal chunks, of which it keeps number rank and number
-// 2 size - 1 - rank, in this order, row after row: causal work is equal for a document that fills
-// its row. Throws where a row is not a multiple of 2 size tokens. Tokens, labels, positions, row_id
-// and trained_tokens are then local, `ring` is filled, the rest is that of the unsplit rows.
-// `window`: of the model's layers that have one (0: none), for `halo`.
+// 2 size - 1 - rank, row after row; throws where they are not equal. Tokens, labels, positions,
+// row_id and trained_tokens are then local, `ring` is filled, `halo` too for layers with this
+// window, the rest is that of the unsplit rows.
 MicroBatch split_context(
     const MicroBatch& whole, int64_t rank, int64_t size, at::Device device, int64_t window = 0);
 
-// Pairs of query and key that each of `size` ranks computes in an attention layer. Short documents
-// fall to ranks unevenly; the largest over the mean is how much longer the layer takes.
+// Pairs of query and key that each of `size` ranks computes in an attention layer: unequal where
+// documents are short.
 std::vector<int64_t> context_work(const MicroBatch& whole, int64_t size);
 
 }  // namespace pith

@@ -14,9 +14,9 @@ std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
   PITH_CHECK(whole.row_id.is_cpu() && whole.ring.empty(),
       "split_context takes an unsplit micro-batch on the CPU");
   const int32_t* row = whole.row_id.const_data_ptr<int32_t>();
-  std::vector<int64_t> borders(static_cast<size_t>(whole.num_rows) + 1, 0);
+  std::vector<int64_t> borders(index(whole.num_rows) + 1, 0);
   for (int64_t t = 0; t < whole.num_tokens(); ++t)
-    borders.at(static_cast<size_t>(row[t] < 0 ? ~row[t] : row[t]) + 1) = t + 1;
+    borders.at(index(row[t] < 0 ? ~row[t] : row[t]) + 1) = t + 1;
   for (size_t i = 0; i + 1 < borders.size(); ++i) {
     if ((borders[i + 1] - borders[i]) % (2 * size) == 0) continue;
     PITH_FAIL_HINT(fmt::format("choose a sequence length that is a multiple of {}", 2 * size),
@@ -93,10 +93,10 @@ std::vector<int64_t> tokens_of(const std::vector<int64_t>& rows, int64_t rank, i
 }
 
 Gather gather_of(const std::vector<int64_t>& from, int64_t rows, at::Device device) {
-  std::vector<std::vector<int64_t>> places(static_cast<size_t>(rows));
+  std::vector<std::vector<int64_t>> places(index(rows));
   size_t most = 1;
   for (size_t i = 0; i < from.size(); ++i) {
-    auto& its = places.at(static_cast<size_t>(from[i]));
+    auto& its = places.at(index(from[i]));
     its.push_back(static_cast<int64_t>(i));
     most = std::max(most, its.size());
   }
@@ -111,14 +111,14 @@ Gather gather_of(const std::vector<int64_t>& from, int64_t rows, at::Device devi
 
 Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank, int64_t size,
     int64_t window, at::Device device) {
-  std::vector<std::pair<int64_t, int64_t>> homes(static_cast<size_t>(rows.back()));
-  const auto home = [&](int64_t position) -> auto& { return homes[static_cast<size_t>(position)]; };
+  std::vector<std::pair<int64_t, int64_t>> homes(index(rows.back()));
+  const auto home = [&](int64_t position) -> auto& { return homes[index(position)]; };
   for (int64_t member = 0; member < size; ++member) {  // rank and token of each position
     int64_t token = 0;
     for (const int64_t position : tokens_of(rows, member, size)) home(position) = {member, token++};
   }
   const int32_t* in_document = whole.positions.const_data_ptr<int32_t>();
-  const auto ranks = static_cast<size_t>(size);
+  const auto ranks = index(size);
   std::vector<int64_t> sent, send(ranks), received(ranks), next(ranks);
   Side queries, keys;  // of this rank, in the unsplit rows
   for (int64_t member = 0; member < size; ++member) {
@@ -129,13 +129,12 @@ Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t 
       const Range reached{first, its[end - 1] + 1};
       if (member == rank) queries.add({its[i], reached.end}), keys.add(reached);
       for (int64_t key = first; key < reached.end; ++key)
-        if (home(key).first == rank)
-          sent.push_back(home(key).second), ++send[static_cast<size_t>(member)];
+        if (home(key).first == rank) sent.push_back(home(key).second), ++send[index(member)];
     }
   }
-  for (const int64_t key : keys.index) ++received[static_cast<size_t>(home(key).first)];
+  for (const int64_t key : keys.index) ++received[index(home(key).first)];
   std::exclusive_scan(received.begin(), received.end(), next.begin(), int64_t{0});
-  for (int64_t& key : keys.index) key = next[static_cast<size_t>(home(key).first)]++;
+  for (int64_t& key : keys.index) key = next[index(home(key).first)]++;
   return {window, gather_of(sent, rows.back() / size, device), send, received,
       gather_of(keys.index, std::ssize(keys.index), device), span_between(queries, keys, device)};
 }
@@ -147,13 +146,10 @@ MicroBatch split_context(
   const auto rows = row_borders(whole, size);
   const Tensor kept = tensor_of(tokens_of(rows, rank, size));
   MicroBatch part = whole;
+  part.trained_tokens = whole.labels.index_select(0, kept).ne(-100).sum().item<int64_t>();
   for (Tensor* tensor : {&part.tokens, &part.labels, &part.positions, &part.row_id})
-    *tensor = tensor->index_select(0, kept);
-  part.trained_tokens = part.labels.ne(-100).sum().item<int64_t>();
-  part.cu_seqlens = whole.cu_seqlens_host;
-  for (Tensor* tensor :
-      {&part.tokens, &part.labels, &part.positions, &part.row_id, &part.cu_seqlens})
-    *tensor = upload(*tensor, device);
+    *tensor = upload(tensor->index_select(0, kept), device);
+  part.cu_seqlens = upload(whole.cu_seqlens_host, device);
   for (int64_t i = 0; size > 1 && i < size; ++i) {
     Side queries, keys;
     for_each_piece(whole, rows, rank, (rank + size - i) % size, size,
@@ -167,12 +163,12 @@ MicroBatch split_context(
 
 std::vector<int64_t> context_work(const MicroBatch& whole, int64_t size) {
   const auto rows = row_borders(whole, size);
-  std::vector<int64_t> work(static_cast<size_t>(size), 0);
+  std::vector<int64_t> work(index(size), 0);
   for (int64_t rank = 0; rank < size; ++rank)
     for (int64_t peer = 0; peer < size; ++peer)
       for_each_piece(whole, rows, rank, peer, size, [&](const Range& q, const Range& k) {
         const int64_t causal = q.size() * (q.size() + 1) / 2;
-        work[static_cast<size_t>(rank)] += peer == rank ? causal : q.size() * k.size();
+        work[index(rank)] += peer == rank ? causal : q.size() * k.size();
       });
   return work;
 }

@@ -177,9 +177,8 @@ Corpus::Corpus(const std::string& prefix) : prefix_(prefix), begins_{0} {
 }
 
 std::string Corpus::fingerprint() const {
-  std::string facts = shards_[0].facts;
-  for (size_t i = 1; i < shards_.size(); ++i) facts += " " + shards_[i].facts;
-  return xxh3(facts);
+  const auto facts = shards_ | std::views::transform(&Shard::facts);
+  return xxh3(fmt::format("{}", fmt::join(facts, " ")));
 }
 
 const Corpus::Shard& Corpus::locate(int64_t& document) const {

@@ -22,8 +22,7 @@ CorpusIndex parse_corpus_index(
 
 // PREFIX.idx and PREFIX.bin, the ids. A side file PREFIX.json names tokenizer hash, vocabulary,
 // counts and checksums; corpora without one (of other programs) are read as well. Opening checks
-// everything but the ids themselves. PREFIX may also name shards, PREFIX-00000-of-0000N.* and so
-// on: each a corpus, joined in order.
+// all but the ids. PREFIX may also name shards, PREFIX-00000-of-0000N.*, joined in order.
 class Corpus {
  public:
   explicit Corpus(const std::string& prefix);
@@ -64,8 +63,7 @@ class Corpus {
 // The prefixes of the files that PREFIX names: itself or its shards; none where there is nothing.
 std::vector<std::string> corpus_shards(const std::string& prefix);
 
-// The problems of a corpus: checksums, borders, ids outside the vocabulary; of PREFIX.bin by the
-// documents of the damaged block.
+// The problems of a corpus: checksums, borders, ids outside the vocabulary.
 std::vector<std::string> verify_corpus(const std::string& prefix);
 
 // What a CorpusWriter has written: shards that are full, then documents and tokens of the last one.
@@ -73,9 +71,8 @@ struct CorpusProgress {
   int64_t shard = 0, documents = 0, tokens = 0;
 };
 
-// Appends documents; writes to temporary names and renames in finish(), so a killed build leaves
-// nothing that looks whole. Ids are checked, and uint16 for a vocabulary up to 65,536, else int32.
-// Memory does not grow with the corpus.
+// Appends documents; writes to temporary names and renames in finish(). Ids are checked, and uint16
+// for a vocabulary up to 65,536, else int32. Memory does not grow with the corpus.
 class CorpusWriter {
  public:
   // With shard_tokens > 0 a shard ends before the document that would make it longer. `resume` goes

@@ -93,7 +93,7 @@ void ExpertExchange::dispatch(const Tensor& rows, const Tensor& weight) {
   const Tensor row = by_rank_.row_of_slot;
   send(weight.index_select(0, row));
   // Each copy carries the ids of its rank's experts, counted from that rank's first.
-  const Tensor slot = at::arange(by_rank_.num_slots, by_rank_.offsets.options());
+  const Tensor slot = at::arange(by_rank_.num_slots(), by_rank_.offsets.options());
   const Tensor rank = at::searchsorted(by_rank_.offsets, slot, /*out_int32=*/false, /*right=*/true);
   const Tensor local = topk_idx_.index_select(0, row) - rank.unsqueeze(1) * local_experts_;
   send(at::where((local >= 0).logical_and_(local < local_experts_), local, -1));

@@ -8,8 +8,7 @@
 namespace pith {
 
 // The travels of one micro-batch's rows in one layer: T rows of this rank go out as S copies, R
-// rows arrive. Each step starts a transfer that the next one waits for, so that the caller can
-// compute in between. In a group of one nothing is copied.
+// rows arrive. Each step starts a transfer that the next one waits for.
 //   forward    ExpertExchange, dispatch, arrive, combine, combined
 //   backward   combine_backward, combined_grad, dispatch_backward, dispatched_grad
 class ExpertExchange {

@@ -107,9 +107,8 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
 }
 
 std::vector<std::string> HfFolder::names() const {
-  std::vector<std::string> result;
-  for (const auto& [name, file] : file_of_) result.push_back(name);
-  return result;
+  const auto names = std::views::keys(file_of_);
+  return {names.begin(), names.end()};
 }
 
 Tensor HfFolder::tensor(const std::string& name) const {

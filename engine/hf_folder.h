@@ -51,8 +51,8 @@ void import_tensor(const HfFolder& folder, const ImportTarget& to);
 
 // The steps of writing a folder, by several writers perhaps: each writes its tensors, in order,
 // into files of at most file_bytes or one tensor; then one of them names all files so written, in
-// their order in `files`, model-0000i-of-0000n.safetensors and writes the index (total_size,
-// weight_map). `inside`: "ema/", where files are named as of the folder above.
+// their order in `files`, model-0000i-of-0000n.safetensors and writes the index. `inside`: "ema/",
+// where files are named as of the folder above.
 std::vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
     const std::vector<NamedTensor>& weights, uint64_t file_bytes = 5'000'000'000);
 WrittenFile write_weight_index(

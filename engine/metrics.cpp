@@ -36,7 +36,7 @@ Json expert_load(const Tensor& counts, bool all) {
   };
   const Tensor share = counts / counts.sum(1, /*keepdim=*/true).clamp_min(1);
   load["max_over_mean"] = list(share.amax(1) * counts.size(1));
-  const double even = std::log(static_cast<double>(std::max<int64_t>(2, counts.size(1))));
+  const double even = std::log(real(std::max<int64_t>(2, counts.size(1))));
   load["entropy"] = list(at::xlogy(share, share).sum(1) / -even);
   load["dead"] = list(counts.eq(0).sum(1));
   for (int64_t layer = 0; all && layer < counts.size(0); ++layer)

@@ -33,14 +33,12 @@ struct StepMetrics {
 // metrics.jsonl holds one JSON object a line, flushed at once: of a step the fields of StepMetrics,
 // "time" (Unix seconds), "tokens_per_second" and the extra values; "expert_load" has, a MoE layer
 // each, the largest load over the mean, the entropy of the loads over that of even ones, the
-// experts without tokens and at times all experts' tokens; "mfu" is null where the peak is not
-// known. NaN and infinities, which JSON lacks, are null and stand in "nonfinite": {"loss": "nan"}.
-// An event has "event", "time", "after_step" and "text".
+// experts without tokens and at times all experts' tokens. NaN and infinities, which JSON lacks,
+// are null and stand in "nonfinite": {"loss": "nan"}.
 class MetricsLog {
  public:
-  // Appends to run_folder/metrics.jsonl and, for TensorBoard, makes
-  // run_folder/tensorboard/events.out.tfevents.SECONDS.PID. An older metrics.jsonl is cut off
-  // before the first step after `resumed_step` (of a run that was killed) or a half-written line.
+  // Appends to run_folder/metrics.jsonl, cut off before the first step after `resumed_step` (of a
+  // run that was killed) or a half-written line; for TensorBoard makes a new event file.
   MetricsLog(const fs::path& run_folder, int64_t resumed_step, bool tensorboard);
   void write(const StepMetrics& metrics);  // to all sinks, and the progress line to stdout
   // A line in metrics.jsonl and on stdout (resume, save, validation, stop).
@@ -70,8 +68,8 @@ std::string human(double value);
 std::string human_time(double seconds);
 
 // Records of an event file: TFRecord frames (length u64, its masked CRC u32, bytes, their masked
-// CRC u32; little endian), each holding an Event (tensorflow/core/util/event.proto). The start of a
-// file makes readers drop what older files of the folder hold of steps after `resumed_step`.
+// CRC u32), each holding an Event (tensorflow/core/util/event.proto). The start of a file makes
+// readers drop what older files of the folder hold of steps after `resumed_step`.
 std::string tensorboard_start(int64_t resumed_step);
 std::string tensorboard_scalars(int64_t step, const Scalars& values);
 // CRC-32C (Castagnoli polynomial, RFC 3720 appendix B.4), and the form that TFRecord files store.

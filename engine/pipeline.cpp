@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "engine/expert_parallel.h"
+#include "engine/metrics.h"
 #include "models/deepseek_v2.h"
 #include "models/gpt_oss.h"
 #include "models/qwen3_5_moe.h"
@@ -51,6 +52,7 @@ struct LayerRun {
   Tensor shared;                    // output of shared()
   Tensor output;                    // (T, H)
   bool again = false;               // recomputed in the backward pass
+  RoutingTape routes;               // with these routes
 };
 
 // One chunk of one micro-batch in flight.
@@ -71,20 +73,26 @@ struct Run {
 // Layers of a rank's two chunks.
 std::array<std::vector<int64_t>, 2> layers_of_rank(
     const std::vector<int64_t>& chunks, int64_t ranks, int64_t rank) {
-  PITH_CHECK(chunks.size() == static_cast<size_t>(2 * ranks),
+  PITH_CHECK(std::ssize(chunks) == 2 * ranks,
       "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks, chunks.size());
-  std::array<std::vector<int64_t>, 2> layers;
-  int64_t layer = 0;
-  for (int64_t chunk = 0; chunk < 2 * ranks; ++chunk) {
-    for (int64_t i = 0; i < chunks[static_cast<size_t>(chunk)]; ++i, ++layer) {
-      if (chunk == rank) layers[0].push_back(layer);
-      if (chunk == 2 * ranks - 1 - rank) layers[1].push_back(layer);
-    }
-  }
-  return layers;
+  const auto layers = [&](int64_t chunk) {
+    std::vector<int64_t> result(index(chunks[index(chunk)]));
+    const auto first = std::reduce(chunks.begin(), chunks.begin() + chunk);
+    std::iota(result.begin(), result.end(), first);
+    return result;
+  };
+  return {layers(rank), layers(2 * ranks - 1 - rank)};
 }
 
 // --- transfers of hidden states and their gradients between neighbouring stages ---
+
+// In a group of two: `in` arrives from the other member, `out` goes there.
+Work transfer(const Comm& pair, Tensor& in, const Tensor& out) {
+  std::vector<int64_t> received(2), sent(2);
+  received[index(1 - pair.rank())] = in.size(0);
+  sent[index(1 - pair.rank())] = out.size(0);
+  return pair.all_to_all_async(in, out, received, sent);
+}
 
 // One-way flows join a stage with the next one: hidden states and gradients of chunk 0 (which runs
 // down the stages) and of chunk 1 (which runs up), and of a shared head, each a group of its own
@@ -100,11 +108,12 @@ struct StageLink {
   // that computes meanwhile loses more by that than the transfer takes.
   Tensor receive(int64_t tokens) {
     Tensor tensor = at::empty({tokens, hidden_size}, options);
-    from->exchange_async({{1 - from->rank(), tensor, false}}).wait();
+    transfer(*from, tensor, tensor.narrow(0, 0, 0)).wait();
     return tensor;
   }
   void send(const Tensor& tensor) {
-    sent.push_back(to->exchange_async({{1 - to->rank(), tensor.contiguous(), true}}));
+    Tensor nothing = tensor.narrow(0, 0, 0);
+    sent.push_back(transfer(*to, nothing, tensor.contiguous()));
     if (sent.size() > ahead) wait_for_oldest();
   }
   void finish() {
@@ -120,23 +129,20 @@ struct StageLink {
 // [2 * chunk + (1 for gradients)], the head as a third chunk where the first two stages share it.
 std::deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, at::ScalarType dtype) {
   const auto options = at::TensorOptions(mesh.device);
-  const bool first = mesh.place.pp == 0, last = mesh.place.pp + 1 == mesh.pipeline.size();
+  const bool first = mesh.place.pp == 0, last = mesh.place.pp + 1 == mesh.shape.pp;
   std::deque<StageLink> links;
   for (size_t i = 0; i < (mesh.shape.head_share > 0 ? 6U : 4U); ++i) {
     // Groups connect at their first message, which waits for the other side: here, not behind one.
     for (const Comm& group : {mesh.previous[i], mesh.next[i]}) {
       if (group.size() == 1) continue;
-      const Tensor out = at::zeros({1}, options.dtype(at::kFloat)), in = at::empty_like(out);
-      const int64_t peer = 1 - group.rank();
-      group.exchange_async({{peer, out, true}, {peer, in, false}}).wait();
+      Tensor in = at::empty({1}, options.dtype(at::kFloat));
+      transfer(group, in, at::zeros_like(in)).wait();
     }
-    const Comm *before = first ? nullptr : &mesh.previous[i],
-               *after = last ? nullptr : &mesh.next[i];
+    const Comm *from = first ? nullptr : &mesh.previous[i], *to = last ? nullptr : &mesh.next[i];
+    const bool down = i == 0 || i == 3 || i == 4;
+    if (!down) std::swap(from, to);
     // A stage is at most 2 P + 1 micro-batches ahead of its neighbour: older messages have arrived.
-    links.push_back({before, after, options.dtype(dtype), hidden_size,
-        static_cast<size_t>(2 * mesh.pipeline.size() + 1)});
-    const bool down = i == 0 || i == 3 || i == 4;  // the others run up
-    if (!down) std::swap(links.back().from, links.back().to);
+    links.push_back({from, to, options.dtype(dtype), hidden_size, index(2 * mesh.shape.pp + 1)});
   }
   return links;
 }
@@ -180,46 +186,44 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     if (observer_ && tensor.defined())
       observer_(fmt::format("model.layers.{}.{}", layer, stage), tensor.detach());
   }
-  LayerContext context(const Run& run, int64_t layer) const {
-    LayerCache* cache = run.caches.empty() ? nullptr : &run.caches[static_cast<size_t>(layer)];
-    return {*run.batch, mesh_, rotary_, router_, layer, cache, run.tape};
+  LayerContext context(const Run& run, LayerRun& layer) const {
+    LayerCache* cache = run.caches.empty() ? nullptr : &run.caches[index(layer.layer)];
+    return {*run.batch, mesh_, rotary_, router_, layer.layer, cache,
+        layer.again ? &layer.routes : run.tape};
   }
   const UnitShards& shards_of(int64_t layer) { return shards_.layers[layer]; }
   bool grad_of(const LayerRun& layer) const {  // does its forward keep what its backward needs?
     return c10::GradMode::is_enabled() && (!recompute_ || layer.again);
   }
-  Run& run_of(int chunk, int64_t microbatch) {
-    return runs_[static_cast<size_t>(chunk)][static_cast<size_t>(microbatch)];
-  }
-  const std::vector<int64_t>& layers_of(const Run& run) const {
-    return layers_[static_cast<size_t>(run.chunk)];
-  }
+  Run& run_of(int chunk, int64_t microbatch) { return runs_[index(chunk)][index(microbatch)]; }
+  const std::vector<int64_t>& layers_of(const Run& run) const { return layers_[index(run.chunk)]; }
   StageLink& hidden_link(const Run& run) { return links_[run.chunk == 0 ? 0 : 2]; }
   StageLink& gradient_link(const Run& run) { return links_[run.chunk == 0 ? 1 : 3]; }
   // Tokens of a micro-batch, its last ones, whose head the second stage computes in training.
   int64_t shared_tokens(const MicroBatch& batch) const {
     if (!c10::GradMode::is_enabled()) return 0;
-    return std::llround(mesh_.shape.head_share * static_cast<double>(batch.num_tokens()));
+    return std::llround(mesh_.shape.head_share * real(batch.num_tokens()));
   }
 
   // --- the five stages of a layer ---
 
-  LayerRun& attend(Run& run, int64_t index, const Tensor& hidden) {
+  LayerRun& attend(Run& run, int64_t number, const Tensor& hidden) {
+    const StageRange range("attend", number);
     LayerRun& layer = run.layers.emplace_back();
-    layer.layer = index;
+    layer.layer = number;
     layer.hidden = leaf(hidden);
-    shards_of(index).before_forward();
-    if (index != layers_of(run).back()) shards_of(index + 1).prefetch();
-    attend_stage(context(run, index), layer);
-    report(index, "attend.rows", layer.attended.rows);
-    report(index, "attend.residual", layer.attended.residual);
+    shards_of(number).before_forward();
+    if (number != layers_of(run).back()) shards_of(number + 1).prefetch();
+    attend_stage(run, layer);
+    report(number, "attend.rows", layer.attended.rows);
+    report(number, "attend.residual", layer.attended.residual);
     if (layer.attended.topk_idx.defined() && run.microbatch == 0) ++result_.num_moe_layers;
     return layer;
   }
 
-  void attend_stage(const LayerContext& context, LayerRun& layer) {
+  void attend_stage(const Run& run, LayerRun& layer) {
     const c10::AutoGradMode keeps(grad_of(layer));
-    layer.attended = model_.layer(layer.layer).attend(context, layer.hidden);
+    layer.attended = model_.layer(layer.layer).attend(context(run, layer), layer.hidden);
     layer.joined = layer.attended;
     layer.joined.residual = leaf(layer.attended.residual);
     layer.joined.rows = layer.shared_rows = leaf(layer.attended.rows);
@@ -228,29 +232,31 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
           ExpertExchange(mesh_.expert, layer.attended.topk_idx, model_.config().num_experts);
   }
 
-  void dispatch(Run& run, LayerRun& layer) {
+  void dispatch(const Run& run, LayerRun& layer) {
+    const StageRange range("dispatch", layer.layer);
     const c10::AutoGradMode keeps(grad_of(layer));
     if (layer.attended.topk_idx.defined())
       layer.exchange.dispatch(layer.attended.rows.detach(), layer.attended.topk_weight.detach());
-    layer.shared = model_.layer(layer.layer).shared(context(run, layer.layer), layer.joined);
+    layer.shared = model_.layer(layer.layer).shared(context(run, layer), layer.joined);
     report(layer.layer, "shared", layer.shared);
     layer.shared_leaf = leaf(layer.shared);
   }
 
-  void experts(Run& run, LayerRun& layer) {
+  void experts(const Run& run, LayerRun& layer) {
+    const StageRange range("experts", layer.layer);
     if (!layer.attended.topk_idx.defined()) return;
     const c10::AutoGradMode keeps(grad_of(layer));
     auto& [rows, weight, plan] = layer.arrived = layer.exchange.arrive();
     rows = leaf(rows);
     weight = leaf(weight);
-    layer.expert_out =
-        model_.layer(layer.layer).experts(context(run, layer.layer), rows, weight, plan);
+    layer.expert_out = model_.layer(layer.layer).experts(context(run, layer), rows, weight, plan);
     report(layer.layer, "experts", layer.expert_out);
     if (!layer.again) layer.exchange.combine(layer.expert_out);
   }
 
   Tensor aggregate(Run& run, LayerRun& layer) {
-    aggregate_stage(context(run, layer.layer), layer);
+    const StageRange range("aggregate", layer.layer);
+    aggregate_stage(run, layer);
     report(layer.layer, "output", layer.output);
     shards_of(layer.layer).after_forward();
     Tensor output = layer.output;
@@ -266,25 +272,25 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     return output;
   }
 
-  void aggregate_stage(const LayerContext& context, LayerRun& layer) {
+  void aggregate_stage(const Run& run, LayerRun& layer) {
     const c10::AutoGradMode keeps(grad_of(layer));
-    if (layer.attended.balance) balance(context.batch, layer);
+    if (layer.attended.balance) balance(*run.batch, layer);
     // Its gradients don't depend on its values, so what came back need not travel again.
     if (layer.attended.topk_idx.defined())
       layer.returned = leaf(layer.again ? layer.attended.residual : layer.exchange.combined());
-    layer.output = model_.layer(layer.layer)
-                       .aggregate(context, layer.returned, layer.joined, layer.shared_leaf);
+    layer.output =
+        model_.layer(layer.layer)
+            .aggregate(context(run, layer), layer.returned, layer.joined, layer.shared_leaf);
   }
 
   // The router's own losses.
   void balance(const MicroBatch& batch, LayerRun& layer) {
     const auto [loss, counts] = std::exchange(layer.attended.balance, {})();
     const Tensor& z = layer.attended.z_sum;
-    const double rows = static_cast<double>(batch.global_rows);
-    if (router_.balance_loss > 0) layer.aux = loss * (router_.balance_loss / rows);
+    if (router_.balance_loss > 0)
+      layer.aux = loss * (router_.balance_loss / real(batch.global_rows));
     if (z.defined())
-      accumulate(
-          layer.aux, z * (router_.z_loss / static_cast<double>(batch.global_trained_tokens)));
+      accumulate(layer.aux, z * (router_.z_loss / real(batch.global_trained_tokens)));
     if (layer.again) return;
     accumulate(result_.balance_sum, loss.detach());
     if (z.defined()) accumulate(result_.z_sum, z.detach());
@@ -295,21 +301,18 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   }
 
   // The forward pass again for its graphs: by the same routes, counted and recorded no second time.
-  void recompute(Run& run, LayerRun& layer) {
-    RoutingTape routes;
-    routes.replay = true;
-    routes.topk_idx.resize(static_cast<size_t>(layer.layer) + 1);
-    routes.topk_idx.back() = layer.attended.topk_idx;
-    LayerContext same = context(run, layer.layer);
-    same.tape = &routes;
-    layer.again = true;
-    attend_stage(same, layer);
+  void recompute(const Run& run, LayerRun& layer) {
+    layer.again = layer.routes.replay = true;
+    layer.routes.topk_idx.resize(index(layer.layer) + 1);
+    layer.routes.topk_idx.back() = layer.attended.topk_idx;
+    attend_stage(run, layer);
     dispatch(run, layer);
     experts(run, layer);
-    aggregate_stage(same, layer);
+    aggregate_stage(run, layer);
   }
 
   void aggregate_backward(Run& run, LayerRun& layer, const Tensor& grad) {
+    const StageRange range("aggregate backward", layer.layer);
     shards_of(layer.layer).before_backward();
     if (run.layers.size() > 1) shards_of(layer.layer - 1).prefetch();
     if (recompute_) recompute(run, layer);
@@ -319,6 +322,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   }
 
   static void experts_backward(LayerRun& layer) {
+    const StageRange range("experts backward", layer.layer);
     if (!layer.returned.defined()) return;
     backward_stage(layer.expert_out, layer.exchange.combined_grad());
     auto& [rows, weight, plan] = layer.arrived;
@@ -326,6 +330,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   }
 
   Tensor attend_backward(LayerRun& layer) {
+    const StageRange range("attend backward", layer.layer);
     // An undefined gradient counts as 1 (scalar roots); a root nobody needed is left out.
     std::vector<Tensor> roots{layer.attended.residual}, grads{take_grad(layer.joined.residual)};
     const auto root = [&](const Tensor& tensor, const Tensor& grad) {
@@ -386,7 +391,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     grad ? shards_.head.after_backward() : shards_.head.after_forward();
     run.loss = value.loss;
     accumulate(result_.loss_sum, value.loss_sum);
-    result_.per_token[static_cast<size_t>(run.microbatch)] = value.per_token;
+    result_.per_token[index(run.microbatch)] = value.per_token;
   }
   Tensor head_backward(Run& run) {
     shards_.head.before_backward();
@@ -475,14 +480,14 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     result_ = {};
     if (mesh_.place.pp <= 1) result_.per_token.resize(batches.size());
     for (const int chunk : {0, 1}) {
-      auto& runs = runs_[static_cast<size_t>(chunk)];
+      auto& runs = runs_[index(chunk)];
       runs.clear();
       for (size_t i = 0; i < batches.size(); ++i)
         runs.push_back({&batches[i], caches, tapes.empty() ? nullptr : &tapes[i], chunk,
             static_cast<int64_t>(i)});
     }
     for (RoutingTape& tape : tapes) {
-      const auto layers = static_cast<size_t>(model_.config().num_layers);
+      const auto layers = index(model_.config().num_layers);
       if (!tape.replay) tape.topk_idx.assign(layers, {}), tape.topk_weight.assign(layers, {});
     }
     for (const Action& action : schedule) {
@@ -527,7 +532,7 @@ template <DecoderModel Model> Pipeline<Model>::Pipeline(Model& model, const Mesh
   const bool resharded = shards && !shards->layers.empty() &&
       shards->layers.begin()->second.groups.front()->mode() == ShardMode::reshard;
   impl_.reset(new Impl{model, mesh, model.rotary(positions, mesh.device), router,
-      layers_of_rank(chunks, mesh.pipeline.size(), mesh.place.pp),
+      layers_of_rank(chunks, mesh.shape.pp, mesh.place.pp),
       stage_links(mesh, config.hidden_size, dtype), shards ? *shards : ModelShards(), recompute,
       !resharded});
 }
@@ -544,9 +549,9 @@ template <DecoderModel Model> template <class Objective>
 BatchResult Pipeline<Model>::forward_backward(
     std::span<const MicroBatch> batches, const Objective& objective, std::span<RoutingTape> tapes) {
   const Mesh& mesh = impl_->mesh_;
-  const bool overlap = mesh.pipeline.size() > 1 || mesh.expert.size() > 1;
+  const bool overlap = mesh.shape.pp > 1 || mesh.expert.size() > 1;
   const auto schedule = make_schedule(
-      mesh.pipeline.size(), mesh.place.pp, std::ssize(batches), overlap, mesh.shape.head_share > 0);
+      mesh.shape.pp, mesh.place.pp, std::ssize(batches), overlap, mesh.shape.head_share > 0);
   return impl_->execute(schedule, batches, objective, {}, tapes);
 }
 

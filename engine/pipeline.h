@@ -26,14 +26,12 @@ using StageObserver = std::function<void(const std::string& name, const Tensor& 
 // parallelism all are in the first, since there is nothing to overlap with.
 template <class Config> std::vector<int64_t> default_chunks(
     const Config& config, const MeshShape& shape, int64_t sequence_length) {
-  const auto layers = static_cast<int64_t>(config.num_layers);
+  const int64_t layers = config.num_layers;
   if (shape.pp == 1 && shape.ep == 1) return {layers, 0};
-  const double head = 6.0 * static_cast<double>(config.vocab_size * config.hidden_size);
-  const double all = config.size(sequence_length).flops_per_token;
-  const double layer = (all - head) / static_cast<double>(layers);
+  const double head = 6.0 * real(config.vocab_size * config.hidden_size);
+  const double layer = (config.size(sequence_length).flops_per_token - head) / real(layers);
   constexpr double kHeadSpeed = 1.25;  // of its large products over a layer's, measured on H200
-  return balance_chunks(shape.pp, std::vector<double>(static_cast<size_t>(layers), 1.0),
-      {3 * head / layer / kHeadSpeed, shape.head_share});
+  return balance_chunks(shape.pp, layers, {3 * head / layer / kHeadSpeed, shape.head_share});
 }
 // What the process at `place` holds of a model cut so. A tied head is not shared by two stages.
 ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,

@@ -221,22 +221,16 @@ std::string draw_svg(const Simulation& simulation) {
   return svg + "</svg>\n";
 }
 
-std::vector<int64_t> balance_chunks(
-    int64_t ranks, const std::vector<double>& layer_cost, HeadCosts head) {
+std::vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts head) {
   const auto chunks = index(2 * ranks);
   // The step of a long run takes as long as the slowest pair of the main phase and the bubble.
   const auto step = [&](const std::vector<int64_t>& counts) {
     std::vector<StageCosts> costs;
-    auto layer = layer_cost.begin();
-    for (const int64_t count : counts) {
-      const double sum = std::accumulate(layer, layer + count, 0.0);
-      costs.push_back({sum, sum, sum, 0});
-      layer += count;
-    }
+    for (const int64_t count : counts) costs.push_back({real(count), real(count), real(count)});
     return simulate(ranks, 4 * ranks, ranks > 1, costs, head);
   };
   std::vector<int64_t> best(chunks, 0);
-  for (size_t layer = 0; layer < layer_cost.size(); ++layer) ++best[layer % chunks];
+  for (size_t layer = 0; layer < index(layers); ++layer) ++best[layer % chunks];
   Simulation now = step(best);
   for (bool improved = true; improved;) {  // moves single layers off the busiest rank
     improved = false;

@@ -50,17 +50,14 @@ struct Simulation {
   std::vector<int64_t> peak_activations;         // chunks kept at once by rank
 };
 // costs[chunk of the whole model], 2 * ranks of them. Throws when the schedules wait for each
-// other. The bubble with equal costs is (ranks - 1) (F&B + B - 3 W), B the whole backward, F&B a
-// forward against a backward.
+// other. The bubble with equal costs is (ranks - 1) (F&B + B - 3 W).
 Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs,
     HeadCosts head = {});
 
 std::string draw_svg(const Simulation& simulation);
 
-// Layers of each of 2 * ranks chunks such that the simulated step is shortest: layer_cost for each
-// layer's forward (input and weight gradients cost the same each). Chunk 0 and the last, which has
-// the head, are on rank 0. A chunk may be empty.
-std::vector<int64_t> balance_chunks(
-    int64_t ranks, const std::vector<double>& layer_cost, HeadCosts head);
+// Layers of each of 2 * ranks chunks such that the simulated step is shortest, where a layer's
+// forward, input and weight gradients take 1 each. A chunk may be empty.
+std::vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts head);
 
 }  // namespace pith

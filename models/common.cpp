@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "operators/grouped_linear.h"
+#include "operators/linear.h"
 #include "operators/swiglu.h"
 
 namespace pith {
@@ -17,15 +18,11 @@ const json& Fields::operator[](const char* key) const { return object_[key]; }
 
 int64_t Fields::count(const char* key, int64_t smallest) {
   if (!has(key)) return problem(key, "is missing"), smallest;
-  if (!object_[key].is_number_integer() || object_[key].is_number_float())
-    return problem(key, "must be an integer"), smallest;
-  const bool huge = object_[key].is_number_unsigned() && object_[key].get<uint64_t>() > (1u << 30);
-  const auto value = huge ? -1 : object_[key].get<int64_t>();
-  if (value < smallest || value > (1 << 30)) {
-    problem(key, fmt::format("must lie in [{}, 2^30]", smallest));
-    return smallest;
-  }
-  return value;
+  if (!object_[key].is_number_integer()) return problem(key, "must be an integer"), smallest;
+  const auto value = object_[key].get<int64_t>();  // negative where it is too large for the type
+  if (value >= smallest && value <= (1 << 30)) return value;
+  problem(key, fmt::format("must lie in [{}, 2^30]", smallest));
+  return smallest;
 }
 
 double Fields::number(const char* key, double fallback) {
@@ -47,8 +44,9 @@ void Fields::only(const char* key, const json& value) {
     problem(key, fmt::format("{} is not supported, only {}", object_[key].dump(), value.dump()));
 }
 
-RopeFields read_rope(Fields& fields, bool yarn) {
-  RopeFields rope{.theta = fields.number("rope_theta", 10000.0), .yarn = {}};
+RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn) {
+  RopeFields rope;
+  config.rope_theta = fields.number("rope_theta", 10000.0);
   rope.partial = fields.number("partial_rotary_factor", rope.partial);
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
     if (!fields.has(key)) continue;
@@ -57,7 +55,7 @@ RopeFields read_rope(Fields& fields, bool yarn) {
       continue;
     }
     Fields inner(fields[key], std::string(key) + ".");
-    rope.theta = inner.number("rope_theta", rope.theta);
+    config.rope_theta = inner.number("rope_theta", config.rope_theta);
     rope.partial = inner.number("partial_rotary_factor", rope.partial);
     bool stretched = false;
     for (const char* kind : {"rope_type", "type"}) {
@@ -69,15 +67,15 @@ RopeFields read_rope(Fields& fields, bool yarn) {
       const double factor = inner.number("factor", 0);
       if (!inner.has("factor")) inner.problem("factor", "is missing");
       const auto original = inner.count("original_max_position_embeddings");
-      rope.yarn = {.factor = factor,
-          .original_positions = static_cast<double>(original),
+      config.yarn = {.factor = factor,
+          .original_positions = real(original),
           .beta_fast = inner.number("beta_fast", 32),
           .beta_slow = inner.number("beta_slow", 1),
           .truncate = inner.flag("truncate", true)};
       const bool all_dim = inner.has("mscale_all_dim") && inner["mscale_all_dim"] != 0;
       const double all = all_dim ? yarn_mscale(factor, inner.number("mscale_all_dim", 1)) : 1;
       const double mscale = yarn_mscale(factor, inner.number("mscale", 1));
-      rope.yarn.magnitude = inner.number("attention_factor", mscale / all);
+      config.yarn.magnitude = inner.number("attention_factor", mscale / all);
       rope.softmax_factor = all * all;
     }
     fields.add_problems(inner);
@@ -89,7 +87,7 @@ std::vector<bool> layers_of_type(
     Fields& fields, int64_t num_layers, const char* type, int64_t interval) {
   const bool stated = fields.has("layer_types");
   const json types = stated ? fields["layer_types"] : json::array();
-  std::vector<bool> chosen(static_cast<size_t>(std::min<int64_t>(num_layers, 1 << 16)));
+  std::vector<bool> chosen(index(std::min<int64_t>(num_layers, 1 << 16)));
   if (stated && (!types.is_array() || types.size() < chosen.size()))
     return fields.problem("layer_types", "must list every layer"), chosen;
   for (size_t i = 0; i < chosen.size(); ++i) {
@@ -100,14 +98,16 @@ std::vector<bool> layers_of_type(
   return chosen;
 }
 
-json read_config(const std::filesystem::path& path) {
-  const auto file = std::filesystem::is_directory(path) ? path / "config.json" : path;
+std::shared_ptr<const json> read_config(const fs::path& path) {
+  const auto file = fs::is_directory(path) ? path / "config.json" : path;
   std::ifstream stream(file);
   PITH_CHECK(stream, "cannot read the model configuration {}", file.string());
-  json object = json::parse(stream, nullptr, false);
-  PITH_CHECK(!object.is_discarded(), "{} is not valid JSON", file.string());
+  auto object = std::make_shared<const json>(json::parse(stream, nullptr, false));
+  PITH_CHECK(!object->is_discarded(), "{} is not valid JSON", file.string());
   return object;
 }
+
+std::string text_of(const json& object) { return object.dump(); }
 
 // (rows, columns) from an array of arrays.
 static Tensor table_of(const json& object, const char* key, at::ScalarType dtype) {
@@ -121,14 +121,18 @@ static Tensor table_of(const json& object, const char* key, at::ScalarType dtype
   return rows.empty() ? Tensor() : at::stack(rows).to(dtype);
 }
 
-void read_common(Fields& fields, ModelConfig& config, const char* family, const char* width) {
+void read_common(Fields& fields, ModelConfig& config, const char* family, const char* num_experts,
+    const char* width) {
   fields.only("model_type", family);
   if (!fields.has("model_type")) fields.problem("model_type", "is missing");
   config.vocab_size = fields.count("vocab_size");
   config.hidden_size = fields.count("hidden_size");
   config.num_layers = fields.count("num_hidden_layers");
   config.num_heads = fields.count("num_attention_heads");
+  config.num_experts = fields.count(num_experts);
   config.experts_per_token = fields.count("num_experts_per_tok");
+  if (config.experts_per_token > config.num_experts)
+    fields.problem("num_experts_per_tok", "must not be larger than the number of experts");
   config.moe_intermediate_size = fields.count(width);
   config.tie_embeddings = fields.flag("tie_word_embeddings", false);
   config.rms_norm_eps = fields.number("rms_norm_eps", 1e-6);
@@ -140,6 +144,14 @@ void read_common(Fields& fields, ModelConfig& config, const char* family, const 
     } catch (const std::exception& error) {
       fields.problem("router_state", fmt::format("is no object of tables: {}", error.what()));
     }
+}
+
+void read_heads(Fields& fields, ModelConfig& config, int64_t num_kv_heads, int64_t head_dim) {
+  config.num_kv_heads = fields.count_or("num_key_value_heads", num_kv_heads);
+  config.rotary_dim = config.head_dim = fields.count_or("head_dim", head_dim);
+  if (config.num_heads % config.num_kv_heads != 0)
+    fields.problem("num_key_value_heads", "must divide num_attention_heads");
+  if (config.head_dim % 2 != 0) fields.problem("head_dim", "must be even (rotary embedding)");
 }
 
 std::string with_router_state(const std::string& config_json, const RouterState& state) {
@@ -188,10 +200,18 @@ json config_for_export(const std::string& source_json, const char* architecture,
   return object;
 }
 
-std::string layer_prefix(int64_t index) { return fmt::format("model.layers.{}.", index); }
+std::vector<Parameter*> existing(std::initializer_list<Parameter*> parameters) {
+  std::vector<Parameter*> all(parameters);
+  std::erase_if(all, [](const Parameter* parameter) { return parameter->shape.empty(); });
+  return all;
+}
 
 Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred) {
   return Parameter(name, {size}, ParameterGroup::norm, zero_centred ? Init::zeros : Init::ones);
+}
+
+Parameter matrix(const std::string& name, int64_t out, int64_t in, Init init) {
+  return Parameter(name, {out, in}, ParameterGroup::matrix, init);
 }
 
 Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden) {
@@ -202,39 +222,46 @@ Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size,
       ParameterGroup::matrix, Init::normal);
 }
 
-Parameter gate_up_weight(const std::string& prefix, int64_t width, int64_t hidden) {
-  return Parameter(prefix + "gate_up_proj.weight", {2 * width, hidden},
-      {{prefix + "gate_proj.weight", {width, hidden}, 0},
-          {prefix + "up_proj.weight", {width, hidden}, width * hidden}},
-      ParameterGroup::matrix, Init::normal);
+SwigluMlp::SwigluMlp(const std::string& prefix, int64_t width, int64_t hidden)
+    : gate_up(prefix + "gate_up_proj.weight", {2 * width, hidden},
+          {{prefix + "gate_proj.weight", {width, hidden}, 0},
+              {prefix + "up_proj.weight", {width, hidden}, width * hidden}},
+          ParameterGroup::matrix, Init::normal),
+      down(matrix(prefix + "down_proj.weight", hidden, width, Init::output_normal)) {}
+
+Tensor SwigluMlp::operator()(const Tensor& rows) {
+  if (gate_up.shape.empty()) return {};
+  return linear(swiglu(linear(rows, gate_up)), down);
 }
 
-Parameter expert_gate_up_weight(
-    const std::string& prefix, int64_t width, int64_t hidden, int64_t begin, int64_t end) {
-  std::vector<HfTensor> tensors;
-  for (int64_t e = begin; e < end; ++e) {
-    const std::string expert = fmt::format("{}experts.{}.", prefix, e);
-    const int64_t numel = width * hidden, at = 2 * numel * (e - begin);
-    tensors.push_back({expert + "gate_proj.weight", {width, hidden}, at});
-    tensors.push_back({expert + "up_proj.weight", {width, hidden}, at + numel});
+void SwigluMoe::make_experts(
+    const std::string& prefix, const ModelConfig& config, const ModelPart& part) {
+  const int64_t width = config.moe_intermediate_size, hidden = config.hidden_size;
+  const int64_t numel = width * hidden, held = part.expert_end - part.expert_begin;
+  std::vector<HfTensor> gates_ups, downs;
+  for (int64_t e = 0; e < held; ++e) {
+    const std::string expert = fmt::format("{}experts.{}.", prefix, part.expert_begin + e);
+    gates_ups.push_back({expert + "gate_proj.weight", {width, hidden}, 2 * numel * e});
+    gates_ups.push_back({expert + "up_proj.weight", {width, hidden}, 2 * numel * e + numel});
+    downs.push_back({expert + "down_proj.weight", {hidden, width}, numel * e});
   }
-  return Parameter(prefix + "experts.gate_up_proj", {end - begin, 2 * width, hidden},
-      std::move(tensors), ParameterGroup::expert, Init::normal);
+  router_ = Parameter(
+      prefix + "gate.weight", {config.num_experts, hidden}, ParameterGroup::router, Init::normal);
+  experts_gate_up_ = Parameter(prefix + "experts.gate_up_proj", {held, 2 * width, hidden},
+      std::move(gates_ups), ParameterGroup::expert, Init::normal);
+  experts_down_ = Parameter(prefix + "experts.down_proj", {held, hidden, width}, std::move(downs),
+      ParameterGroup::expert, Init::output_normal);
 }
 
-Parameter expert_down_weight(
-    const std::string& prefix, int64_t width, int64_t hidden, int64_t begin, int64_t end) {
-  std::vector<HfTensor> tensors;
-  for (int64_t e = begin; e < end; ++e)
-    tensors.push_back({fmt::format("{}experts.{}.down_proj.weight", prefix, e), {hidden, width},
-        hidden * width * (e - begin)});
-  return Parameter(prefix + "experts.down_proj", {end - begin, hidden, width}, std::move(tensors),
-      ParameterGroup::expert, Init::output_normal);
+Tensor SwigluMoe::experts(
+    const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
+  const Tensor slots = swiglu(grouped_linear(permute(rows, plan), experts_gate_up_, plan));
+  return unpermute(grouped_linear(slots, experts_down_, plan), row_weight, plan);
 }
 
 void choose_routes(
     const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out) {
-  const auto layer = static_cast<size_t>(context.layer);
+  const auto layer = index(context.layer);
   RoutingTape* tape = context.tape;
   Tensor forced;
   if (tape != nullptr && tape->replay)
@@ -261,19 +288,6 @@ void choose_routes(
       shares.defined() ? shares[context.layer] : Tensor());
   if (context.router.z_loss > 0)
     out.z_sum = logits.logsumexp(1).square().masked_fill(context.batch.row_id.lt(0), 0).sum();
-}
-
-Tensor swiglu_experts(const Tensor& rows, const Tensor& row_weight, Parameter& gate_up,
-    Parameter& down, const ExpertPlan& plan) {
-  const Tensor slots = swiglu(grouped_linear(permute(rows, plan), gate_up, plan));
-  return unpermute(grouped_linear(slots, down, plan), row_weight, plan);
-}
-
-Tensor sum_of_parts(const Attended& attended, const Tensor& returned, const Tensor& shared) {
-  Tensor hidden = attended.residual;
-  if (returned.defined()) hidden = hidden + returned;
-  if (shared.defined()) hidden = hidden + shared;
-  return hidden;
 }
 
 }  // namespace pith

@@ -35,40 +35,60 @@ class Fields {
   std::string prefix_, problems_;
 };
 
-// rope_theta at the top level or inside rope_parameters, and YaRN in rope_scaling or there.
+// Checks and reads what all families say in the same way; the keys of the number of experts and of
+// their width.
+void read_common(Fields& fields, ModelConfig& config, const char* family,
+    const char* num_experts = "num_experts", const char* width = "moe_intermediate_size");
+// num_key_value_heads and head_dim; without them these.
+void read_heads(Fields& fields, ModelConfig& config, int64_t num_kv_heads, int64_t head_dim);
+
 struct RopeFields {
-  double theta;
-  Yarn yarn;
   double partial = 0.25;      // share of a head, in families that rotate a part of it
   double softmax_factor = 1;  // of the softmax scale: the mscale of mscale_all_dim, squared
 };
-// Without `yarn`, a configuration that asks for it has a problem.
-RopeFields read_rope(Fields& fields, bool yarn);
+// rope_theta at the top level or inside rope_parameters, and YaRN in rope_scaling or there. Without
+// `yarn`, a configuration that asks for it has a problem.
+RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn);
 
 // Which layers have this type by layer_types, the others having full attention; without the field
 // all but every `interval`-th.
 std::vector<bool> layers_of_type(
     Fields& fields, int64_t num_layers, const char* type, int64_t interval);
 
-// The object in a config.json or in the one of a folder.
-nlohmann::json read_config(const std::filesystem::path& path);
-// Checks and reads what all families say in the same way; `width`: the experts' field.
-void read_common(Fields& fields, ModelConfig& config, const char* family,
-    const char* width = "moe_intermediate_size");
+// The object in a config.json or in the one of a folder, and back to text.
+std::shared_ptr<const nlohmann::json> read_config(const fs::path& path);
+std::string text_of(const nlohmann::json& object);
+
+// Reads a Hugging Face config.json in any of the styles that its family has had. Every missing,
+// ill-typed or unsupported field is listed in one Error. Family::read() does the reading.
+template <class Family> struct FamilyConfig : ModelConfig {
+  static Family parse(const nlohmann::json& object, const std::string& source) {
+    Family config;
+    Fields fields(object);
+    config.read(fields);
+    PITH_CHECK(fields.problems().empty(), "{}: not a usable {} configuration:{}", source,
+        Family::kName, fields.problems());
+    config.source_json = text_of(object);
+    return config;
+  }
+  static Family parse_file(const fs::path& path) {
+    return parse(*read_config(path), path.string());
+  }
+};
+
 // config.json of a checkpoint: the one that was read, with these changes.
 nlohmann::json config_for_export(const std::string& source_json, const char* architecture,
     int64_t num_layers, at::ScalarType dtype);
-
 // The same with the state of its router's balancing, as read_common() reads it.
 std::string with_router_state(const std::string& config_json, const RouterState& state);
 
 Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred = false);
 
 // The layers of a family and what surrounds them; no step of a layer is here.
-template <class FamilyConfig, class FamilyLayer> class Decoder {
+template <class ItsConfig, class ItsLayer> class Decoder {
  public:
-  using Config = FamilyConfig;
-  using Layer = FamilyLayer;
+  using Config = ItsConfig;
+  using Layer = ItsLayer;
 
   Decoder(Config config, const ModelPart& part) : config_(std::move(config)), part_(part) {
     const int64_t h = config_.hidden_size;
@@ -80,8 +100,7 @@ template <class FamilyConfig, class FamilyLayer> class Decoder {
       embedding_ = table(config_.prefix + "embed_tokens.weight");
     if (part.head) norm_ = norm_weight(config_.prefix + "norm.weight", h, config_.zero_centred);
     if (part.head && !tied) head_ = table("lm_head.weight");
-    for (const int64_t index : part.layers)
-      layers_.emplace_back(config_, index, part.expert_begin, part.expert_end);
+    for (const int64_t index : part.layers) layers_.emplace_back(config_, index, part);
   }
   const Config& config() const { return config_; }
   Tensor embed(const Tensor& tokens) { return embedding(tokens, embedding_); }
@@ -126,21 +145,37 @@ ModelSize size_of(const typename Model::Config& config, double mixing, int64_t a
       if (p->shape.size() > (expert ? 2 : 1)) matrices += passed;
     }
   }
-  size.flops_per_token = 6.0 * static_cast<double>(matrices) + mixing;
+  size.flops_per_token = 6.0 * real(matrices) + mixing;
   return size;
 }
 
-std::string layer_prefix(int64_t index);
+// Those that a layer has, of all that its family's layers may have.
+std::vector<Parameter*> existing(std::initializer_list<Parameter*> parameters);
+
+// A projection's matrix (out, in).
+Parameter matrix(const std::string& name, int64_t out, int64_t in, Init init = Init::normal);
 // Query, key and value projections as one parameter (q_size + 2 kv_size, hidden).
 Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden);
-// Gate and up projections as one parameter (2 width, hidden): gate rows, then up rows.
-Parameter gate_up_weight(const std::string& prefix, int64_t width, int64_t hidden);
-// (experts, 2 width, hidden) and (experts, hidden, width) of experts [begin, end), one Hugging Face
-// tensor for each expert's gate, up and down.
-Parameter expert_gate_up_weight(
-    const std::string& prefix, int64_t width, int64_t hidden, int64_t begin, int64_t end);
-Parameter expert_down_weight(
-    const std::string& prefix, int64_t width, int64_t hidden, int64_t begin, int64_t end);
+
+// A dense MLP or shared experts; without parameters its result is undefined.
+struct SwigluMlp {
+  Parameter gate_up, down;  // (2 width, hidden): gate rows, then up rows; (hidden, width)
+
+  SwigluMlp() = default;
+  SwigluMlp(const std::string& prefix, int64_t width, int64_t hidden);
+  Tensor operator()(const Tensor& rows);  // (T, H) -> (T, H)
+};
+
+// Stages 3 and 5 of a layer of SwiGLU experts, on disk one tensor for each expert's gate, up and
+// down.
+class SwigluMoe : public SumOfParts {
+ public:
+  Tensor experts(
+      const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan);
+ protected:
+  void make_experts(const std::string& prefix, const ModelConfig& config, const ModelPart& part);
+  Parameter router_, experts_gate_up_, experts_down_;  // (E, H); of a part (e, 2 I, H), (e, H, I)
+};
 
 struct RouteChoice {
   int64_t k, num_experts;
@@ -151,12 +186,5 @@ struct RouteChoice {
 // Routes (or the context's: replayed, balanced), weights and balance loss of logits (T, E) -> out.
 void choose_routes(
     const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
-
-// The sum of each row's experts, their matrices as above; all experts have the same form.
-Tensor swiglu_experts(const Tensor& rows, const Tensor& row_weight, Parameter& gate_up,
-    Parameter& down, const ExpertPlan& plan);
-
-// What a layer hands on: the sum of the parts that it has.
-Tensor sum_of_parts(const Attended& attended, const Tensor& returned, const Tensor& shared);
 
 }  // namespace pith

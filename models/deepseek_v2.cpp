@@ -5,76 +5,45 @@
 #include <nlohmann/json.hpp>
 
 #include "operators/linear.h"
-#include "operators/swiglu.h"
 
 namespace pith {
-namespace {
-
-using nlohmann::json;
 
 constexpr double kLatentEps = 1e-6;  // of the latents' norms, whatever rms_norm_eps says
 
-// One projection: queries or their latent, then the latent of keys and values with the rotary key.
-Parameter in_weight(const DeepseekV2Config& c, const std::string& prefix) {
-  const int64_t h = c.hidden_size, kv = c.kv_rank + c.rotary_dim;
-  const int64_t q = c.q_rank > 0 ? c.q_rank : c.num_heads * c.qk_dim();
-  return Parameter(prefix + "in_proj.weight", {q + kv, h},
-      {{prefix + (c.q_rank > 0 ? "q_a_proj.weight" : "q_proj.weight"), {q, h}, 0},
-          {prefix + "kv_a_proj_with_mqa.weight", {kv, h}, q * h}},
-      ParameterGroup::matrix, Init::normal);
-}
-
-}  // namespace
-
-DeepseekV2Config DeepseekV2Config::parse(const json& object, const std::string& source) {
-  PITH_CHECK(object.is_object(), "{}: a model configuration must be a JSON object", source);
-  Fields fields(object);
-  DeepseekV2Config c;
-  read_common(fields, c, "deepseek_v2");
-  c.max_positions = fields.count_or("max_position_embeddings", 2048);
-  c.q_rank = fields.count_or("q_lora_rank", 0);
-  c.kv_rank = fields.count("kv_lora_rank");
-  c.plain_dim = fields.count("qk_nope_head_dim");
-  c.rotary_dim = fields.count("qk_rope_head_dim");
-  c.v_dim = fields.count("v_head_dim");
-  c.num_experts = fields.count("n_routed_experts");
-  c.shared_experts = fields.count_or("n_shared_experts", 0, 0);
-  c.dense_layers = fields.count_or("first_k_dense_replace", 0, 0);
-  c.intermediate_size = fields.count_or("intermediate_size", 1);
-  c.routed_scale = fields.number("routed_scaling_factor", 1);
-  const RopeFields rope = read_rope(fields, /*yarn=*/true);
-  c.rope_theta = rope.theta;
-  c.yarn = rope.yarn;
-  c.softmax_scale = rope.softmax_factor / std::sqrt(static_cast<double>(c.qk_dim()));
-  c.groups = c.topk_groups = 1;
+void DeepseekV2Config::read(Fields& fields) {
+  read_common(fields, *this, kName, "n_routed_experts");
+  max_positions = fields.count_or("max_position_embeddings", 2048);
+  q_rank = fields.count_or("q_lora_rank", 0);
+  kv_rank = fields.count("kv_lora_rank");
+  plain_dim = fields.count("qk_nope_head_dim");
+  rotary_dim = fields.count("qk_rope_head_dim");
+  v_dim = fields.count("v_head_dim");
+  shared_experts = fields.count_or("n_shared_experts", 0, 0);
+  dense_layers = fields.count_or("first_k_dense_replace", 0, 0);
+  intermediate_size = fields.count_or("intermediate_size", 1);
+  routed_scale = fields.number("routed_scaling_factor", 1);
+  softmax_scale =
+      read_rope(fields, *this, /*yarn=*/true).softmax_factor / std::sqrt(real(qk_dim()));
+  groups = topk_groups = 1;
   if (fields.has("topk_method") && fields["topk_method"] == "group_limited_greedy") {
-    c.groups = fields.count("n_group");
-    c.topk_groups = fields.count("topk_group");
-    if (c.num_experts % c.groups != 0 || c.topk_groups > c.groups)
+    groups = fields.count("n_group");
+    topk_groups = fields.count("topk_group");
+    if (num_experts % groups != 0 || topk_groups > groups)
       fields.problem("n_group", "must divide n_routed_experts and be topk_group or more");
+    if (experts_per_token > num_experts / groups * topk_groups)
+      fields.problem("topk_group", "groups have fewer experts than num_experts_per_tok");
   } else {
     fields.only("topk_method", "greedy");
   }
-  if (c.experts_per_token > c.num_experts / c.groups * c.topk_groups)
-    fields.problem(
-        "num_experts_per_tok", "must not be larger than the number of experts to choose from");
-  if (c.rotary_dim % 2 != 0) fields.problem("qk_rope_head_dim", "must be even");
-  if (c.dense_layers > 0 && !fields.has("intermediate_size"))
+  if (rotary_dim % 2 != 0) fields.problem("qk_rope_head_dim", "must be even");
+  if (dense_layers > 0 && !fields.has("intermediate_size"))
     fields.problem("intermediate_size", "is missing");
-  fields.only("num_key_value_heads", c.num_heads);
+  fields.only("num_key_value_heads", num_heads);
   fields.only("moe_layer_freq", 1);
   fields.only("scoring_func", "softmax");
   fields.only("norm_topk_prob", false);
   fields.only("attention_bias", false);
   fields.only("mlp_bias", false);
-  PITH_CHECK(fields.problems().empty(), "{}: not a usable deepseek_v2 configuration:{}", source,
-      fields.problems());
-  c.source_json = object.dump();
-  return c;
-}
-
-DeepseekV2Config DeepseekV2Config::parse_file(const std::filesystem::path& path) {
-  return parse(read_config(path), path.string());
 }
 
 std::string DeepseekV2Config::to_json(at::ScalarType dtype) const {
@@ -95,52 +64,46 @@ ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
         slots * (2 * h + 3 * moe_intermediate_size) + 3 * always;
   }
   // Attention: 2 (length / 2) heads (Dqk + Dv) forward, three times that with the backward pass.
-  const double attention = 3.0 * static_cast<double>(sequence_length * (q + out) * num_layers);
+  const double attention = 3.0 * real(sequence_length * (q + out) * num_layers);
   return size_of<DeepseekV2Model>(*this, attention, activations);
 }
 
 DeepseekV2Layer::DeepseekV2Layer(
-    const DeepseekV2Config& config, int64_t index, int64_t expert_begin, int64_t expert_end)
-    : config_(config), sparse_(index >= config.dense_layers) {
-  const std::string prefix = layer_prefix(index), attention = prefix + "self_attn.",
-                    mlp = prefix + "mlp.";
+    const DeepseekV2Config& config, int64_t layer, const ModelPart& part)
+    : config_(config), sparse_(layer >= config.dense_layers) {
+  const std::string prefix = fmt::format("{}layers.{}.", config.prefix, layer);
+  const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
   const int64_t h = config.hidden_size, heads = config.num_heads;
-  const auto matrix = [](const std::string& name, int64_t out, int64_t in, Init init) {
-    return Parameter(name, {out, in}, ParameterGroup::matrix, init);
-  };
   input_norm_ = norm_weight(prefix + "input_layernorm.weight", h);
-  in_ = in_weight(config, attention);
+  // One projection: queries or their latent, then the latent of keys and values with the rotary
+  // key.
+  const int64_t kv = config.kv_rank + config.rotary_dim;
+  const int64_t q = config.q_rank > 0 ? config.q_rank : heads * config.qk_dim();
+  in_ = Parameter(attention + "in_proj.weight", {q + kv, h},
+      {{attention + (config.q_rank > 0 ? "q_a_proj.weight" : "q_proj.weight"), {q, h}, 0},
+          {attention + "kv_a_proj_with_mqa.weight", {kv, h}, q * h}},
+      ParameterGroup::matrix, Init::normal);
   if (config.q_rank > 0) {
     q_norm_ = norm_weight(attention + "q_a_layernorm.weight", config.q_rank);
-    q_up_ =
-        matrix(attention + "q_b_proj.weight", heads * config.qk_dim(), config.q_rank, Init::normal);
+    q_up_ = matrix(attention + "q_b_proj.weight", heads * config.qk_dim(), config.q_rank);
   }
   kv_norm_ = norm_weight(attention + "kv_a_layernorm.weight", config.kv_rank);
-  kv_up_ = matrix(attention + "kv_b_proj.weight", heads * (config.plain_dim + config.v_dim),
-      config.kv_rank, Init::normal);
+  kv_up_ = matrix(
+      attention + "kv_b_proj.weight", heads * (config.plain_dim + config.v_dim), config.kv_rank);
   o_ = matrix(attention + "o_proj.weight", h, heads * config.v_dim, Init::output_normal);
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
-  const int64_t width = config.moe_intermediate_size;
-  if (sparse_) {
-    router_ = Parameter(
-        mlp + "gate.weight", {config.num_experts, h}, ParameterGroup::router, Init::normal);
-    experts_gate_up_ = expert_gate_up_weight(mlp, width, h, expert_begin, expert_end);
-    experts_down_ = expert_down_weight(mlp, width, h, expert_begin, expert_end);
+  if (!sparse_) {
+    mlp_ = SwigluMlp(mlp, config.intermediate_size, h);
+    return;
   }
-  const int64_t always = sparse_ ? config.shared_experts * width : config.intermediate_size;
-  if (always > 0) {
-    const std::string name = sparse_ ? mlp + "shared_experts." : mlp;
-    gate_up_ = gate_up_weight(name, always, h);
-    down_ = matrix(name + "down_proj.weight", h, always, Init::output_normal);
-  }
+  make_experts(mlp, config, part);
+  const int64_t shared = config.shared_experts * config.moe_intermediate_size;
+  if (shared > 0) mlp_ = SwigluMlp(mlp + "shared_experts.", shared, h);
 }
 
 std::vector<Parameter*> DeepseekV2Layer::parameters() {
-  std::vector<Parameter*> all;
-  for (Parameter* parameter : {&input_norm_, &in_, &q_norm_, &q_up_, &kv_norm_, &kv_up_, &o_,
-           &post_norm_, &router_, &experts_gate_up_, &experts_down_, &gate_up_, &down_})
-    if (!parameter->shape.empty()) all.push_back(parameter);
-  return all;
+  return existing({&input_norm_, &in_, &q_norm_, &q_up_, &kv_norm_, &kv_up_, &o_, &post_norm_,
+      &router_, &experts_gate_up_, &experts_down_, &mlp_.gate_up, &mlp_.down});
 }
 
 // normed (T, H) -> (T, heads Dv)
@@ -185,16 +148,6 @@ Attended DeepseekV2Layer::attend(const LayerContext& context, const Tensor& hidd
           .scale = config_.routed_scale},
       out);
   return out;
-}
-
-Tensor DeepseekV2Layer::shared(const LayerContext&, const Attended& attended) {
-  if (gate_up_.shape.empty()) return {};
-  return linear(swiglu(linear(attended.rows, gate_up_)), down_);
-}
-
-Tensor DeepseekV2Layer::experts(
-    const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
-  return swiglu_experts(rows, row_weight, experts_gate_up_, experts_down_, plan);
 }
 
 }  // namespace pith

@@ -5,7 +5,8 @@
 
 namespace pith {
 
-struct DeepseekV2Config : ModelConfig {
+struct DeepseekV2Config : FamilyConfig<DeepseekV2Config> {
+  static constexpr const char* kName = "deepseek_v2";
   int64_t q_rank, kv_rank;      // of the latents; q_rank 0: queries without one
   int64_t plain_dim, v_dim;     // a head's query and key: plain_dim + rotary_dim
   int64_t dense_layers;         // the first
@@ -13,29 +14,19 @@ struct DeepseekV2Config : ModelConfig {
   int64_t groups, topk_groups;  // of experts; equal: the choice is not limited
   double routed_scale, softmax_scale;
 
-  // Reads a Hugging Face config.json in either style (rope_theta and rope_scaling, or
-  // rope_parameters). Every missing, ill-typed or unsupported field is listed in one Error.
-  static DeepseekV2Config parse(const nlohmann::json& json, const std::string& source);
-  static DeepseekV2Config parse_file(const std::filesystem::path& path);
+  void read(Fields& fields);
   std::string to_json(at::ScalarType dtype) const;
   ModelSize size(int64_t sequence_length) const;
 
   int64_t qk_dim() const { return plain_dim + rotary_dim; }
 };
 
-class DeepseekV2Layer {
+class DeepseekV2Layer : public SwigluMoe {
  public:
-  DeepseekV2Layer(
-      const DeepseekV2Config& config, int64_t index, int64_t expert_begin, int64_t expert_end);
+  DeepseekV2Layer(const DeepseekV2Config& config, int64_t index, const ModelPart& part);
 
   Attended attend(const LayerContext& context, const Tensor& hidden);
-  Tensor shared(const LayerContext& context, const Attended& attended);
-  Tensor experts(const LayerContext& context, const Tensor& rows, const Tensor& row_weight,
-      const ExpertPlan& plan);
-  Tensor aggregate(const LayerContext&, const Tensor& returned, const Attended& attended,
-      const Tensor& shared) const {
-    return sum_of_parts(attended, returned, shared);
-  }
+  Tensor shared(const LayerContext&, const Attended& attended) { return mlp_(attended.rows); }
   std::vector<Parameter*> parameters();
  private:
   Tensor mix_tokens(const LayerContext& context, const Tensor& normed);
@@ -46,8 +37,7 @@ class DeepseekV2Layer {
   Parameter in_;               // queries, or their latent; latent of keys and values; rotary key
   Parameter q_norm_, q_up_;    // with a query latent: (Rq), (heads Dqk, Rq)
   Parameter kv_norm_, kv_up_;  // (R), (heads (Dn + Dv), R)
-  Parameter router_, experts_gate_up_, experts_down_;  // sparse: (E, H), (E, 2 I, H), (E, H, I)
-  Parameter gate_up_, down_;                           // dense, or the shared experts as one
+  SwigluMlp mlp_;              // dense, or the shared experts as one
 };
 
 using DeepseekV2Model = Decoder<DeepseekV2Config, DeepseekV2Layer>;

@@ -12,44 +12,24 @@ namespace pith {
 
 using nlohmann::json;
 
-GptOssConfig GptOssConfig::parse(const json& object, const std::string& source) {
-  PITH_CHECK(object.is_object(), "{}: a model configuration must be a JSON object", source);
-  Fields fields(object);
-  GptOssConfig c;
-  read_common(fields, c, "gpt_oss", "intermediate_size");
-  c.intermediate_size = c.moe_intermediate_size;  // no layer is dense
-  c.rms_norm_eps = fields.number("rms_norm_eps", 1e-5);
-  c.num_kv_heads = fields.count_or("num_key_value_heads", 8);
-  c.rotary_dim = c.head_dim = fields.count_or("head_dim", 64);
-  c.max_positions = fields.count_or("max_position_embeddings", 131072);
-  c.num_experts = fields.count("num_local_experts");
-  c.window = fields.count_or("sliding_window", 128);
-  c.windowed = layers_of_type(fields, c.num_layers, "sliding_attention", /*interval=*/2);
-  c.swiglu_alpha = fields.number("swiglu_alpha", 1.702);
-  c.swiglu_limit = fields.number("swiglu_limit", 7.0);
-  const RopeFields rope = read_rope(fields, /*yarn=*/true);
-  c.rope_theta = rope.theta;
-  c.yarn = rope.yarn;
-  if (c.num_heads % c.num_kv_heads != 0)
-    fields.problem("num_key_value_heads", "must divide num_attention_heads");
-  if (c.head_dim % 2 != 0) fields.problem("head_dim", "must be even (rotary embedding)");
-  if (c.experts_per_token > c.num_experts)
-    fields.problem("num_experts_per_tok", "must not be larger than the number of experts");
-  if (rope.softmax_factor != 1) fields.problem("rope_scaling.mscale_all_dim", "is not supported");
+void GptOssConfig::read(Fields& fields) {
+  read_common(fields, *this, kName, "num_local_experts", "intermediate_size");
+  read_heads(fields, *this, 8, 64);
+  intermediate_size = moe_intermediate_size;  // no layer is dense
+  rms_norm_eps = fields.number("rms_norm_eps", 1e-5);
+  max_positions = fields.count_or("max_position_embeddings", 131072);
+  window = fields.count_or("sliding_window", 128);
+  windowed = layers_of_type(fields, num_layers, "sliding_attention", /*interval=*/2);
+  swiglu_alpha = fields.number("swiglu_alpha", 1.702);
+  swiglu_limit = fields.number("swiglu_limit", 7.0);
+  if (read_rope(fields, *this, /*yarn=*/true).softmax_factor != 1)
+    fields.problem("rope_scaling.mscale_all_dim", "is not supported");
   fields.only("attention_bias", true);
   if (fields.has("quantization_config")) {
     Fields packed(fields["quantization_config"], "quantization_config.");
     packed.only("quant_method", "mxfp4");
     fields.add_problems(packed);
   }
-  PITH_CHECK(fields.problems().empty(), "{}: not a usable gpt_oss configuration:{}", source,
-      fields.problems());
-  c.source_json = object.dump();
-  return c;
-}
-
-GptOssConfig GptOssConfig::parse_file(const std::filesystem::path& path) {
-  return parse(read_config(path), path.string());
 }
 
 std::string GptOssConfig::to_json(at::ScalarType dtype) const {
@@ -65,19 +45,18 @@ ModelSize GptOssConfig::size(int64_t sequence_length) const {
   const int64_t activations =
       6 * h + 3 * q + 3 * kv + experts_per_token * (h + 3 * moe_intermediate_size);
   double keys = 0;  // that a token meets, the mean over positions, all layers
-  const auto length = static_cast<double>(sequence_length), w = static_cast<double>(window);
-  for (size_t i = 0; i < static_cast<size_t>(num_layers); ++i)
+  const double length = real(sequence_length), w = real(window);
+  for (size_t i = 0; i < index(num_layers); ++i)
     keys += windowed[i] && w < length ? w - w * w / (2 * length) : length / 2;
   // Attention: 2 x 2 x keys x heads x head_dim forward, three times that with the backward pass.
-  return size_of<GptOssModel>(
-      *this, 12.0 * keys * static_cast<double>(q), num_layers * activations);
+  return size_of<GptOssModel>(*this, 12.0 * keys * real(q), num_layers * activations);
 }
 
-GptOssLayer::GptOssLayer(
-    const GptOssConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end)
-    : config_(config), window_(config.windowed.at(static_cast<size_t>(index)) ? config.window : 0) {
-  const std::string prefix = layer_prefix(index), attention = prefix + "self_attn.",
-                    router = prefix + "mlp.router.", experts = prefix + "mlp.experts.";
+GptOssLayer::GptOssLayer(const GptOssConfig& config, int64_t layer, const ModelPart& part)
+    : config_(config), window_(config.windowed.at(index(layer)) ? config.window : 0) {
+  const std::string prefix = fmt::format("{}layers.{}.", config.prefix, layer);
+  const std::string attention = prefix + "self_attn.", router = prefix + "mlp.router.",
+                    experts = prefix + "mlp.experts.";
   const int64_t h = config.hidden_size, q = config.num_heads * config.head_dim,
                 kv = config.num_kv_heads * config.head_dim, width = config.moe_intermediate_size,
                 count = config.num_experts;
@@ -91,16 +70,17 @@ GptOssLayer::GptOssLayer(
     return Parameter(name, {size}, ParameterGroup::bias, init);
   };
   sinks_ = bias(attention + "sinks", config.num_heads, Init::normal);
-  o_ = Parameter(attention + "o_proj.weight", {h, q}, ParameterGroup::matrix, Init::output_normal);
+  o_ = matrix(attention + "o_proj.weight", h, q, Init::output_normal);
   o_bias_ = bias(attention + "o_proj.bias", h, Init::zeros);
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
   router_ = Parameter(router + "weight", {count, h}, ParameterGroup::router, Init::normal);
   router_bias_ = bias(router + "bias", count, Init::normal);
   const auto held = [&](const char* name, std::vector<int64_t> shape, Init init,
                         Fused fused = Fused::none) {
-    shape.insert(shape.begin(), expert_end - expert_begin);
+    shape.insert(shape.begin(), part.expert_end - part.expert_begin);
     return Parameter(experts + name, shape,
-        {{experts + name, shape, 0, expert_begin, count, fused}}, ParameterGroup::expert, init);
+        {{experts + name, shape, 0, part.expert_begin, count, fused}}, ParameterGroup::expert,
+        init);
   };
   gate_up_ = held("gate_up_proj", {h, 2 * width}, Init::normal, Fused::columns);
   gate_up_bias_ = held("gate_up_proj_bias", {2 * width}, Init::zeros);
@@ -122,9 +102,9 @@ Attended GptOssLayer::attend(const LayerContext& context, const Tensor& hidden) 
   const auto turned = [&](const Tensor& x) {
     return rotary(heads(x), context.batch.positions, context.rotary);
   };
-  const Tensor mixed = attend_documents(context, turned(parts[0]), turned(parts[1]),
-      heads(parts[2]), 1 / std::sqrt(static_cast<double>(d)),
-      {.window = window_, .sinks = &sinks_});  // (T, Hq, D)
+  const Tensor mixed =
+      attend_documents(context, turned(parts[0]), turned(parts[1]), heads(parts[2]),
+          1 / std::sqrt(real(d)), {.window = window_, .sinks = &sinks_});  // (T, Hq, D)
 
   Attended out;
   out.residual = hidden + linear(mixed.reshape({tokens, q_size}), o_, &o_bias_);
@@ -140,11 +120,6 @@ Tensor GptOssLayer::experts(
   const Tensor gate_up = permuted_affine(rows, gate_up_, gate_up_bias_, plan);
   const Tensor activated = clamped_swiglu(gate_up, config_.swiglu_alpha, config_.swiglu_limit);
   return unpermute(grouped_affine(activated, down_, down_bias_, plan), row_weight, plan);
-}
-
-Tensor GptOssLayer::aggregate(
-    const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor&) {
-  return attended.residual + returned;
 }
 
 }  // namespace pith

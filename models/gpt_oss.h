@@ -5,30 +5,25 @@
 
 namespace pith {
 
-struct GptOssConfig : ModelConfig {
-  int64_t num_kv_heads, head_dim;
+// Weights may be in MXFP4.
+struct GptOssConfig : FamilyConfig<GptOssConfig> {
+  static constexpr const char* kName = "gpt_oss";
   std::vector<bool> windowed;  // per layer (before cut_layers)
   double swiglu_alpha, swiglu_limit;
 
-  // Reads a Hugging Face config.json in either style (rope_theta and rope_scaling, or
-  // rope_parameters), of weights in MXFP4 or not. Every missing, ill-typed or unsupported field is
-  // listed in one Error.
-  static GptOssConfig parse(const nlohmann::json& json, const std::string& source);
-  static GptOssConfig parse_file(const std::filesystem::path& path);
+  void read(Fields& fields);
   std::string to_json(at::ScalarType dtype) const;  // never of MXFP4
   ModelSize size(int64_t sequence_length) const;
 };
 
-class GptOssLayer {
+class GptOssLayer : public SumOfParts {
  public:
-  GptOssLayer(const GptOssConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end);
+  GptOssLayer(const GptOssConfig& config, int64_t index, const ModelPart& part);
 
   Attended attend(const LayerContext& context, const Tensor& hidden);
   Tensor shared(const LayerContext&, const Attended&) { return {}; }
   Tensor experts(const LayerContext& context, const Tensor& rows, const Tensor& row_weight,
       const ExpertPlan& plan);
-  Tensor aggregate(const LayerContext& context, const Tensor& returned, const Attended& attended,
-      const Tensor& shared);
   std::vector<Parameter*> parameters();
  private:
   GptOssConfig config_;

@@ -1,14 +1,13 @@
 // The contract between a model family and the engine, checked by the compiler.
 //
-// A decoder layer is cut at the expert-parallel boundaries. The engine calls, for each layer and
-// micro-batch,
+// For each layer and micro-batch:
 //   1 attend     norm, attention, norm, router                       (model)
 //   2 dispatch   rows and routing weights travel to their experts    (engine)
 //     shared     what needs no dispatch: shared experts, dense MLP   (model, meanwhile)
 //   3 experts    expert computation, weighted sum per row in FP32    (model)
 //   4 combine    one row per (token, rank) travels back              (engine)
 //   5 aggregate  plain sum: returned + shared + residual             (model)
-// and joins the stages by detaching: autograd works inside a stage.
+// Autograd works inside a stage; the engine joins them by detaching.
 #pragma once
 #include "core/mesh.h"
 #include "core/microbatch.h"
@@ -82,8 +81,9 @@ inline Tensor attend_documents(const LayerContext& context, const Tensor& q, con
     return ring_attention(q, k, v, batch.ring, scale, context.mesh.context, options.sinks);
   }
   if (context.cache == nullptr) return attention(q, k, v, span_of(batch), scale, options);
-  const CachedKeys all = append_to_cache(context.cache->kv, k, v, span_of(batch));
-  return attention(q, all.k, all.v, all.span, scale, options);
+  KvCache& all = context.cache->kv;
+  const AttentionSpan span = append_to_cache(all, k, v, span_of(batch));
+  return attention(q, all.k, all.v, span, scale, options);
 }
 
 // Result of stage 1.
@@ -106,13 +106,14 @@ struct ModelPart {
   size_t place_of(int64_t layer) const {
     const auto at = std::ranges::lower_bound(layers, layer);
     PITH_CHECK(at != layers.end() && *at == layer, "layer {} is not on this process", layer);
-    return static_cast<size_t>(at - layers.begin());
+    return index(at - layers.begin());
   }
 };
 
 // What the configuration of every family holds.
 struct ModelConfig {
   int64_t vocab_size, hidden_size, num_layers, num_heads, max_positions;
+  int64_t num_kv_heads = 0, head_dim = 0;  // of grouped-query attention
   int64_t num_experts, experts_per_token, moe_intermediate_size;
   int64_t intermediate_size;  // of dense layers
   double rms_norm_eps, rope_theta;
@@ -127,6 +128,17 @@ struct ModelConfig {
 
   void cut_layers(int64_t layers);      // keeps the first
   std::string generation_json() const;  // generation_config.json of a checkpoint
+};
+
+// Stage 5 of every family so far.
+struct SumOfParts {
+  static Tensor aggregate(
+      const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor& shared) {
+    Tensor hidden = attended.residual;
+    if (returned.defined()) hidden = hidden + returned;
+    if (shared.defined()) hidden = hidden + shared;
+    return hidden;
+  }
 };
 
 template <class Layer>
@@ -172,7 +184,7 @@ concept DecoderModel = requires(Model& model, const Model& constant, const Tenso
   { constant.rotary(i, device) } -> std::same_as<RotaryTable>;  // i: number of positions
   // One list per unit of sharding (embedding, each layer, head), in order of the forward pass.
   { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
-  { Model::Config::parse_file(std::filesystem::path()) } -> std::same_as<typename Model::Config>;
+  { Model::Config::parse_file(fs::path()) } -> std::same_as<typename Model::Config>;
   { config.to_json(at::kBFloat16) } -> std::same_as<std::string>;  // config.json of a checkpoint
   { config.size(i) } -> std::same_as<ModelSize>;                   // i: sequence length
 };

@@ -17,68 +17,55 @@ using nlohmann::json;
 constexpr const char *kText = "text_config", *kNested = "model.language_model.";
 
 // The beginning of a folder's index or only weight file, where names stand; "" where there is none.
-std::string names_of_weights(const std::filesystem::path& folder) {
-  std::ifstream index(folder / "model.safetensors.index.json"), file(folder / "model.safetensors");
+std::string names_of_weights(const fs::path& folder) {
+  std::ifstream listing(folder / "model.safetensors.index.json"),
+      file(folder / "model.safetensors");
   std::string names(1 << 20, ' ');
-  std::ifstream& stream = index ? index : file;
+  std::ifstream& stream = listing ? listing : file;
   stream.read(names.data(), std::ssize(names));
-  return names.substr(0, static_cast<size_t>(stream.gcount()));
+  return names.substr(0, index(stream.gcount()));
 }
 
 }  // namespace
 
-Qwen35MoeConfig Qwen35MoeConfig::parse(const json& object, const std::string& source) {
-  PITH_CHECK(object.is_object(), "{}: a model configuration must be a JSON object", source);
-  const bool nested = object.contains(kText) && object[kText].is_object();
-  Fields fields(nested ? object[kText] : object), outer(object);
-  Qwen35MoeConfig c;
-  read_common(fields, c, "qwen3_5_moe_text");
+void Qwen35MoeConfig::read(Fields& outer) {
+  const bool nested = outer.has(kText) && outer[kText].is_object();
+  Fields fields = nested ? Fields(outer[kText]) : outer;
+  read_common(fields, *this, "qwen3_5_moe_text");
   if (nested) {
     outer.only("model_type", "qwen3_5_moe");
-    c.tie_embeddings = outer.flag("tie_word_embeddings", c.tie_embeddings);
-    fields.add_problems(outer);
-    c.prefix = kNested;
+    tie_embeddings = outer.flag("tie_word_embeddings", tie_embeddings);
+    prefix = kNested;
   }
-  c.fused_experts = nested;
-  c.num_kv_heads = fields.count_or("num_key_value_heads", 2);
-  c.head_dim = fields.count_or("head_dim", 256);
-  c.zero_centred = true;
-  c.max_positions = fields.count_or("max_position_embeddings", 32768);
-  c.num_experts = fields.count("num_experts");
-  c.intermediate_size = c.moe_intermediate_size;  // no layer is dense
-  c.shared_width = fields.count("shared_expert_intermediate_size");
-  c.taps = fields.count_or("linear_conv_kernel_dim", 4);
-  c.key_heads = fields.count_or("linear_num_key_heads", 16);
-  c.value_heads = fields.count_or("linear_num_value_heads", 32);
-  c.key_dim = fields.count_or("linear_key_head_dim", 128);
-  c.value_dim = fields.count_or("linear_value_head_dim", 128);
-  c.delta = layers_of_type(
-      fields, c.num_layers, "linear_attention", fields.count_or("full_attention_interval", 4));
-  const RopeFields rope = read_rope(fields, /*yarn=*/false);
-  c.rope_theta = rope.theta;
+  fused_experts = nested;
+  read_heads(fields, *this, 2, 256);
+  zero_centred = true;
+  max_positions = fields.count_or("max_position_embeddings", 32768);
+  intermediate_size = moe_intermediate_size;  // no layer is dense
+  shared_width = fields.count("shared_expert_intermediate_size");
+  taps = fields.count_or("linear_conv_kernel_dim", 4);
+  key_heads = fields.count_or("linear_num_key_heads", 16);
+  value_heads = fields.count_or("linear_num_value_heads", 32);
+  key_dim = fields.count_or("linear_key_head_dim", 128);
+  value_dim = fields.count_or("linear_value_head_dim", 128);
+  delta = layers_of_type(
+      fields, num_layers, "linear_attention", fields.count_or("full_attention_interval", 4));
   // Positions of text are the same on all axes of mrope: its sections change nothing.
-  c.rotary_dim =
-      static_cast<int64_t>(std::min(rope.partial, 2.0) * static_cast<double>(c.head_dim));
-  if (c.rotary_dim < 2 || c.rotary_dim % 2 != 0 || c.rotary_dim > c.head_dim)
+  const double partial = std::min(read_rope(fields, *this, /*yarn=*/false).partial, 2.0);
+  rotary_dim = static_cast<int64_t>(partial * real(head_dim));
+  if (rotary_dim < 2 || rotary_dim % 2 != 0 || rotary_dim > head_dim)
     fields.problem("partial_rotary_factor", "must give an even part of head_dim");
-  if (c.num_heads % c.num_kv_heads != 0)
-    fields.problem("num_key_value_heads", "must divide num_attention_heads");
-  if (c.value_heads % c.key_heads != 0)
+  if (value_heads % key_heads != 0)
     fields.problem("linear_num_key_heads", "must divide linear_num_value_heads");
-  if (c.experts_per_token > c.num_experts)
-    fields.problem("num_experts_per_tok", "must not be larger than the number of experts");
   fields.only("attention_bias", false);
   fields.only("attn_output_gate", true);
   fields.only("mamba_ssm_dtype", "float32");
   fields.only("mlp_only_layers", json::array());
-  PITH_CHECK(fields.problems().empty(), "{}: not a usable qwen3_5_moe configuration:{}", source,
-      fields.problems());
-  c.source_json = object.dump();
-  return c;
+  outer.add_problems(fields);
 }
 
-Qwen35MoeConfig Qwen35MoeConfig::parse_file(const std::filesystem::path& path) {
-  Qwen35MoeConfig config = parse(read_config(path), path.string());
+Qwen35MoeConfig Qwen35MoeConfig::parse_file(const fs::path& path) {
+  Qwen35MoeConfig config = FamilyConfig::parse_file(path);
   if (const std::string names = names_of_weights(path); !names.empty()) {
     config.fused_experts = names.find(".experts.gate_up_proj\"") != std::string::npos;
     config.prefix = names.find(kNested) != std::string::npos ? kNested : "model.";
@@ -106,10 +93,9 @@ ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
   int64_t activations = 0;
   double mixing = 0;
   for (int64_t layer = 0; layer < num_layers; ++layer) {
-    const bool is_delta = delta[static_cast<size_t>(layer)];
+    const bool is_delta = delta[index(layer)];
     // Delta rule, token by token: three products with the state forward, twice that backward.
-    mixing += is_delta ? 18.0 * static_cast<double>(values() * key_dim)
-                       : 6.0 * static_cast<double>(sequence_length * q);
+    mixing += is_delta ? 18.0 * real(values() * key_dim) : 6.0 * real(sequence_length * q);
     // hidden, norm output, residual, rows, sums of experts and shared expert, output; projections,
     // then convolved q, k, v, result, normed, gated, or normed and turned q and k, result, gated;
     // each slot's row, gate and up, activation, result; the same of the shared expert.
@@ -123,16 +109,12 @@ ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
   return size;
 }
 
-Qwen35MoeLayer::Qwen35MoeLayer(
-    const Qwen35MoeConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end)
-    : config_(config), delta_(config.delta.at(static_cast<size_t>(index))) {
+Qwen35MoeLayer::Qwen35MoeLayer(const Qwen35MoeConfig& config, int64_t layer, const ModelPart& part)
+    : config_(config), delta_(config.delta.at(index(layer))) {
   const Qwen35MoeConfig& c = config;
-  const std::string prefix = fmt::format("{}layers.{}.", c.prefix, index), mlp = prefix + "mlp.",
+  const std::string prefix = fmt::format("{}layers.{}.", c.prefix, layer), mlp = prefix + "mlp.",
                     mixer = prefix + (delta_ ? "linear_attn." : "self_attn.");
   const int64_t h = c.hidden_size, q = c.num_heads * c.head_dim, width = c.moe_intermediate_size;
-  const auto matrix = [](const std::string& name, int64_t out, int64_t in, Init init) {
-    return Parameter(name, {out, in}, ParameterGroup::matrix, init);
-  };
   input_norm_ = norm_weight(prefix + "input_layernorm.weight", h, /*zero_centred=*/true);
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h, /*zero_centred=*/true);
   if (delta_) {
@@ -154,35 +136,26 @@ Qwen35MoeLayer::Qwen35MoeLayer(
     k_norm_ = norm_weight(mixer + "k_norm.weight", c.head_dim, /*zero_centred=*/true);
     out_ = matrix(mixer + "o_proj.weight", h, q, Init::output_normal);
   }
-  router_ =
-      Parameter(mlp + "gate.weight", {c.num_experts, h}, ParameterGroup::router, Init::normal);
+  make_experts(mlp, c, part);
   if (c.fused_experts) {
     const auto held = [&](const std::string& name, int64_t out, int64_t in, Init init,
                           Fused fused = Fused::none) {
-      const std::vector<int64_t> shape{expert_end - expert_begin, out, in};
-      return Parameter(name, shape, {{name, shape, 0, expert_begin, c.num_experts, fused}},
+      const std::vector<int64_t> shape{part.expert_end - part.expert_begin, out, in};
+      return Parameter(name, shape, {{name, shape, 0, part.expert_begin, c.num_experts, fused}},
           ParameterGroup::expert, init);
     };
     experts_gate_up_ = held(mlp + "experts.gate_up_proj", 2 * width, h, Init::normal, Fused::rows);
     experts_down_ = held(mlp + "experts.down_proj", h, width, Init::output_normal);
-  } else {
-    experts_gate_up_ = expert_gate_up_weight(mlp, width, h, expert_begin, expert_end);
-    experts_down_ = expert_down_weight(mlp, width, h, expert_begin, expert_end);
   }
-  shared_gate_up_ = gate_up_weight(mlp + "shared_expert.", c.shared_width, h);
-  shared_down_ =
-      matrix(mlp + "shared_expert.down_proj.weight", h, c.shared_width, Init::output_normal);
+  shared_ = SwigluMlp(mlp + "shared_expert.", c.shared_width, h);
   shared_gate_ =
       Parameter(mlp + "shared_expert_gate.weight", {1, h}, ParameterGroup::router, Init::normal);
 }
 
 std::vector<Parameter*> Qwen35MoeLayer::parameters() {
-  std::vector<Parameter*> all;
-  for (Parameter* parameter : {&input_norm_, &in_, &q_norm_, &k_norm_, &conv_, &a_log_, &dt_bias_,
-           &norm_, &out_, &post_norm_, &router_, &experts_gate_up_, &experts_down_,
-           &shared_gate_up_, &shared_down_, &shared_gate_})
-    if (!parameter->shape.empty()) all.push_back(parameter);
-  return all;
+  return existing({&input_norm_, &in_, &q_norm_, &k_norm_, &conv_, &a_log_, &dt_bias_, &norm_,
+      &out_, &post_norm_, &router_, &experts_gate_up_, &experts_down_, &shared_.gate_up,
+      &shared_.down, &shared_gate_});
 }
 
 // normed (T, H) -> (T, Hq D)
@@ -198,7 +171,7 @@ Tensor Qwen35MoeLayer::attention(const LayerContext& context, const Tensor& norm
         context.batch.positions, context.rotary);
   };
   const Tensor mixed = attend_documents(context, turned(q_gate.narrow(2, 0, d), q_norm_),
-      turned(heads(parts[1]), k_norm_), heads(parts[2]), 1 / std::sqrt(static_cast<double>(d)));
+      turned(heads(parts[1]), k_norm_), heads(parts[2]), 1 / std::sqrt(real(d)));
   return (mixed * at::sigmoid(q_gate.narrow(2, d, d))).flatten(1);
 }
 
@@ -258,14 +231,7 @@ Attended Qwen35MoeLayer::attend(const LayerContext& context, const Tensor& hidde
 }
 
 Tensor Qwen35MoeLayer::shared(const LayerContext&, const Attended& attended) {
-  const Tensor& rows = attended.rows;
-  return linear(swiglu(linear(rows, shared_gate_up_)), shared_down_) *
-      at::sigmoid(linear(rows, shared_gate_));
-}
-
-Tensor Qwen35MoeLayer::experts(
-    const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
-  return swiglu_experts(rows, row_weight, experts_gate_up_, experts_down_, plan);
+  return shared_(attended.rows) * at::sigmoid(linear(attended.rows, shared_gate_));
 }
 
 }  // namespace pith

@@ -5,18 +5,17 @@
 
 namespace pith {
 
-struct Qwen35MoeConfig : ModelConfig {
-  int64_t num_kv_heads, head_dim;                            // of attention
+struct Qwen35MoeConfig : FamilyConfig<Qwen35MoeConfig> {
+  static constexpr const char* kName = "qwen3_5_moe";
   int64_t key_heads, value_heads, key_dim, value_dim, taps;  // of delta nets
   int64_t shared_width;
   std::vector<bool> delta;  // per layer (before cut_layers): delta net or attention
   bool fused_experts;       // on disk: one tensor of all experts, or one each
 
-  // Reads a Hugging Face config.json, of the whole released model (text_config inside) or of its
-  // text part. Every missing, ill-typed or unsupported field is listed in one Error. A folder's
-  // weights, where there are any, decide on names and layout, else the kind of configuration.
-  static Qwen35MoeConfig parse(const nlohmann::json& json, const std::string& source);
-  static Qwen35MoeConfig parse_file(const std::filesystem::path& path);
+  // Of the whole released model (text_config inside) or of its text part. A folder's weights, where
+  // there are any, decide on names and layout, else the kind of configuration.
+  void read(Fields& fields);
+  static Qwen35MoeConfig parse_file(const fs::path& path);
   std::string to_json(at::ScalarType dtype) const;
   ModelSize size(int64_t sequence_length) const;
 
@@ -25,19 +24,12 @@ struct Qwen35MoeConfig : ModelConfig {
   int64_t channels() const { return 2 * keys() + values(); }  // of the convolution
 };
 
-class Qwen35MoeLayer {
+class Qwen35MoeLayer : public SwigluMoe {
  public:
-  Qwen35MoeLayer(
-      const Qwen35MoeConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end);
+  Qwen35MoeLayer(const Qwen35MoeConfig& config, int64_t index, const ModelPart& part);
 
   Attended attend(const LayerContext& context, const Tensor& hidden);
   Tensor shared(const LayerContext& context, const Attended& attended);
-  Tensor experts(const LayerContext& context, const Tensor& rows, const Tensor& row_weight,
-      const ExpertPlan& plan);
-  Tensor aggregate(const LayerContext&, const Tensor& returned, const Attended& attended,
-      const Tensor& shared) const {
-    return sum_of_parts(attended, returned, shared);
-  }
   std::vector<Parameter*> parameters();
  private:
   Tensor attention(const LayerContext& context, const Tensor& normed);
@@ -45,11 +37,11 @@ class Qwen35MoeLayer {
 
   Qwen35MoeConfig config_;
   bool delta_;
-  Parameter input_norm_, post_norm_, in_, out_;        // projections of either kind of layer
-  Parameter q_norm_, k_norm_;                          // attention; in_: q and gate by head, k, v
-  Parameter conv_, a_log_, dt_bias_, norm_;            // delta net; in_: q k v, z, b, a
-  Parameter router_, experts_gate_up_, experts_down_;  // (E, H), (E, 2 I, H), (E, H, I)
-  Parameter shared_gate_up_, shared_down_, shared_gate_;
+  Parameter input_norm_, post_norm_, in_, out_;  // projections of either kind of layer
+  Parameter q_norm_, k_norm_;                    // attention; in_: q and gate by head, k, v
+  Parameter conv_, a_log_, dt_bias_, norm_;      // delta net; in_: q k v, z, b, a
+  SwigluMlp shared_;
+  Parameter shared_gate_;  // (1, H)
 };
 
 using Qwen35MoeModel = Decoder<Qwen35MoeConfig, Qwen35MoeLayer>;

@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 
 #include "operators/linear.h"
-#include "operators/swiglu.h"
 
 namespace pith {
 namespace {
@@ -14,7 +13,7 @@ using nlohmann::json;
 
 std::vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   const int64_t step = fields.has("decoder_sparse_step") ? fields.count("decoder_sparse_step") : 1;
-  std::vector<bool> sparse(static_cast<size_t>(std::min<int64_t>(num_layers, 1 << 16)));
+  std::vector<bool> sparse(index(std::min<int64_t>(num_layers, 1 << 16)));
   for (size_t i = 0; i < sparse.size(); ++i) sparse[i] = (static_cast<int64_t>(i) + 1) % step == 0;
   if (!fields.has("mlp_only_layers")) return sparse;
   const json& dense = fields["mlp_only_layers"];
@@ -30,37 +29,19 @@ std::vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
 
 }  // namespace
 
-Qwen3MoeConfig Qwen3MoeConfig::parse(const json& object, const std::string& source) {
-  PITH_CHECK(object.is_object(), "{}: a model configuration must be a JSON object", source);
-  Fields fields(object);
-  Qwen3MoeConfig c;
-  read_common(fields, c, "qwen3_moe");
-  c.num_kv_heads = fields.count_or("num_key_value_heads", c.num_heads);
-  c.rotary_dim = c.head_dim = fields.count_or("head_dim", c.hidden_size / c.num_heads);
-  c.max_positions = fields.count_or("max_position_embeddings", 32768);
-  c.num_experts =
-      fields.count(fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
-  c.sparse = read_sparse_layers(fields, c.num_layers);
-  const bool dense = std::find(c.sparse.begin(), c.sparse.end(), false) != c.sparse.end();
-  c.intermediate_size =
+void Qwen3MoeConfig::read(Fields& fields) {
+  read_common(
+      fields, *this, kName, fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
+  read_heads(fields, *this, num_heads, hidden_size / num_heads);
+  read_rope(fields, *this, /*yarn=*/false);
+  max_positions = fields.count_or("max_position_embeddings", 32768);
+  sparse = read_sparse_layers(fields, num_layers);
+  const bool dense = std::ranges::find(sparse, false) != sparse.end();
+  intermediate_size =
       dense || fields.has("intermediate_size") ? fields.count("intermediate_size") : 1;
-  c.norm_topk_prob = fields.flag("norm_topk_prob", false);
-  c.rope_theta = read_rope(fields, /*yarn=*/false).theta;
-  if (c.num_heads % c.num_kv_heads != 0)
-    fields.problem("num_key_value_heads", "must divide num_attention_heads");
-  if (c.head_dim % 2 != 0) fields.problem("head_dim", "must be even (rotary embedding)");
-  if (c.experts_per_token > c.num_experts)
-    fields.problem("num_experts_per_tok", "must not be larger than the number of experts");
+  norm_topk_prob = fields.flag("norm_topk_prob", false);
   fields.only("attention_bias", false);
   fields.only("use_sliding_window", false);
-  PITH_CHECK(fields.problems().empty(), "{}: not a usable qwen3_moe configuration:{}", source,
-      fields.problems());
-  c.source_json = object.dump();
-  return c;
-}
-
-Qwen3MoeConfig Qwen3MoeConfig::parse_file(const std::filesystem::path& path) {
-  return parse(read_config(path), path.string());
 }
 
 std::string Qwen3MoeConfig::to_json(at::ScalarType dtype) const {
@@ -78,7 +59,7 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
   const int64_t h = hidden_size, q = num_heads * head_dim, kv = num_kv_heads * head_dim;
   int64_t activations = 0;
   for (int64_t layer = 0; layer < num_layers; ++layer) {
-    const bool is_sparse = sparse[static_cast<size_t>(layer)];
+    const bool is_sparse = sparse[index(layer)];
     // hidden, norm output, residual, rows, experts' sum, output; q and k before and after norm, v,
     // attention output; each slot's row, gate and up, activation, result.
     const int64_t slots = is_sparse ? experts_per_token : 1;
@@ -86,42 +67,30 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
     activations += 6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width);
   }
   // Attention: 2 x 2 x (length / 2) x heads x head_dim forward, three times that with the backward.
-  const double attention = 6.0 * static_cast<double>(sequence_length * q * num_layers);
+  const double attention = 6.0 * real(sequence_length * q * num_layers);
   return size_of<Qwen3MoeModel>(*this, attention, activations);
 }
 
-Qwen3MoeLayer::Qwen3MoeLayer(
-    const Qwen3MoeConfig& config, int64_t index, int64_t expert_begin, int64_t expert_end)
-    : config_(config), sparse_(config.sparse.at(static_cast<size_t>(index))) {
-  const std::string prefix = layer_prefix(index), attention = prefix + "self_attn.",
-                    mlp = prefix + "mlp.";
+Qwen3MoeLayer::Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t layer, const ModelPart& part)
+    : config_(config), sparse_(config.sparse.at(index(layer))) {
+  const std::string prefix = fmt::format("{}layers.{}.", config.prefix, layer);
+  const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
   const int64_t h = config.hidden_size, q = config.num_heads * config.head_dim;
   input_norm_ = norm_weight(prefix + "input_layernorm.weight", h);
   qkv_ = qkv_weight(attention, q, config.num_kv_heads * config.head_dim, h);
   q_norm_ = norm_weight(attention + "q_norm.weight", config.head_dim);
   k_norm_ = norm_weight(attention + "k_norm.weight", config.head_dim);
-  o_ = Parameter(attention + "o_proj.weight", {h, q}, ParameterGroup::matrix, Init::output_normal);
+  o_ = matrix(attention + "o_proj.weight", h, q, Init::output_normal);
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
-  if (sparse_) {
-    router_ = Parameter(
-        mlp + "gate.weight", {config.num_experts, h}, ParameterGroup::router, Init::normal);
-    const int64_t width = config.moe_intermediate_size;
-    experts_gate_up_ = expert_gate_up_weight(mlp, width, h, expert_begin, expert_end);
-    experts_down_ = expert_down_weight(mlp, width, h, expert_begin, expert_end);
-  } else {
-    gate_up_ = gate_up_weight(mlp, config.intermediate_size, h);
-    down_ = Parameter(mlp + "down_proj.weight", {h, config.intermediate_size},
-        ParameterGroup::matrix, Init::output_normal);
-  }
+  if (sparse_)
+    make_experts(mlp, config, part);
+  else
+    mlp_ = SwigluMlp(mlp, config.intermediate_size, h);
 }
 
 std::vector<Parameter*> Qwen3MoeLayer::parameters() {
-  std::vector<Parameter*> all{&input_norm_, &qkv_, &q_norm_, &k_norm_, &o_, &post_norm_};
-  if (sparse_)
-    all.insert(all.end(), {&router_, &experts_gate_up_, &experts_down_});
-  else
-    all.insert(all.end(), {&gate_up_, &down_});
-  return all;
+  return existing({&input_norm_, &qkv_, &q_norm_, &k_norm_, &o_, &post_norm_, &router_,
+      &experts_gate_up_, &experts_down_, &mlp_.gate_up, &mlp_.down});
 }
 
 Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden) {
@@ -135,8 +104,7 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   Tensor v = parts[2].view({tokens, config_.num_kv_heads, d});
   q = rotary(rms_norm(q, q_norm_, config_.rms_norm_eps), context.batch.positions, context.rotary);
   k = rotary(rms_norm(k, k_norm_, config_.rms_norm_eps), context.batch.positions, context.rotary);
-  const Tensor mixed =
-      attend_documents(context, q, k, v, 1.0 / std::sqrt(static_cast<double>(d)));  // (T, Hq, D)
+  const Tensor mixed = attend_documents(context, q, k, v, 1 / std::sqrt(real(d)));  // (T, Hq, D)
 
   Attended out;
   out.residual = hidden + linear(mixed.reshape({tokens, q_size}), o_);
@@ -146,16 +114,6 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   choose_routes(context, linear_fp32(out.rows, router_),
       {config_.experts_per_token, config_.num_experts, config_.norm_topk_prob}, out);
   return out;
-}
-
-Tensor Qwen3MoeLayer::shared(const LayerContext&, const Attended& attended) {
-  if (sparse_) return {};
-  return linear(swiglu(linear(attended.rows, gate_up_)), down_);
-}
-
-Tensor Qwen3MoeLayer::experts(
-    const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
-  return swiglu_experts(rows, row_weight, experts_gate_up_, experts_down_, plan);
 }
 
 }  // namespace pith

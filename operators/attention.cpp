@@ -18,8 +18,6 @@
 namespace pith {
 namespace {
 
-constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
-
 // Which of a document's keys a query sees.
 struct Mask {
   bool causal;          // none after its own; otherwise all
@@ -64,7 +62,7 @@ std::vector<Run> runs_of(const AttentionSpan& span, const Mask& mask, int64_t li
 enum class Path { cudnn, flash, cpu, products };
 
 bool equal_documents(const AttentionSpan& span, const Mask& mask) {
-  const auto runs = runs_of(span, mask, kNoLimit);
+  const auto runs = runs_of(span, mask, INT64_MAX);
   return runs.size() == 1 && runs[0].count == span.cu_q_host.numel() - 1 &&
       (!mask.causal || runs[0].n == runs[0].m);
 }
@@ -89,7 +87,7 @@ Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, co
 // Scores that a run may hold: products keep all of them (256 MiB in FP32), the others none.
 std::vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span, const Mask& mask) {
   return runs_of(span, mask,
-      path == Path::products ? (int64_t{1} << 26) / std::max<int64_t>(1, q.size(1)) : kNoLimit);
+      path == Path::products ? (int64_t{1} << 26) / std::max<int64_t>(1, q.size(1)) : INT64_MAX);
 }
 
 // FlashAttention and the blocked CPU kernel know one head size: zeros fill up the smaller ones.

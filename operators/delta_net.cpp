@@ -77,7 +77,7 @@ struct Rule {
   Tensor q, k, v, a, b, a_log, dt_bias, positions;
   Cut cut;
   Comm context;
-  double scale() const { return 1 / std::sqrt(static_cast<double>(q.size(2))); }
+  double scale() const { return 1 / std::sqrt(real(q.size(2))); }
 
   Chunks chunks() const {
     Chunks c;

@@ -3,6 +3,10 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#if PITH_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
+
 namespace pith {
 namespace {
 
@@ -58,6 +62,10 @@ namespace cuda {
 void fail(const char* what, const char* error, const char* file, unsigned line) {
   throw Error(file, static_cast<int>(line), what, fmt::format("CUDA: {}", error));
 }
+
+#if PITH_CUDA
+CUstream_st* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+#endif
 
 }  // namespace cuda
 }  // namespace pith

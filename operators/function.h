@@ -1,9 +1,5 @@
 // What an operator's .cpp stands on: autograd's node, the branch to CUDA kernels, checks of ids.
 #pragma once
-#if PITH_CUDA
-#include <c10/cuda/CUDAStream.h>
-#endif
-
 #include "operators/kernels.h"
 #include "operators/matmul.h"
 
@@ -21,13 +17,7 @@ Tensor record(
 void record(
     const Tensors& outputs, const Tensors& inputs, std::function<Tensors(const Tensors&)> backward);
 
-#if PITH_CUDA
-inline constexpr bool kCuda = true;
-inline CUstream_st* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
-#else
-inline constexpr bool kCuda = false;
-CUstream_st* current_stream();  // named in discarded branches only
-#endif
+using cuda::current_stream;
 
 inline bool is_bf16(const Tensor& tensor) { return tensor.scalar_type() == at::kBFloat16; }
 
@@ -38,25 +28,22 @@ inline bool has_kernel(const Tensor& tensor) {
 
 // PITH_IF_CUDA(x) { the kernel }: a build without CUDA discards the block, and with it the kernels
 // that are named there and exist nowhere. No `else` may follow.
-#define PITH_IF_CUDA(tensor)      \
-  if constexpr (!::pith::kCuda) { \
+#define PITH_IF_CUDA(tensor)  \
+  if constexpr (!PITH_CUDA) { \
   } else if (::pith::has_kernel(tensor))
 
 // Data for a kernel to read or to write; null where the tensor is undefined.
-template <class T = void> const T* read(const Tensor& tensor) {
-  if (!tensor.defined()) return nullptr;
-  if constexpr (std::is_void_v<T>)
-    return tensor.const_data_ptr();
-  else
-    return tensor.const_data_ptr<T>();
+template <class T> const T* read(const Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
 }
-template <class T = void> T* write(const Tensor& tensor) {
-  if (!tensor.defined()) return nullptr;
-  if constexpr (std::is_void_v<T>)
-    return tensor.mutable_data_ptr();
-  else
-    return tensor.mutable_data_ptr<T>();
+template <class T> T* write(const Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
 }
+inline cuda::Data write(const Tensor& tensor) {
+  if (!tensor.defined()) return {nullptr, false};
+  return {tensor.mutable_data_ptr(), is_bf16(tensor)};
+}
+inline cuda::Data read(const Tensor& tensor) { return write(tensor); }
 
 // Throws where an id (int32 or int64, one or two dimensions) is neither `none` nor in [0, end).
 // Ids on a GPU are not looked at: that would wait for it.

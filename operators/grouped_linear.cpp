@@ -33,8 +33,8 @@ Tensor multiply_grouped(const Tensor& x, const Tensor& matrices, const ExpertPla
 void add_bias(Tensor& y, const Tensor& bias, const ExpertPlan& plan) {
   const at::NoGradGuard no_grad;
   PITH_IF_CUDA (y) {
-    cuda::add_expert_bias(read(bias), read<int32_t>(plan.offsets), write(y), bias.size(0),
-        bias.size(1), is_bf16(y), current_stream());
+    cuda::add_expert_bias(
+        read(bias), read<int32_t>(plan.offsets), write(y), bias.size(0), bias.size(1));
     return;
   }
   for_each_expert(plan.offsets, [&](int64_t e, int64_t begin, int64_t count) {
@@ -59,7 +59,7 @@ Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Par
   const Tensor turned = weight.value.transpose(1, 2);
   const Tensor matrices = bias ? weight.value : turned, backwards = bias ? turned : weight.value;
   check_tensor(given, name, weight.value.scalar_type(),
-      {permuted ? plan.slot_of.size(0) : plan.num_slots, matrices.size(1)});
+      {permuted ? plan.slot_of.size(0) : plan.num_slots(), matrices.size(1)});
   if (bias) check_shape(bias->value, bias->name, {matrices.size(0), matrices.size(2)});
   const Tensor kept = given.contiguous();
   const auto input = [=] { return permuted ? permute(kept.detach(), plan) : kept; };

@@ -50,11 +50,14 @@ template <int N, class T> __device__ inline void store(T* p, const Vec<T, N>& x)
   *reinterpret_cast<Vec<T, N>*>(p) = x;
 }
 
-// Sum over LANES (a power of two up to 32) neighbouring threads; each of them gets the same bits.
-template <int LANES, class T> __device__ inline T lanes_sum(T x) {
+// f over LANES (a power of two up to 32) neighbouring threads; each of them gets the same bits.
+template <int LANES, class T, class F> __device__ inline T lanes_reduce(T x, F&& f) {
   for (int distance = LANES / 2; distance > 0; distance /= 2)
-    x += __shfl_xor_sync(0xffffffffu, x, distance);
+    x = f(x, __shfl_xor_sync(0xffffffffu, x, distance));
   return x;
+}
+template <int LANES, class T> __device__ inline T lanes_sum(T x) {
+  return lanes_reduce<LANES>(x, [](T a, T b) { return a + b; });
 }
 
 // Whether vectors of N elements of T reach every row: pointers and strides are multiples.
@@ -67,15 +70,18 @@ bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<
   return true;
 }
 
-// Calls f<T, N>() with T = bf16 or float and N elements of 16 bytes, at most MOST; 1 if unaligned.
+// Calls f<T, N>(), which launches a kernel, with T = bf16 or float and N elements of 16 bytes, at
+// most MOST; 1 if unaligned.
 template <int MOST = 8, class F> void with_vectors(bool is_bf16,
-    std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides, F&& f) {
+    std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides, F&& f,
+    std::source_location at = std::source_location::current()) {
   const auto choose = [&]<class T>() {
     constexpr int kN = kFull<T> < MOST ? kFull<T> : MOST;
     const bool fits = aligned<uint8_t, 16>(pointers, {}) && aligned<T, kN>({}, strides);
     fits ? f.template operator()<T, kN>() : f.template operator()<T, 1>();
   };
   is_bf16 ? choose.template operator()<bf16>() : choose.template operator()<float>();
+  launch_check(at.function_name(), at);
 }
 
 // Blocks that take `each` of n.

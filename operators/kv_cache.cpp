@@ -4,45 +4,32 @@
 
 namespace pith {
 
-CachedKeys append_to_cache(
+AttentionSpan append_to_cache(
     KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh) {
-  const int64_t sequences = fresh.cu_q_host.size(0) - 1;
   const int32_t* begin = fresh.cu_q_host.const_data_ptr<int32_t>();
-  if (cache.lengths.empty()) cache.lengths.assign(static_cast<size_t>(sequences), 0);
-  PITH_CHECK(std::ssize(cache.lengths) == sequences, "the cache holds {} sequences, the batch {}",
-      cache.lengths.size(), sequences);
-  CachedKeys all{.k = {}, .v = {}, .span = fresh};
-  all.span.max_k = 0;
-  std::vector<int32_t> borders{0};
-  for (int64_t s = 0; s < sequences; ++s) {
-    const int64_t length = cache.lengths[static_cast<size_t>(s)] + begin[s + 1] - begin[s];
-    all.span.max_k = std::max(all.span.max_k, length);
-    borders.push_back(narrow<int32_t>(borders.back() + length));
-  }
-  // Appends to a buffer, grown where it must be; -> all that it holds, packed.
-  const auto append = [&](Tensor& buffer, const Tensor& rows) {
-    const int64_t capacity = buffer.defined() ? buffer.size(1) : 0;
-    if (capacity < all.span.max_k) {
-      const int64_t grown = std::max({all.span.max_k, 2 * capacity, int64_t{256}});
-      const Tensor old = buffer;
-      buffer = at::empty({sequences, grown, rows.size(1), rows.size(2)}, rows.options());
-      if (capacity > 0) buffer.narrow(1, 0, capacity).copy_(old);
+  const int64_t sequences = fresh.cu_q_host.numel() - 1;
+  std::vector<int32_t>& end = cache.borders;
+  if (end.empty()) end.assign(index(sequences + 1), 0);
+  PITH_CHECK(std::ssize(end) == sequences + 1, "the cache holds {} sequences, the batch {}",
+      std::ssize(end) - 1, sequences);
+  const auto append = [&](Tensor& held, const Tensor& rows) {
+    std::vector<Tensor> parts;
+    for (size_t s = 0; s + 1 < end.size(); ++s) {
+      if (held.defined()) parts.push_back(held.slice(0, end[s], end[s + 1]));
+      parts.push_back(rows.slice(0, begin[s], begin[s + 1]));
     }
-    std::vector<Tensor> held;
-    for (int64_t s = 0; s < sequences; ++s) {
-      const int64_t length = cache.lengths[static_cast<size_t>(s)], count = begin[s + 1] - begin[s];
-      const Tensor row = buffer.select(0, s);
-      row.narrow(0, length, count).copy_(rows.narrow(0, begin[s], count));
-      held.push_back(row.narrow(0, 0, length + count));
-    }
-    return at::cat(held);
+    held = at::cat(parts);
   };
-  all.k = append(cache.k, k);
-  all.v = append(cache.v, v);
-  for (int64_t s = 0; s < sequences; ++s)
-    cache.lengths[static_cast<size_t>(s)] += begin[s + 1] - begin[s];
-  all.span.cu_k_host = at::tensor(borders, at::kInt);
-  all.span.cu_k = all.span.cu_k_host.to(k.device());
+  append(cache.k, k);
+  append(cache.v, v);
+  AttentionSpan all = fresh;
+  all.max_k = 0;
+  for (size_t s = 0; s < end.size(); ++s) {
+    end[s] = narrow<int32_t>(int64_t{end[s]} + begin[s]);
+    if (s > 0) all.max_k = std::max<int64_t>(all.max_k, end[s] - end[s - 1]);
+  }
+  all.cu_k_host = at::tensor(end, at::kInt);
+  all.cu_k = all.cu_k_host.to(k.device());
   return all;
 }
 

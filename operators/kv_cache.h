@@ -4,19 +4,15 @@
 
 namespace pith {
 
-// One layer's cache of B sequences. Grows by doubling.
+// One layer's cache of B sequences.
 struct KvCache {
-  Tensor k, v;                   // (B, capacity, Hkv, D)
-  std::vector<int64_t> lengths;  // (B) positions filled
+  Tensor k, v;                   // (Tk, Hkv, D), all positions of all sequences, packed
+  std::vector<int32_t> borders;  // (B + 1) of the sequences
 };
 
-struct CachedKeys {
-  Tensor k, v;         // (Tk, Hkv, D), all positions of all sequences, packed
-  AttentionSpan span;  // queries: the new positions; keys: all of them
-};
-
-// Appends new k and v (T, Hkv, D), packed by sequence as in `fresh`; all there is to attend to.
-CachedKeys append_to_cache(
+// Appends new k and v (T, Hkv, D), packed by sequence as in `fresh` -> the span of their queries
+// over all that the cache then holds.
+AttentionSpan append_to_cache(
     KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh);
 
 }  // namespace pith

@@ -26,7 +26,7 @@ int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
 void logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient) {
   PITH_IF_CUDA (logits) {
     cuda::cross_entropy_rows(write(logits), read<int64_t>(labels), write<float>(logprobs),
-        logits.size(0), logits.size(1), gradient, is_bf16(logits), current_stream());
+        logits.size(0), logits.size(1), gradient);
     return;
   }
   const Tensor ignored = labels.eq(kIgnored), column = labels.clamp_min(0).unsqueeze(1);

@@ -94,14 +94,13 @@ template <class T, int N> __global__ __launch_bounds__(kThreads, 2) void cross_e
 
 }  // namespace
 
-void cross_entropy_rows(void* logits, const int64_t* labels, float* logprobs, int64_t rows,
-    int64_t vocabulary, bool gradient, bool is_bf16, cudaStream_t stream) {
+void cross_entropy_rows(Data logits, const int64_t* labels, float* logprobs, int64_t rows,
+    int64_t vocabulary, bool gradient) {
   if (rows == 0) return;
-  with_vectors(is_bf16, {logits}, {vocabulary}, [&]<class T, int N>() {
-    cross_entropy_kernel<T, N><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
-        static_cast<T*>(logits), labels, logprobs, vocabulary, gradient);
+  with_vectors(logits.bf16, {logits}, {vocabulary}, [&]<class T, int N>() {
+    cross_entropy_kernel<T, N><<<static_cast<unsigned>(rows), kThreads, 0, current_stream()>>>(
+        logits, labels, logprobs, vocabulary, gradient);
   });
-  launch_check("cross_entropy_rows");
 }
 
 }  // namespace pith::cuda

@@ -45,9 +45,9 @@ void add_weight_gradient(const WeightGradient& job) {
   if (!job.offsets.defined()) return add_weight_gradient(gradient, job.dy, job.x);
   PITH_IF_CUDA (job.x) {
     if (is_bf16(job.x) &&
-        cuda::grouped_weight_gradient(job.dy.const_data_ptr(), job.x.const_data_ptr(),
-            job.offsets.const_data_ptr<int32_t>(), gradient.mutable_data_ptr<float>(),
-            job.x.size(0), gradient.size(0), gradient.size(1), gradient.size(2), current_stream()))
+        cuda::grouped_weight_gradient(read(job.dy), read(job.x), read<int32_t>(job.offsets),
+            write<float>(gradient), job.x.size(0), gradient.size(0), gradient.size(1),
+            gradient.size(2)))
       return;
   }
   for_each_expert(job.offsets, [&](int64_t e, int64_t begin, int64_t count) {

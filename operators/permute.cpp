@@ -13,7 +13,7 @@ Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_
   Tensor out = at::empty({slot_of.size(0), slots.size(1)}, slots.options());
   PITH_IF_CUDA (slots) {
     cuda::gather_sum(write(out), read(slots), read<float>(weight), read<int32_t>(slot_of),
-        slot_of.size(0), slot_of.size(1), slots.size(1), is_bf16(slots), current_stream());
+        slot_of.size(0), slot_of.size(1), slots.size(1));
   }
   return out;
 }
@@ -35,34 +35,34 @@ ExpertPlan make_expert_plan(
   const auto [experts, entries] = at::sort(ids, /*stable=*/true, 0, /*descending=*/false);
   const Tensor ends = at::searchsorted(experts, at::arange(-1, num_experts, ids.options()),
       /*out_int32=*/true, /*right=*/true);
+  const int64_t absent =
+      num_slots && topk_idx.is_cuda() ? count - *num_slots : ends[0].item<int32_t>();
+  const int64_t slots = count - absent;
+  PITH_CHECK(num_slots.value_or(slots) == slots, "make_expert_plan: topk_idx has {} slots, not {}",
+      slots, *num_slots);
   ExpertPlan plan;
-  if (!num_slots || topk_idx.is_cpu()) plan.num_slots = count - ends[0].item<int32_t>();
-  PITH_CHECK(topk_idx.is_cuda() || num_slots.value_or(plan.num_slots) == plan.num_slots,
-      "make_expert_plan: topk_idx has {} slots, not {}", plan.num_slots, *num_slots);
-  if (num_slots) plan.num_slots = *num_slots;
-  const int64_t absent = count - plan.num_slots;
   plan.offsets = ends.narrow(0, 1, num_experts) - absent;
-  const Tensor chosen = entries.narrow(0, absent, plan.num_slots);
+  const Tensor chosen = entries.narrow(0, absent, slots);
   plan.row_of_slot = chosen.div(topk_idx.size(1), "floor").to(at::kInt);
   plan.slot_of = at::full(topk_idx.sizes(), -1, int32);
-  plan.slot_of.view(-1).index_copy_(0, chosen, at::arange(plan.num_slots, int32));
+  plan.slot_of.view(-1).index_copy_(0, chosen, at::arange(slots, int32));
   return plan;
 }
 
-Tensor permute(const Tensor& given, const ExpertPlan& plan) {
+Tensor permute(const Tensor& given, const Gather& plan) {
   check_shape(given, "permute: rows", {plan.slot_of.size(0), -1});
   const Tensor rows = given.contiguous();
   PITH_IF_CUDA (rows) {
-    const Tensor out = at::empty({plan.num_slots, rows.size(1)}, rows.options());
-    cuda::gather_rows(write(out), read(rows), read<int32_t>(plan.row_of_slot), plan.num_slots,
-        rows.size(1) * rows.element_size(), current_stream());
+    const Tensor out = at::empty({plan.num_slots(), rows.size(1)}, rows.options());
+    cuda::gather_rows(write(out), read(rows), read<int32_t>(plan.row_of_slot), plan.num_slots(),
+        rows.size(1) * rows.element_size());
     return record(out, {rows},
         [plan](const Tensor& dy) { return Tensors{sum_slots(dy.contiguous(), plan)}; });
   }
   return widen(rows).index_select(0, plan.row_of_slot).to(rows.scalar_type());
 }
 
-Tensor sum_slots(const Tensor& slots, const ExpertPlan& plan) {
+Tensor sum_slots(const Tensor& slots, const Gather& plan) {
   PITH_IF_CUDA (slots) { return gather_sum(slots, {}, plan.slot_of); }
   const Tensor wide = widen(slots);
   return at::zeros({plan.slot_of.size(0), slots.size(1)}, wide.options())
@@ -73,7 +73,7 @@ Tensor sum_slots(const Tensor& slots, const ExpertPlan& plan) {
 Tensor unpermute(const Tensor& given, const Tensor& given_weight, const ExpertPlan& plan) {
   const Tensor slot_of = plan.slot_of, slots = given.contiguous();
   const Tensor weight = given_weight.contiguous();
-  check_shape(slots, "unpermute: expert_rows", {plan.num_slots, -1});
+  check_shape(slots, "unpermute: expert_rows", {plan.num_slots(), -1});
   check_tensor(weight, "unpermute: weight", wide_dtype(slots.scalar_type()),
       {slot_of.size(0), slot_of.size(1)});
   PITH_IF_CUDA (slots) {
@@ -83,7 +83,7 @@ Tensor unpermute(const Tensor& given, const Tensor& given_weight, const ExpertPl
           const Tensor dslots = at::empty_like(slots), dweight = at::empty_like(weight);
           cuda::unpermute_backward(write(dslots), write<float>(dweight), read(dout), read(slots),
               read<float>(weight), read<int32_t>(slot_of), slot_of.size(0), slot_of.size(1),
-              slots.size(1), is_bf16(slots), current_stream());
+              slots.size(1));
           return Tensors{dslots, dweight};
         });
   }

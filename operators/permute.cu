@@ -87,13 +87,13 @@ template <class T, int N> __global__ void unpermute_backward_kernel(T* __restric
 
 }  // namespace
 
-void gather_rows(void* out, const void* rows, const int32_t* row_of_slot, int64_t slots,
-    int64_t row_bytes, cudaStream_t stream) {
+void gather_rows(
+    void* out, const void* rows, const int32_t* row_of_slot, int64_t slots, int64_t row_bytes) {
   if (slots == 0 || row_bytes == 0) return;
   const auto run = [&]<class T>() {
     const int64_t units = row_bytes / static_cast<int64_t>(sizeof(T));
     const RowGrid shape = row_grid(num_blocks(slots, kRowsInFlight), units);
-    gather_kernel<T><<<shape.grid, shape.block, 0, stream>>>(
+    gather_kernel<T><<<shape.grid, shape.block, 0, current_stream()>>>(
         static_cast<T*>(out), static_cast<const T*>(rows), row_of_slot, slots, units);
   };
   const bool full = aligned<uint8_t, 16>({out, rows}, {row_bytes});
@@ -101,28 +101,25 @@ void gather_rows(void* out, const void* rows, const int32_t* row_of_slot, int64_
   launch_check("gather_rows");
 }
 
-void gather_sum(void* out, const void* slots, const float* weight, const int32_t* slot_of,
-    int64_t rows, int64_t k, int64_t hidden, bool is_bf16, cudaStream_t stream) {
+void gather_sum(Data out, Data slots, const float* weight, const int32_t* slot_of, int64_t rows,
+    int64_t k, int64_t hidden) {
   if (rows * hidden == 0) return;
-  with_vectors(is_bf16, {out, slots}, {hidden}, [&]<class T, int N>() {
+  with_vectors(out.bf16, {out, slots}, {hidden}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, hidden / N);
-    gather_sum_kernel<T, N><<<shape.grid, shape.block, 0, stream>>>(
-        static_cast<T*>(out), static_cast<const T*>(slots), weight, slot_of, rows, k, hidden);
+    gather_sum_kernel<T, N><<<shape.grid, shape.block, 0, current_stream()>>>(
+        out, slots, weight, slot_of, rows, k, hidden);
   });
-  launch_check("gather_sum");
 }
 
-void unpermute_backward(void* dslots, float* dweight, const void* dout, const void* slots,
-    const float* weight, const int32_t* slot_of, int64_t rows, int64_t k, int64_t hidden,
-    bool is_bf16, CUstream_st* stream) {
+void unpermute_backward(Data dslots, float* dweight, Data dout, Data slots, const float* weight,
+    const int32_t* slot_of, int64_t rows, int64_t k, int64_t hidden) {
   if (rows == 0) return;
   constexpr int kWarps = 8;
-  with_vectors(is_bf16, {dslots, dout, slots}, {hidden}, [&]<class T, int N>() {
-    unpermute_backward_kernel<T, N><<<num_blocks(rows * k, kWarps), kWarps * kWarp, 0, stream>>>(
-        static_cast<T*>(dslots), dweight, static_cast<const T*>(dout), static_cast<const T*>(slots),
-        weight, slot_of, rows * k, k, hidden);
+  with_vectors(dslots.bf16, {dslots, dout, slots}, {hidden}, [&]<class T, int N>() {
+    const unsigned blocks = num_blocks(rows * k, kWarps);
+    unpermute_backward_kernel<T, N><<<blocks, kWarps * kWarp, 0, current_stream()>>>(
+        dslots, dweight, dout, slots, weight, slot_of, rows * k, k, hidden);
   });
-  launch_check("unpermute_backward");
 }
 
 }  // namespace pith::cuda

@@ -28,9 +28,10 @@ void add_rows(const Tensor& x, const RowSet& rows, const Tensor& values) {
 // Sends a block `by` members on while that of the one as far behind arrives in `received`.
 Work pass_on(const Comm& context, const Tensor& sent, Tensor& received, int64_t by) {
   const int64_t size = context.size(), rank = context.rank() + size;
+  std::vector<int64_t> to(index(size)), from(index(size));
+  to[index((rank + by) % size)] = from[index((rank - by) % size)] = sent.size(0);
   received = at::empty_like(sent);
-  return context.exchange_async(
-      {{(rank + by) % size, sent, true}, {(rank - by) % size, received, false}});
+  return context.all_to_all_async(received, sent, from, to);
 }
 
 // at::cat along the last dimension. On CUDA it moves element by element, so in elements of 16 bytes
@@ -40,7 +41,7 @@ Tensor cat_last(const Tensor& a, const Tensor& b) {
   const auto fits = [&](const Tensor& x) {
     const auto whole = [&](int64_t n) { return n % each == 0; };
     return x.stride(-1) == 1 && whole(x.size(-1)) && whole(x.storage_offset()) &&
-        std::ranges::all_of(x.strides().slice(0, static_cast<size_t>(x.dim() - 1)), whole);
+        std::ranges::all_of(x.strides().slice(0, index(x.dim() - 1)), whole);
   };
   if (!a.is_cuda() || !fits(a) || !fits(b)) return at::cat({a, b}, -1);
   return at::cat({a.view(at::kComplexDouble), b.view(at::kComplexDouble)}, -1)
@@ -51,9 +52,10 @@ Tensor cat_last(const Tensor& a, const Tensor& b) {
 struct PlainKeys {
   int64_t dim;
 
-  std::array<Tensor, 2> expand(const Tensor& rows) const {
+  std::array<Tensor, 2> parts(const Tensor& rows) const {
     return {rows.narrow(2, 0, dim), rows.narrow(2, dim, rows.size(2) - dim)};
   }
+  std::array<Tensor, 2> expand(const Tensor& rows) const { return parts(rows); }
   // The gradient of rows.
   static Tensor contract(const Tensor&, const Tensor& dk, const Tensor& dv, at::ScalarType dtype) {
     return at::cat({dk.to(dtype), dv.to(dtype)}, 2);
@@ -71,8 +73,7 @@ struct LatentRows {
   }
   std::array<Tensor, 2> expand(const Tensor& rows) const {
     const auto [latent, rotary_key] = parts(rows);
-    const LatentKeys keys = expand_latent(latent.contiguous(), rotary_key, *up, heads, v_dim);
-    return {keys.k, keys.v};
+    return expand_latent(latent.contiguous(), rotary_key, *up, heads, v_dim);
   }
   Tensor contract(
       const Tensor& rows, const Tensor& dk, const Tensor& dv, at::ScalarType dtype) const {
@@ -167,12 +168,26 @@ template <class Keys> std::array<Tensor, 2> backward(const Tensor& dout, const T
   return {dq.to(q.scalar_type()), dblock.to(q.scalar_type())};
 }
 
-Tensor take(const Tensor& rows, const Gather& gather) {
-  return permute(rows,
-      {.row_of_slot = gather.from,
-          .slot_of = gather.places,
-          .offsets = {},
-          .num_slots = gather.from.size(0)});
+// The attention of q over what `own` becomes by `keys`, differentiable in q and the two parts of
+// `own`, which are the first of `sources`.
+template <class Keys> Tensor attend(const Tensor& given, const Tensor& own, const Keys& keys,
+    const Tensors& sources, const std::vector<RingStep>& ring, double scale, const Comm& context,
+    const Parameter* sinks) {
+  const Tensor q = given.contiguous();
+  Tensor last = own;
+  const AttentionPart whole = forward(q, last, keys, ring, scale, context, sinks);
+  const AttentionPart kept{whole.out.detach(), whole.lse};
+  Tensors inputs{q};
+  inputs.insert(inputs.end(), sources.begin(), sources.end());
+  return record(whole.out, inputs, [=, count = inputs.size()](const Tensor& dout) {
+    add_sink_gradient(sinks, dout, kept);
+    const auto [dq, down] =
+        backward(dout.contiguous(), q, own, last, kept, keys, ring, scale, context);
+    const auto [first, second] = keys.parts(down);
+    Tensors gradients{dq, first, second};
+    gradients.resize(count);
+    return gradients;
+  });
 }
 
 // Rows to the ranks and from them; their gradients go the other way.
@@ -205,24 +220,14 @@ std::vector<RingStep> whole_ring(const AttentionSpan& span, int64_t tokens) {
   return {{{0, tokens, {}}, {0, tokens, {}}, span}};
 }
 
-Tensor ring_attention(const Tensor& given, const Tensor& k, const Tensor& v,
+Tensor ring_attention(const Tensor& q, const Tensor& k, const Tensor& v,
     const std::vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
-  check_attention(given, k, v);
-  const Tensor q = given.contiguous(), own = at::cat({k.detach(), v.detach()}, 2);
-  const PlainKeys keys{k.size(2)};
-  Tensor last = own;
-  const AttentionPart whole = forward(q, last, keys, ring, scale, context, sinks);
-  const AttentionPart kept{whole.out.detach(), whole.lse};
-  return record(whole.out, {q, k, v}, [=](const Tensor& dout) {
-    add_sink_gradient(sinks, dout, kept);
-    const auto [dq, down] =
-        backward(dout.contiguous(), q, own, last, kept, keys, ring, scale, context);
-    const auto [dk, dv] = keys.expand(down);
-    return Tensors{dq, dk, dv};
-  });
+  check_attention(q, k, v);
+  const Tensor own = at::cat({k.detach(), v.detach()}, 2);
+  return attend(q, own, PlainKeys{k.size(2)}, {k, v}, ring, scale, context, sinks);
 }
 
-LatentKeys expand_latent(
+std::array<Tensor, 2> expand_latent(
     const Tensor& latent, const Tensor& rotary_key, Parameter& up, int64_t heads, int64_t v_dim) {
   check_shape(rotary_key, "expand_latent: rotary_key", {latent.size(0), -1});
   PITH_CHECK(up.value.size(0) % heads == 0 && up.value.size(0) / heads > v_dim,
@@ -234,32 +239,24 @@ LatentKeys expand_latent(
   return {cat_last(kv.narrow(2, 0, plain), shared), kv.narrow(2, plain, v_dim)};
 }
 
-Tensor latent_attention(const Tensor& given, const Tensor& latent, const Tensor& rotary_key,
+Tensor latent_attention(const Tensor& q, const Tensor& latent, const Tensor& rotary_key,
     Parameter& up, int64_t v_dim, const std::vector<RingStep>& ring, double scale,
     const Comm& context) {
-  const Tensor q = given.contiguous(), own = cat_last(latent.detach(), rotary_key.detach());
-  const LatentRows keys{&up, q.size(1), v_dim};
-  Tensor last = own;
-  const AttentionPart whole = forward(q, last, keys, ring, scale, context, nullptr);
-  const AttentionPart kept{whole.out.detach(), whole.lse};
-  return record(whole.out, {q, latent, rotary_key, up.value}, [=](const Tensor& dout) {
-    const auto [dq, down] =
-        backward(dout.contiguous(), q, own, last, kept, keys, ring, scale, context);
-    const auto [dlatent, dkey] = keys.parts(down);
-    return Tensors{dq, dlatent, dkey, Tensor()};
-  });
+  const Tensor own = cat_last(latent.detach(), rotary_key.detach());
+  return attend(q, own, LatentRows{&up, q.size(1), v_dim}, {latent, rotary_key, up.value}, ring,
+      scale, context, /*sinks=*/nullptr);
 }
 
 Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Halo& halo,
     double scale, const AttentionOptions& options, const Comm& context) {
   check_attention(q, k, v);
-  PITH_CHECK(halo.window == options.window && halo.sent.places.size(0) == q.size(0) &&
+  PITH_CHECK(halo.window == options.window && halo.sent.slot_of.size(0) == q.size(0) &&
           std::ssize(halo.send) == context.size(),
       "window_attention: {} tokens and a window of {} on {} ranks, but the micro-batch was split "
       "for a window of {} on {} ranks",
       q.size(0), options.window, context.size(), halo.window, halo.send.size());
   const Tensor own = at::cat({k, v}, 2).flatten(1);  // (T, Hkv (D + Dv))
-  const Tensor all = take(exchange(take(own, halo.sent), halo, context), halo.keys)
+  const Tensor all = permute(exchange(permute(own, halo.sent), halo, context), halo.keys)
                          .view({-1, k.size(1), k.size(2) + v.size(2)});
   return attention(q, all.narrow(2, 0, k.size(2)), all.narrow(2, k.size(2), v.size(2)), halo.span,
       scale, options);

@@ -29,12 +29,10 @@ void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& 
 // The one step of rows that are not split, for a `context` of one process.
 std::vector<RingStep> whole_ring(const AttentionSpan& span, int64_t tokens);
 
-struct LatentKeys {
-  Tensor k, v;  // (T, H, Dn + Dr), (T, H, Dv)
-};
-// latent (T, R), rotary_key (T, Dr) shared by all heads, up (H (Dn + Dv), R): for each head the
-// rows of its key's first Dn elements, then of its value. Differentiable.
-LatentKeys expand_latent(
+// Keys (T, H, Dn + Dr) and values (T, H, Dv) of latent (T, R), rotary_key (T, Dr) shared by all
+// heads, up (H (Dn + Dv), R): for each head the rows of its key's first Dn elements, then of its
+// value. Differentiable.
+std::array<Tensor, 2> expand_latent(
     const Tensor& latent, const Tensor& rotary_key, Parameter& up, int64_t heads, int64_t v_dim);
 
 // ring_attention() of q (T, H, Dn + Dr) over expand_latent's keys and values -> (T, H, Dv).

@@ -21,8 +21,8 @@ std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, double 
     Tensor y = at::empty(x.sizes(), x.options());
     Tensor rstd =
         at::empty(x.sizes().slice(0, x.sizes().size() - 1), x.options().dtype(at::kFloat));
-    cuda::rms_norm_forward(read(x), rows_of(x), read(weight), plus, eps, write(y),
-        write<float>(rstd), is_bf16(x), current_stream());
+    cuda::rms_norm_forward(
+        read(x), rows_of(x), read(weight), plus, eps, write(y), write<float>(rstd));
     return {y, rstd};
   }
   const Tensor wide = widen(x), rstd = wide.square().mean(-1).add_(eps).rsqrt_();
@@ -39,8 +39,7 @@ Tensor backward(const Tensor& x, const Tensor& rstd, const Tensor& weight, const
     if (x.requires_grad()) dx = at::empty(x.sizes(), x.options());
     Tensor partial = at::empty({cuda::rms_norm_blocks(rows), rows.dim}, rstd.options());
     cuda::rms_norm_backward(read(x), rows, read(weight), plus, read<float>(rstd),
-        read(dy.contiguous()), write(dx), write<float>(partial), write<float>(dweight), is_bf16(x),
-        current_stream());
+        read(dy.contiguous()), write(dx), write<float>(partial), write<float>(dweight));
     return dx;
   }
   const Tensor scale = rstd.unsqueeze(-1), normal = widen(x) * scale, wide_dy = widen(dy);

@@ -170,20 +170,18 @@ template <int N, class F> void with_spread(int64_t dim, F&& f) {
 
 }  // namespace
 
-void rms_norm_forward(const void* x, const NormRows& rows, const void* weight, float plus,
-    double eps, void* y, float* rstd, bool is_bf16, CUstream_st* stream) {
+void rms_norm_forward(
+    Data x, const NormRows& rows, Data weight, float plus, double eps, Data y, float* rstd) {
   if (rows.count == 0) return;
   const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
-  with_vectors(is_bf16, {x, weight, y}, strides, [&]<class T, int N>() {
+  with_vectors(x.bf16, {x, weight, y}, strides, [&]<class T, int N>() {
     with_spread<N>(rows.dim, [&](auto spread, unsigned threads) {
       using S = decltype(spread);
       const unsigned at_a_time = S::LANES == 0 ? 1 : threads / std::max(S::LANES, 1);
-      forward_kernel<T, S><<<num_blocks(rows.count, at_a_time), threads, 0, stream>>>(
-          static_cast<const T*>(x), rows, static_cast<const T*>(weight), plus,
-          static_cast<float>(eps), static_cast<T*>(y), rstd);
+      forward_kernel<T, S><<<num_blocks(rows.count, at_a_time), threads, 0, current_stream()>>>(
+          x, rows, weight, plus, static_cast<float>(eps), y, rstd);
     });
   });
-  launch_check("rms_norm forward");
 }
 
 int64_t rms_norm_blocks(const NormRows& rows) {
@@ -193,13 +191,12 @@ int64_t rms_norm_blocks(const NormRows& rows) {
   return by_rows < most ? by_rows : most;
 }
 
-void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, float plus,
-    const float* rstd, const void* dy, void* dx, float* partial, float* dweight, bool is_bf16,
-    CUstream_st* stream) {
+void rms_norm_backward(Data x, const NormRows& rows, Data weight, float plus, const float* rstd,
+    Data dy, Data dx, float* partial, float* dweight) {
   if (rows.count == 0) return;
   const auto blocks = static_cast<unsigned>(rms_norm_blocks(rows));
   const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
-  with_vectors(is_bf16, {x, weight, dy, dx}, strides, [&]<class T, int N>() {
+  with_vectors(x.bf16, {x, weight, dy, dx}, strides, [&]<class T, int N>() {
     with_spread<N>(rows.dim, [&](auto spread, unsigned threads) {
       const auto kernel = backward_kernel<T, decltype(spread)>;
       const size_t shared = static_cast<size_t>(rows.dim) * sizeof(float);
@@ -207,14 +204,12 @@ void rms_norm_backward(const void* x, const NormRows& rows, const void* weight, 
         check(cudaFuncSetAttribute(
                   kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
             "rms_norm backward");
-      kernel<<<blocks, threads, shared, stream>>>(static_cast<const T*>(x), rows,
-          static_cast<const T*>(weight), plus, rstd, static_cast<const T*>(dy), static_cast<T*>(dx),
-          partial);
+      kernel<<<blocks, threads, shared, current_stream()>>>(
+          x, rows, weight, plus, rstd, dy, dx, partial);
     });
   });
-  launch_check("rms_norm backward");
   if (dweight == nullptr) return;
-  add_columns_kernel<<<num_blocks(rows.dim, 32), dim3(32, 32), 0, stream>>>(
+  add_columns_kernel<<<num_blocks(rows.dim, 32), dim3(32, 32), 0, current_stream()>>>(
       partial, blocks, rows.dim, dweight);
   launch_check("rms_norm dweight");
 }

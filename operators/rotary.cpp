@@ -23,8 +23,7 @@ Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table
     if (after.size(2) > 0) y.narrow(2, rest, after.size(2)).copy_(after);
     cuda::rotary(read(turned), read<int32_t>(positions), read<float>(table.cos),
         read<float>(table.sin), write(y.narrow(2, first, dim)), x.size(0), x.size(1), dim,
-        x.stride(0), x.stride(1), x.size(2), table.cos.size(0), neighbours, inverse, is_bf16(x),
-        current_stream());
+        x.stride(0), x.stride(1), x.size(2), table.cos.size(0), neighbours, inverse);
     return y;
   }
   const Tensor wide = widen(turned);
@@ -43,8 +42,8 @@ Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table
 
 // The frequency (a real number between them) that turns `turns` times over the original positions.
 double frequency_of(double turns, int64_t head_dim, double theta, const Yarn& yarn) {
-  return static_cast<double>(head_dim) *
-      std::log(yarn.original_positions / (turns * 2 * std::numbers::pi)) / (2 * std::log(theta));
+  return real(head_dim) * std::log(yarn.original_positions / (turns * 2 * std::numbers::pi)) /
+      (2 * std::log(theta));
 }
 
 }  // namespace
@@ -54,13 +53,13 @@ RotaryTable make_rotary_table(
   PITH_CHECK(max_positions > 0 && head_dim > 0 && head_dim % 2 == 0 && theta > 0,
       "rotary table of {} positions, head size {}, theta {}", max_positions, head_dim, theta);
   const auto fp64 = at::TensorOptions(at::kDouble);
-  const Tensor exponent = at::arange(0, head_dim, 2, fp64).div(static_cast<double>(-head_dim));
+  const Tensor exponent = at::arange(0, head_dim, 2, fp64).div(real(-head_dim));
   Tensor frequency = at::pow(theta, exponent);
   if (yarn.factor != 1) {
     double low = frequency_of(yarn.beta_fast, head_dim, theta, yarn);
     double high = frequency_of(yarn.beta_slow, head_dim, theta, yarn);
     if (yarn.truncate) low = std::floor(low), high = std::ceil(high);
-    low = std::max(low, 0.0), high = std::min(high, static_cast<double>(head_dim - 1));
+    low = std::max(low, 0.0), high = std::min(high, real(head_dim - 1));
     if (low == high) high += 0.001;
     const Tensor stretched =
         at::arange(head_dim / 2, fp64).sub(low).div(high - low).clamp(0, 1);  // share

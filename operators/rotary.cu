@@ -35,21 +35,19 @@ template <class T, int N, bool NEIGHBOURS> __global__ void rotary_kernel(const T
 
 }  // namespace
 
-void rotary(const void* x, const int32_t* positions, const float* cos, const float* sin, void* y,
+void rotary(Data x, const int32_t* positions, const float* cos, const float* sin, Data y,
     int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
-    int64_t y_head_stride, int64_t table_rows, bool neighbours, bool inverse, bool is_bf16,
-    CUstream_st* stream) {
+    int64_t y_head_stride, int64_t table_rows, bool neighbours, bool inverse) {
   if (rows * heads * dim == 0) return;
   const int64_t half = dim / 2;
   const auto strides = {half, row_stride, head_stride, y_head_stride};
-  with_vectors(is_bf16, {x, y}, strides, [&]<class T, int N>() {
+  with_vectors(x.bf16, {x, y}, strides, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, heads * (half / N));
     const auto kernel = neighbours ? rotary_kernel<T, N, true> : rotary_kernel<T, N, false>;
-    kernel<<<shape.grid, shape.block, 0, stream>>>(static_cast<const T*>(x), positions, cos, sin,
-        static_cast<T*>(y), rows, static_cast<int>(heads), static_cast<int>(half), row_stride,
-        head_stride, y_head_stride, table_rows, inverse ? -1.0f : 1.0f);
+    kernel<<<shape.grid, shape.block, 0, current_stream()>>>(x, positions, cos, sin, y, rows,
+        static_cast<int>(heads), static_cast<int>(half), row_stride, head_stride, y_head_stride,
+        table_rows, inverse ? -1.0f : 1.0f);
   });
-  launch_check("rotary");
 }
 
 }  // namespace pith::cuda

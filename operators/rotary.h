@@ -32,9 +32,8 @@ enum class RotaryPairs { halves, neighbours };
 // x (T, heads, ..), positions (T) int32 in [0, P) -> same shape and dtype: the D elements of each
 // head from `first` on are rotated in place, D that of the table, the others copied. A pair (a, b)
 // becomes (a cos - b sin, b cos + a sin), in FP32, rounded once. x may be a strided view whose last
-// dimension is contiguous (a slice of a fused q, k, v projection). Backward turns by minus the
-// angle; only positions and table are saved. A position outside the table throws on the CPU; on
-// CUDA its row is NaN.
+// dimension is contiguous. Backward saves positions and table only. A position outside the table
+// throws on the CPU; on CUDA its row is NaN.
 Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table,
     RotaryPairs pairs = RotaryPairs::halves, int64_t first = 0);
 

@@ -15,7 +15,7 @@ Tensor select_topk(const Tensor& logits, int64_t k) {
   const double* row = wide.const_data_ptr<double>();
   Tensor idx = at::empty({logits.size(0), k}, logits.options().dtype(at::kLong));
   int64_t* out = idx.mutable_data_ptr<int64_t>();
-  std::vector<int64_t> id(static_cast<size_t>(logits.size(1)));
+  std::vector<int64_t> id(index(logits.size(1)));
   for (int64_t t = 0; t < logits.size(0); ++t, row += logits.size(1)) {
     std::iota(id.begin(), id.end(), 0);
     std::partial_sort(id.begin(), id.begin() + k, id.end(),
@@ -56,15 +56,14 @@ Routing route(const Tensor& given, int64_t k, bool normalize, const Tensor& give
     const Tensor weight = at::empty({p.size(0), k}, p.options());
     const Tensor idx = at::empty({p.size(0), k}, p.options().dtype(at::kLong));
     cuda::route_forward(read<float>(logits), read<int64_t>(forced), write<float>(p),
-        write<int64_t>(idx), write<float>(weight), p.size(0), p.size(1), k, normalize,
-        current_stream());
+        write<int64_t>(idx), write<float>(weight), p.size(0), p.size(1), k, normalize);
     record({p, weight}, {logits}, [p = p.detach(), idx, normalize](const Tensors& grads) {
       const Tensor dp = grads[0].defined() ? grads[0].contiguous() : grads[0];
       const Tensor dweight = grads[1].defined() ? grads[1].contiguous() : grads[1];
       const Tensor dlogits = at::empty_like(p);
       cuda::route_backward(read<float>(p), read<int64_t>(idx), read<float>(dp),
-          read<float>(dweight), write<float>(dlogits), p.size(0), p.size(1), idx.size(1), normalize,
-          current_stream());
+          read<float>(dweight), write<float>(dlogits), p.size(0), p.size(1), idx.size(1),
+          normalize);
       return Tensors{dlogits};
     });
     return {p, idx, weight};

@@ -6,13 +6,6 @@ namespace {
 
 constexpr int kWarpsPerBlock = 4;
 
-__device__ inline float lanes_max(float x) {
-#pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2)
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
-  return x;
-}
-
 // Orders (score, id) as integers: larger score, then lower id. NaN is below -inf, 0 below all.
 __device__ inline uint64_t order_key(float score, int id) {
   uint32_t bits = __float_as_uint(score == 0.0f ? 0.0f : score);  // -0 equals 0
@@ -26,21 +19,14 @@ template <int N, class F>
 __device__ inline void select_topk(const float (&score)[N], int num_experts, int k, F&& chosen) {
   const int lane = threadIdx.x % kWarp;
   uint64_t key[N];
-#pragma unroll
   for (int i = 0; i < N; ++i) {
     const int id = lane + kWarp * i;
     key[i] = id < num_experts ? order_key(score[i], id) : 0;
   }
   for (int j = 0; j < k; ++j) {
     uint64_t best = 0;
-#pragma unroll
     for (int i = 0; i < N; ++i) best = key[i] > best ? key[i] : best;
-#pragma unroll
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      const uint64_t other = __shfl_xor_sync(0xffffffffu, best, distance);
-      best = other > best ? other : best;
-    }
-#pragma unroll
+    best = lanes_reduce<kWarp>(best, [](uint64_t a, uint64_t b) { return b > a ? b : a; });
     for (int i = 0; i < N; ++i) key[i] = key[i] == best ? 0 : key[i];  // keys are unique
     chosen(j, static_cast<int>(0xffffffffu - static_cast<uint32_t>(best)));
   }
@@ -54,19 +40,16 @@ template <int N> __global__ void route_forward_kernel(const float* __restrict__ 
   const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
   if (row >= rows) return;
   float logit[N], top = -INFINITY;
-#pragma unroll
   for (int i = 0; i < N; ++i) {
     const int id = lane + kWarp * i;
     logit[i] = id < num_experts ? logits[row * num_experts + id] : -INFINITY;
     top = fmaxf(top, logit[i]);
   }
-  top = lanes_max(top);
+  top = lanes_reduce<kWarp>(top, [](float a, float b) { return fmaxf(a, b); });
   float p[N], sum = 0;
-#pragma unroll
   for (int i = 0; i < N; ++i) sum += p[i] = expf(logit[i] - top);  // 0 beyond num_experts
   const float scale = 1.0f / lanes_sum<kWarp>(sum);
   float* out = probabilities + row * num_experts;
-#pragma unroll
   for (int i = 0; i < N; ++i) {
     const int id = lane + kWarp * i;
     if (id < num_experts) out[id] = p[i] *= scale;
@@ -101,7 +84,6 @@ template <int N> __global__ void route_backward_kernel(const float* __restrict__
   const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
   if (row >= rows) return;
   float p[N], dp[N];
-#pragma unroll
   for (int i = 0; i < N; ++i) {
     const int id = lane + kWarp * i;
     const int64_t at = row * num_experts + id;
@@ -122,15 +104,12 @@ template <int N> __global__ void route_backward_kernel(const float* __restrict__
       const int id = static_cast<int>(idx[row * k + j]);
       const float dw = dweight[row * k + j];
       const float d = normalize ? (dw - inner / sum) / sum : dw;
-#pragma unroll
       for (int i = 0; i < N; ++i) dp[i] += id == lane + kWarp * i ? d : 0.0f;
     }
   }
   float inner = 0;
-#pragma unroll
   for (int i = 0; i < N; ++i) inner = fmaf(p[i], dp[i], inner);
   inner = lanes_sum<kWarp>(inner);
-#pragma unroll
   for (int i = 0; i < N; ++i) {
     const int id = lane + kWarp * i;
     if (id < num_experts) dlogits[row * num_experts + id] = p[i] * (dp[i] - inner);
@@ -152,12 +131,11 @@ constexpr int kThreads = kWarpsPerBlock * kWarp;
 }  // namespace
 
 void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
-    float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize,
-    cudaStream_t stream) {
+    float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
-    route_forward_kernel<N><<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, stream>>>(logits,
-        forced, probabilities, idx, weight, rows, static_cast<int>(num_experts),
+    route_forward_kernel<N><<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, current_stream()>>>(
+        logits, forced, probabilities, idx, weight, rows, static_cast<int>(num_experts),
         static_cast<int>(k), normalize);
   });
   launch_check("route_forward");
@@ -165,10 +143,10 @@ void route_forward(const float* logits, const int64_t* forced, float* probabilit
 
 void route_backward(const float* probabilities, const int64_t* idx, const float* dprobabilities,
     const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
-    bool normalize, cudaStream_t stream) {
+    bool normalize) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
-    route_backward_kernel<N><<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, stream>>>(
+    route_backward_kernel<N><<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, current_stream()>>>(
         probabilities, idx, dprobabilities, dweight, dlogits, rows, static_cast<int>(num_experts),
         static_cast<int>(k), normalize);
   });

@@ -38,19 +38,14 @@ struct RouterBalance {
   Tensor counts;  // (E) int64: choices of each expert by these tokens, padding left out
 };
 
-// Load-balance loss summed over rows: for each row E sum_e share_e * mean_t probability_e, which is
-// 1 for balanced shares. probabilities (T, E) float32, topk_idx (T, K), row_id (T) int32 in
-// [0, num_rows), or ~row for padding, which does not count; shares (E) float64: of global_batch.
-// Divide by the global number of rows for the mean; rows must not be cut between calls; a row
-// without tokens adds 0. Where rows are split over `context`, counts (integers) are summed over it
+// Load-balance loss summed over rows, which must not be cut between calls: for each row E sum_e
+// share_e * mean_t probability_e, 1 for balanced shares. probabilities (T, E) float32, topk_idx
+// (T, K), row_id (T) int32 in [0, num_rows), or ~row for padding, which does not count; shares (E)
+// float64: of global_batch. Where rows are split over `context`, counts are summed over it
 // (collective, in the forward pass only; they travel until the result is called), and the loss is
 // what the local tokens add to that of the whole rows.
 std::function<RouterBalance()> start_balance_loss(const Tensor& probabilities,
     const Tensor& topk_idx, const Tensor& row_id, int64_t num_rows, const Comm& context = {},
     BalanceKind kind = BalanceKind::sequence, const Tensor& shares = {});
-inline Tensor sequence_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
-    const Tensor& row_id, int64_t num_rows, const Comm& context = {}) {
-  return start_balance_loss(probabilities, topk_idx, row_id, num_rows, context)().loss;
-}
 
 }  // namespace pith

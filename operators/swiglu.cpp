@@ -20,8 +20,7 @@ Tensor forward(const Tensor& gate_up, const SwigluForm& form) {
   const at::NoGradGuard no_grad;
   PITH_IF_CUDA (gate_up) {
     Tensor y = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
-    cuda::swiglu_forward(
-        read(gate_up), write(y), y.size(0), y.size(1), form, is_bf16(y), current_stream());
+    cuda::swiglu(read(gate_up), {}, write(y), y.size(0), y.size(1), form);
     return y;
   }
   const auto [gate, up] = halves(widen(gate_up), form);
@@ -33,8 +32,7 @@ Tensor backward(const Tensor& gate_up, const Tensor& given, const SwigluForm& fo
   PITH_IF_CUDA (gate_up) {
     const Tensor dy = given.contiguous();
     Tensor dgate_up = at::empty_like(gate_up);
-    cuda::swiglu_backward(read(gate_up), read(dy), write(dgate_up), dy.size(0), dy.size(1), form,
-        is_bf16(dy), current_stream());
+    cuda::swiglu(read(gate_up), read(dy), write(dgate_up), dy.size(0), dy.size(1), form);
     return dgate_up;
   }
   const Tensor wide = widen(gate_up), dy = widen(given), dgate_up = at::empty_like(wide);

@@ -21,69 +21,50 @@ template <class T, int N, bool ALTERNATING> struct Pairs {
 
 __device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }  // or NaN
 
-template <class T, int N, bool ALTERNATING> __global__ void forward_kernel(
-    const T* gate_up, T* y, int64_t rows, int64_t width, SwigluForm form) {
+// out: the activation, or, BACKWARD, the gradient of gate_up.
+template <class T, int N, bool ALTERNATING, bool BACKWARD> __global__ void swiglu_kernel(
+    const T* gate_up, const T* dy, T* out, int64_t rows, int64_t width, SwigluForm form) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (row >= rows || column >= width) return;
   using Both = Pairs<T, N, ALTERNATING>;
-  Both in;
+  Both in, gradient;
   for (int i = 0; i < 2; ++i) in.half[i] = load<N>(gate_up + Both::place(row, width, column, i));
-  Vec<T, N> out;
+  Vec<T, N> y;
+  if constexpr (BACKWARD) y = load<N>(dy + row * width + column);
   for (int j = 0; j < N; ++j) {
-    const float g = at_most(to_float(in.gate(j)), form.limit);
-    const float u = -at_most(-at_most(to_float(in.up(j)), form.limit), form.limit) + form.plus;
-    out.v[j] = from_float<T>(g * sigmoid(form.alpha * g) * u);
-  }
-  store(y + row * width + column, out);
-}
-
-template <class T, int N, bool ALTERNATING> __global__ void backward_kernel(
-    const T* gate_up, const T* dy, T* dgate_up, int64_t rows, int64_t width, SwigluForm form) {
-  const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
-  const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
-  if (row >= rows || column >= width) return;
-  using Both = Pairs<T, N, ALTERNATING>;
-  Both in, out;
-  for (int i = 0; i < 2; ++i) in.half[i] = load<N>(gate_up + Both::place(row, width, column, i));
-  const Vec<T, N> dout = load<N>(dy + row * width + column);
-  for (int j = 0; j < N; ++j) {
-    const float gate = to_float(in.gate(j)), up = to_float(in.up(j)), d = to_float(dout.v[j]);
+    const float gate = to_float(in.gate(j)), up = to_float(in.up(j));
     const float g = at_most(gate, form.limit);
     const float u = -at_most(-at_most(up, form.limit), form.limit) + form.plus;
     const float s = sigmoid(form.alpha * g);
-    const float dgate = d * u * s * (1.0f + form.alpha * g * (1.0f - s));
-    out.gate(j) = from_float<T>(gate > form.limit ? 0.0f : dgate);
-    out.up(j) = from_float<T>(fabsf(up) > form.limit ? 0.0f : d * g * s);
+    if constexpr (BACKWARD) {
+      const float d = to_float(y.v[j]);
+      const float dgate = d * u * s * (1.0f + form.alpha * g * (1.0f - s));
+      gradient.gate(j) = from_float<T>(gate > form.limit ? 0.0f : dgate);
+      gradient.up(j) = from_float<T>(fabsf(up) > form.limit ? 0.0f : d * g * s);
+    } else {
+      y.v[j] = from_float<T>(g * s * u);
+    }
   }
-  for (int i = 0; i < 2; ++i) store(dgate_up + Both::place(row, width, column, i), out.half[i]);
+  if constexpr (BACKWARD)
+    for (int i = 0; i < 2; ++i) store(out + Both::place(row, width, column, i), gradient.half[i]);
+  else
+    store(out + row * width + column, y);
 }
 
 }  // namespace
 
-void swiglu_forward(const void* gate_up, void* y, int64_t rows, int64_t width, SwigluForm form,
-    bool is_bf16, CUstream_st* stream) {
+void swiglu(Data gate_up, Data dy, Data out, int64_t rows, int64_t width, SwigluForm form) {
   if (rows * width == 0) return;
-  with_vectors(is_bf16, {gate_up, y}, {width}, [&]<class T, int N>() {
+  with_vectors(out.bf16, {gate_up, dy, out}, {width}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, width / N);
-    const auto kernel = form.alternating ? forward_kernel<T, N, true> : forward_kernel<T, N, false>;
-    kernel<<<shape.grid, shape.block, 0, stream>>>(
-        static_cast<const T*>(gate_up), static_cast<T*>(y), rows, width, form);
+    const auto launch = [&]<bool ALTERNATING>() {
+      const auto kernel = dy.pointer ? swiglu_kernel<T, N, ALTERNATING, true>
+                                     : swiglu_kernel<T, N, ALTERNATING, false>;
+      kernel<<<shape.grid, shape.block, 0, current_stream()>>>(gate_up, dy, out, rows, width, form);
+    };
+    form.alternating ? launch.template operator()<true>() : launch.template operator()<false>();
   });
-  launch_check("swiglu forward");
-}
-
-void swiglu_backward(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
-    int64_t width, SwigluForm form, bool is_bf16, CUstream_st* stream) {
-  if (rows * width == 0) return;
-  with_vectors(is_bf16, {gate_up, dy, dgate_up}, {width}, [&]<class T, int N>() {
-    const RowGrid shape = row_grid(rows, width / N);
-    const auto kernel =
-        form.alternating ? backward_kernel<T, N, true> : backward_kernel<T, N, false>;
-    kernel<<<shape.grid, shape.block, 0, stream>>>(static_cast<const T*>(gate_up),
-        static_cast<const T*>(dy), static_cast<T*>(dgate_up), rows, width, form);
-  });
-  launch_check("swiglu backward");
 }
 
 }  // namespace pith::cuda

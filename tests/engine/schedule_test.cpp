@@ -78,14 +78,14 @@ TEST(Schedule, TooFewMicroBatchesAreRefused) {
 }
 
 TEST(Schedule, ChunksAreBalancedByCost) {
-  const auto even = balance_chunks(2, std::vector<double>(8, 1.0), {});
+  const auto even = balance_chunks(2, 8, {});
   EXPECT_EQ(even, (std::vector<int64_t>{2, 2, 2, 2}));
   // A head as heavy as several layers: rank 0 holds fewer of them.
-  const auto uneven = balance_chunks(2, std::vector<double>(8, 1.0), {9, 0});
+  const auto uneven = balance_chunks(2, 8, {9, 0});
   EXPECT_EQ(std::accumulate(uneven.begin(), uneven.end(), int64_t{0}), 8);
   EXPECT_LT(uneven.front() + uneven.back(), uneven[1] + uneven[2]);
   // Fewer layers than chunks: some chunks are empty.
-  const auto few = balance_chunks(4, std::vector<double>(3, 1.0), {1.5, 0});
+  const auto few = balance_chunks(4, 3, {1.5, 0});
   EXPECT_EQ(std::accumulate(few.begin(), few.end(), int64_t{0}), 3);
 }
 
@@ -110,11 +110,10 @@ TEST(Schedule, SharedHead) {
       EXPECT_NO_THROW(simulate(ranks, n, true, equal_costs(ranks, 0), {2, 0.3}));
     }
   }
-  const std::vector<double> layers(8, 1.0);
   const auto step = [&](double share) {
     const HeadCosts head{9, share};
     std::vector<StageCosts> costs;
-    for (const int64_t count : balance_chunks(2, layers, head)) {
+    for (const int64_t count : balance_chunks(2, 8, head)) {
       const auto layer = static_cast<double>(count);
       costs.push_back({layer, layer, layer, 0});
     }

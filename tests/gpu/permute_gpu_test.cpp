@@ -28,7 +28,7 @@ const Case kCases[] = {{1, 1, 1, 8}, {3, 2, 5, 7}, {64, 8, 128, 264}, {1000, 6, 
     {777, 3, 9, 129}, {70000, 2, 4, 8}, {300, 5, 1024, 16}, {0, 2, 3, 8}};
 
 void expect_equal_plans(const ExpertPlan& got, const ExpertPlan& wanted) {
-  EXPECT_EQ(got.num_slots, wanted.num_slots);
+  EXPECT_EQ(got.num_slots(), wanted.num_slots());
   EXPECT_TRUE(at::equal(got.offsets.cpu(), wanted.offsets));
   EXPECT_TRUE(at::equal(got.row_of_slot.cpu(), wanted.row_of_slot));
   EXPECT_TRUE(at::equal(got.slot_of.cpu(), wanted.slot_of));
@@ -43,7 +43,7 @@ TEST(PermuteGpu, PlanEqualsTheReference) {
           make_expert_plan(idx.to(kGpu), c.num_experts), make_expert_plan(idx, c.num_experts));
       const ExpertPlan known =
           make_expert_plan(idx, c.num_experts, idx.ge(0).sum().item<int64_t>());
-      expect_equal_plans(make_expert_plan(idx.to(kGpu), c.num_experts, known.num_slots), known);
+      expect_equal_plans(make_expert_plan(idx.to(kGpu), c.num_experts, known.num_slots()), known);
     }
   }
   const Tensor one = at::full({513, 4}, 2, at::kLong);  // one expert has everything
@@ -58,7 +58,7 @@ TEST(PermuteGpu, MatchesTheReference) {
     SCOPED_TRACE(
         fmt::format("{} rows, k {}, {} experts, hidden {}", c.rows, c.k, c.num_experts, c.hidden));
     const Tensor idx = some_routes(c.rows, c.k, c.num_experts);
-    const int64_t slots = make_expert_plan(idx, c.num_experts).num_slots;
+    const int64_t slots = make_expert_plan(idx, c.num_experts).num_slots();
     auto plan = [&](const Tensor& x) {
       return make_expert_plan(idx.to(x.device()), c.num_experts);
     };
@@ -85,7 +85,7 @@ TEST(PermuteGpu, IndexesBeyond31Bits) {
   const Tensor permuted = permute(x, plan);
   ASSERT_GT(permuted.numel(), int64_t{1} << 31);
   const Tensor sample =
-      at::cat({at::arange(5), at::arange(plan.num_slots - 5, plan.num_slots)}).to(at::kLong);
+      at::cat({at::arange(5), at::arange(plan.num_slots() - 5, plan.num_slots())}).to(at::kLong);
   const Tensor wanted =
       x.index_select(0, host.row_of_slot.index_select(0, sample).to(at::kLong).to(kGpu));
   EXPECT_TRUE(at::equal(permuted.index_select(0, sample.to(kGpu)), wanted));

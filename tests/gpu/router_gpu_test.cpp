@@ -93,8 +93,9 @@ TEST(RouterGpu, BalanceLossMatchesTheReference) {
         at::full({c.rows - first - padding}, 2, int32), at::full({padding}, ~2, int32)});
     check_on_gpu(
         [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
-          return sequence_balance_loss(
-              wide(x[0]), idx.to(x[0].device()), row_id.to(x[0].device()), 4);
+          return start_balance_loss(
+              wide(x[0]), idx.to(x[0].device()), row_id.to(x[0].device()), 4)()
+              .loss;
         },
         {probabilities}, {});
   }

@@ -27,7 +27,7 @@ TEST(GroupedLinear, GradientsMatchFiniteDifferences) {
   for (const auto& counts : kCounts) {
     const ExpertPlan plan = plan_of(counts);
     Parameter weight = make_parameter("w", {static_cast<int64_t>(counts.size()), 3, 5});
-    const Tensor x = random_tensor("x", {plan.num_slots, 5});
+    const Tensor x = random_tensor("x", {plan.num_slots(), 5});
     check_gradients([&] { return grouped_linear(x, weight, plan); }, {x}, {&weight});
   }
 }
@@ -39,7 +39,7 @@ TEST(GroupedLinear, AffineGradientsMatchFiniteDifferences) {
     const auto experts = static_cast<int64_t>(counts.size());
     Parameter weight = make_parameter("w", {experts, 5, 3}),
               bias = make_parameter("b", {experts, 3});
-    const Tensor x = random_tensor("x", {plan.num_slots, 5});
+    const Tensor x = random_tensor("x", {plan.num_slots(), 5});
     check_gradients([&] { return grouped_affine(x, weight, bias, plan); }, {x}, {&weight, &bias});
   }
 }
@@ -52,7 +52,7 @@ TEST(GroupedLinear, AffineEqualsLinear) {
               turned = make_parameter("t", {6, 33, 17}, dtype);
     Parameter bias = make_parameter("b", {6, 17}, dtype, 0.0);
     turned.value.detach().copy_(weight.value.detach().transpose(1, 2));
-    Tensor x = random_tensor("x", {plan.num_slots, 33}, dtype), x2 = x.clone();
+    Tensor x = random_tensor("x", {plan.num_slots(), 33}, dtype), x2 = x.clone();
     x.set_requires_grad(true), x2.set_requires_grad(true);
     const Tensor y = grouped_linear(x, weight, plan), y2 = grouped_affine(x2, turned, bias, plan);
     const Tensor dy = random_tensor("dy", y.sizes().vec(), dtype);
@@ -93,7 +93,7 @@ TEST(GroupedLinear, EqualsOneProductPerExpert) {
   const ExpertPlan plan = plan_of({0, 129, 1, 127, 0, 7});
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
     Parameter weight = make_parameter("w", {6, 17, 33}, dtype, 0.2);
-    const Tensor x = random_tensor("x", {plan.num_slots, 33}, dtype).set_requires_grad(true);
+    const Tensor x = random_tensor("x", {plan.num_slots(), 33}, dtype).set_requires_grad(true);
     const Tensor y = grouped_linear(x, weight, plan);
     EXPECT_EQ(y.scalar_type(), dtype);
     const Tensor dy = random_tensor("dy", y.sizes().vec(), dtype);

@@ -41,7 +41,7 @@ TEST(ExpertPlan, IsAStableSortByExpert) {
     EXPECT_EQ(list<int32_t>(plan.row_of_slot), row_of_slot);
     EXPECT_EQ(list<int32_t>(plan.slot_of), slot_of);
     EXPECT_EQ(list<int32_t>(plan.offsets), offsets);
-    EXPECT_EQ(plan.num_slots, static_cast<int64_t>(row_of_slot.size()));
+    EXPECT_EQ(plan.num_slots(), static_cast<int64_t>(row_of_slot.size()));
   }
 }
 
@@ -51,7 +51,7 @@ TEST(Permute, GradientsMatchFiniteDifferences) {
     const ExpertPlan plan = make_expert_plan(ids(c.topk_idx, {c.rows, c.k}), c.num_experts);
     const Tensor rows = random_tensor("rows", {c.rows, 3});
     check_gradients([&] { return permute(rows, plan); }, {rows}, {});
-    const Tensor expert_rows = random_tensor("expert_rows", {plan.num_slots, 11});
+    const Tensor expert_rows = random_tensor("expert_rows", {plan.num_slots(), 11});
     const Tensor weight = random_tensor("weight", {c.rows, c.k});
     check_gradients(
         [&] { return unpermute(expert_rows, weight, plan); }, {expert_rows, weight}, {});

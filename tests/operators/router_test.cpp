@@ -119,6 +119,11 @@ TEST(Route, NamesWhatDoesNotFit) {
       error_text([&] { route(logits, 1, true, ids({0, 4, 1}, {3, 1})); }), "forced(1, 0) = 4"));
 }
 
+Tensor sequence_balance_loss(
+    const Tensor& probabilities, const Tensor& topk_idx, const Tensor& row_id, int64_t num_rows) {
+  return start_balance_loss(probabilities, topk_idx, row_id, num_rows)().loss;
+}
+
 // Known fault 27: uniform routing gives 1 (not top_k), collapse on one of two experts gives 2.
 TEST(BalanceLoss, ValuesByDefinition) {
   const Tensor row = at::zeros({64}, at::TensorOptions(at::kInt));

@@ -360,11 +360,12 @@ TEST(Context, BalanceLossIsThatOfWholeRows) {
     const Tensor mine = part.tokens.cpu();
     Tensor p = random_tensor("p", {96, 6}, at::kFloat).abs().set_requires_grad(true);
     const Tensor idx = topk_lowest_id(random_tensor("scores", {96, 6}), 2);
-    const Tensor expected = sequence_balance_loss(p, idx, whole.row_id, 3);
+    const Tensor expected = start_balance_loss(p, idx, whole.row_id, 3)().loss;
     expected.backward();
     Tensor local = p.detach().index_select(0, mine).to(device()).set_requires_grad(true);
-    const Tensor loss = sequence_balance_loss(
-        local, idx.index_select(0, mine).to(device()), part.row_id, 3, mesh.context);
+    const Tensor loss = start_balance_loss(
+        local, idx.index_select(0, mine).to(device()), part.row_id, 3, mesh.context)()
+                            .loss;
     loss.backward();
     Tensor sum = loss.detach().clone();
     mesh.context.all_reduce(sum);

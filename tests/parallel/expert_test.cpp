@@ -47,7 +47,7 @@ void check(const std::vector<int64_t>& rows_of_rank, int64_t k, bool all_to_last
         by_expert.narrow(0, begin, end - begin) * static_cast<double>(me * kPerRank + e + 1));
     begin = end;
   }
-  EXPECT_EQ(begin, arrived.plan.num_slots);
+  EXPECT_EQ(begin, arrived.plan.num_slots());
   const Tensor out = unpermute(at::cat(slots), arrived.weight, arrived.plan);
   exchange.combine(out);
   EXPECT_LE(relative_error(exchange.combined(), expected), 1e-6);

@@ -1,5 +1,5 @@
-// Weight gradients of grouped linear maps on Hopper: gradient[e] += dy[e]^T x[e] for every expert
-// e, dy[e] and x[e] being its rows, with BF16 operands and sums in FP32.
+// Grouped linear maps: biases, and weight gradients on Hopper: gradient[e] += dy[e]^T x[e] for
+// every expert e, dy[e] and x[e] being its rows, with BF16 operands and sums in FP32.
 //
 // A persistent block computes tiles of kTileOut x kTileIn of an expert's gradient. One thread
 // copies kTileRows rows of dy and x at a time into a ring of shared-memory stages (TMA); two
@@ -10,10 +10,34 @@
 // written once, 8 bytes for 512 multiply-adds. Measured alternatives: docs/performance.md.
 #include <cuda.h>
 
+#include <cuda/ptx>
+
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
 namespace {
+
+// --- biases ---
+
+constexpr int kRows = 8;    // of a block side by side: kWarp x kRows threads
+constexpr int kSplit = 16;  // blocks that share the rows of an expert
+
+// Block (columns, expert, part of its rows).
+template <class T, int N>
+__global__ void bias_kernel(const T* bias, const int32_t* offsets, T* y, int64_t columns) {
+  const int64_t expert = blockIdx.y, begin = expert == 0 ? 0 : offsets[expert - 1];
+  const int64_t column = (blockIdx.x * int64_t{kWarp} + threadIdx.x) * N;
+  if (column >= columns) return;
+  const Vec<T, N> b = load<N>(bias + expert * columns + column);
+  const int64_t first = begin + blockIdx.z * kRows + threadIdx.y;
+  for (int64_t row = first; row < offsets[expert]; row += kSplit * kRows) {
+    Vec<T, N> out = load<N>(y + row * columns + column);
+    for (int j = 0; j < N; ++j) out.v[j] = from_float<T>(to_float(out.v[j]) + to_float(b.v[j]));
+    store(y + row * columns + column, out);
+  }
+}
+
+// --- weight gradients ---
 
 constexpr int kTileOut = 128, kTileIn = 256, kTileRows = 64, kStages = 4;
 constexpr int kThreads = 3 * 128;  // a warpgroup that copies and two that multiply
@@ -64,50 +88,21 @@ template <class F> __device__ void for_each_tile(const Problem& p, F&& f) {
 
 // --- Hopper's instructions ---
 
+namespace ptx = ::cuda::ptx;
+
 __device__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-__device__ void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile(
-      "mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
-}
-
-__device__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-      : "memory");
-}
-
-__device__ void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-      "r"(bytes)
-      : "memory");
-}
-
-__device__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  }
+__device__ void wait(uint64_t* barrier, uint32_t parity) {
+  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {}
 }
 
 // Starts to copy the box at (row, column) of `map`; columns and rows outside of it become zeros.
 __device__ void copy_box(
     const CUtensorMap& map, void* box, int column, int row, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(box)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
-      : "memory");
+  const int place[] = {column, row};
+  ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, box, &map, place, barrier);
 }
 
 // A matrix whose rows (the products' inner dimension) are 128 bytes of each box, for wgmma: boxes
@@ -153,8 +148,9 @@ __device__ void copy_tiles(
   uint32_t parity = 1;  // the first round finds every stage empty
   for_each_tile(p, [&](const Tile& tile) {
     for (int row = 0; row < tile.rows; row += kTileRows) {
-      barrier_wait(&shared.empty[stage], parity);
-      barrier_arrive_expecting(&shared.full[stage], kStageBytes);
+      wait(&shared.empty[stage], parity);
+      ptx::mbarrier_arrive_expect_tx(
+          ptx::sem_release, ptx::scope_cta, ptx::space_shared, &shared.full[stage], kStageBytes);
       uint8_t* box = shared.stages[stage];
       for (int i = 0; i < kOutBoxes; ++i, box += kBoxBytes)
         copy_box(dy, box, tile.out + i * kBoxColumns, tile.begin + row, &shared.full[stage]);
@@ -171,7 +167,7 @@ __device__ void clear_rows(uint8_t* stage, int first, int thread) {
   for (int i = thread; i < vectors * (kOutBoxes + kInBoxes); i += 256)
     *reinterpret_cast<uint4*>(stage + i / vectors * kBoxBytes + first * 128 + i % vectors * 16) =
         uint4{0, 0, 0, 0};
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  ptx::fence_proxy_async(ptx::space_shared);
   asm volatile("bar.sync 1, 256;" ::: "memory");
 }
 
@@ -182,7 +178,7 @@ __device__ void add_sums(const float (&sum)[128], const CUtensorMap& gradient, c
   for (int box = 0; box < kTileIn / kSumColumns; ++box) {
     auto& staged = boxes[box % kWaiting];
     if (thread == 0)  // the copy before the last has read this box
-      asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kWaiting - 1) : "memory");
+      ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kWaiting - 1>());
     asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -191,15 +187,13 @@ __device__ void add_sums(const float (&sum)[128], const CUtensorMap& gradient, c
       const int swizzled = (column / 4 ^ r % 8) * 4 + column % 4;  // in units of 16 bytes
       *reinterpret_cast<float2*>(&staged[r][swizzled]) = float2{sum[at], sum[at + 1]};
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::fence_proxy_async(ptx::space_shared);
     asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
     if (thread > 0) continue;
-    asm volatile(
-        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group "
-        "[%0, {%1, %2, %3}], [%4];" ::"l"(&gradient),
-        "r"(tile.in + box * kSumColumns), "r"(row), "r"(tile.expert), "r"(shared_address(staged))
-        : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    const int place[] = {tile.in + box * kSumColumns, row, tile.expert};
+    ptx::cp_reduce_async_bulk_tensor(
+        ptx::space_global, ptx::space_shared, ptx::op_add, &gradient, place, &staged);
+    ptx::cp_async_bulk_commit_group();
   }
 }
 
@@ -211,7 +205,7 @@ __device__ void multiply_tiles(
     float sum[128];
     int reading = -1;  // the stage whose products may still be under way
     for (int row = 0; row < tile.rows; row += kTileRows) {
-      barrier_wait(&shared.full[stage], parity);
+      wait(&shared.full[stage], parity);
       uint8_t* boxes = shared.stages[stage];
       if (tile.rows - row < kTileRows) clear_rows(boxes, tile.rows - row, half * 128 + thread);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -221,7 +215,7 @@ __device__ void multiply_tiles(
             row > 0 || k > 0);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-      if (reading >= 0 && thread == 0) barrier_arrive(&shared.empty[reading]);
+      if (reading >= 0 && thread == 0) ptx::mbarrier_arrive(&shared.empty[reading]);
       reading = stage;
       if (++stage == kStages) stage = 0, parity ^= 1;
     }
@@ -230,10 +224,10 @@ __device__ void multiply_tiles(
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (float& value : sum) asm volatile("" : "+f"(value)::"memory");
-    if (thread == 0) barrier_arrive(&shared.empty[reading]);
+    if (thread == 0) ptx::mbarrier_arrive(&shared.empty[reading]);
     add_sums(sum, gradient, tile, tile.out + half * 64, shared.sums[half], 2 + half, thread);
   });
-  if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (thread == 0) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>());
 }
 
 #endif
@@ -245,9 +239,9 @@ __global__ __launch_bounds__(kThreads, 1) void weight_gradient_kernel(
   extern __shared__ uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) barrier_init(&shared.full[i], 1);
-    for (int i = 0; i < kStages; ++i) barrier_init(&shared.empty[i], 2);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&shared.full[i], 1);
+    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&shared.empty[i], 2);
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
   __syncthreads();
   const int group = static_cast<int>(threadIdx.x) / 128;
@@ -286,7 +280,7 @@ CUtensorMap tensor_map(CUtensorMapDataType type, const void* data, cuuint32_t ra
 }  // namespace
 
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
-    int64_t rows, int64_t experts, int64_t out, int64_t in, CUstream_st* stream) {
+    int64_t rows, int64_t experts, int64_t out, int64_t in) {
   static const int processors = [] {  // 0: another GPU
     int device = 0, major = 0, count = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
@@ -309,12 +303,20 @@ bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offse
   const cuuint64_t sizes[] = {
       static_cast<cuuint64_t>(in), static_cast<cuuint64_t>(out), static_cast<cuuint64_t>(experts)};
   const cuuint32_t box[] = {kSumColumns, 64, 1};
-  weight_gradient_kernel<<<static_cast<unsigned>(processors), kThreads, kSharedBytes, stream>>>(
-      rows_map(dy, out), rows_map(x, in),
-      tensor_map(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, gradient, 3, sizes, box),
+  const auto blocks = static_cast<unsigned>(processors);
+  weight_gradient_kernel<<<blocks, kThreads, kSharedBytes, current_stream()>>>(rows_map(dy, out),
+      rows_map(x, in), tensor_map(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, gradient, 3, sizes, box),
       Problem{offsets, static_cast<int>(experts), static_cast<int>(out), static_cast<int>(in)});
   launch_check("grouped_weight_gradient");
   return true;
+}
+
+void add_expert_bias(Data bias, const int32_t* offsets, Data y, int64_t experts, int64_t columns) {
+  if (experts * columns == 0) return;
+  with_vectors(y.bf16, {bias, y}, {columns}, [&]<class T, int N>() {
+    const dim3 grid(num_blocks(columns, kWarp * N), static_cast<unsigned>(experts), kSplit);
+    bias_kernel<T, N><<<grid, dim3(kWarp, kRows), 0, current_stream()>>>(bias, offsets, y, columns);
+  });
 }
 
 }  // namespace pith::cuda
