@@ -18,7 +18,6 @@
 
 namespace pith {
 
-using Kind = Document::Kind;
 using Fingerprint = std::array<uint64_t, 2>;
 
 // --- the journal ---
@@ -40,12 +39,12 @@ struct Journal {
   std::string phase = "encode";  // then "shuffle" with a seed, and "written"
   InputPosition position;
   std::array<Side, 2> sides;
-  std::array<int64_t, static_cast<size_t>(Kind::kLong) + 1> kinds{};  // documents of each Kind
-  int64_t seen = 0, duplicates = 0, dropped_characters = 0, longest = 0;
+  std::map<std::string, int64_t> skipped;  // why: how many
+  int64_t bad = 0, dropped_characters = 0, longest = 0;
   std::string longest_place;
   std::vector<std::string> problems;  // the first bad lines
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, phase, position, sides, kinds, seen, duplicates,
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, phase, position, sides, skipped, bad,
     dropped_characters, longest, longest_place, problems)
 
 struct BuildOptions {
@@ -74,10 +73,7 @@ class SeenTexts {
     if (++size_ > capacity_ / 4 * 3) make_table();
     return true;
   }
-  int64_t sync() {
-    log_.sync();
-    return size_;
-  }
+  void sync() { log_.sync(); }
  private:
   bool put(Fingerprint text) {
     if (text == Fingerprint{}) text[0] = 1;  // all zero is a free place
@@ -213,7 +209,7 @@ class Build {
       writers_.emplace_back(staged ? stage(i) : outs_[i], tokenizer_.vocab_size(),
           hex(tokenizer_.hash()), staged ? 0 : options_.shard_tokens, &journal_.sides[i].written);
     if (journal_.phase == "encode" && !options_.keep_duplicates)
-      seen_.emplace(folder_ / "seen", journal_.seen);
+      seen_.emplace(folder_ / "seen", total(&Side::documents));
     saved_ = Clock::now();
   }
 
@@ -240,7 +236,7 @@ class Build {
   void save_journal() {
     const auto begin = Clock::now();
     for (size_t i = 0; i < writers_.size(); ++i) journal_.sides[i].written = writers_[i].sync();
-    if (seen_) journal_.seen = seen_->sync();
+    if (seen_) seen_->sync();
     const auto replace = nlohmann::json::error_handler_t::replace;  // a path need not be UTF-8
     const std::string text = nlohmann::json(journal_).dump(1, ' ', false, replace);
     write_file(folder_, "journal.json.tmp", text);
@@ -288,12 +284,13 @@ class Build {
   void take(const std::string& path, const Document& document) {
     std::string place = document.line > 0 ? fmt::format("{}:{}", path, document.line) : path;
     if (!document.id.empty()) place += fmt::format(" ({})", document.id);
-    const int64_t count = ++journal_.kinds[static_cast<size_t>(document.kind)];
-    if (document.kind == Kind::kBad) return refuse(count, place + ": " + document.problem);
-    if (document.kind != Kind::kGood) return;
-    const bool is_new = !seen_ || seen_->insert(document.fingerprint);
-    journal_.duplicates += is_new ? 0 : 1;
-    if (!is_new) return;
+    if (!document.problem.empty()) return refuse(place + ": " + document.problem);
+    const bool is_new = !document.skipped.empty() || !seen_ || seen_->insert(document.fingerprint);
+    const std::string skipped = is_new ? document.skipped : "duplicates";
+    if (!skipped.empty()) {
+      ++journal_.skipped[skipped];
+      return;
+    }
     // By content alone: a document stays on its side when files are added, moved or renamed.
     const double draw = real(document.hash >> 11) * 0x1p-53;
     const size_t i = outs_.size() > 1 && draw < options_.validation_share ? 1 : 0;
@@ -308,9 +305,9 @@ class Build {
     journal_.longest_place = place;
   }
 
-  void refuse(int64_t count, const std::string& problem) {
+  void refuse(const std::string& problem) {
     if (journal_.problems.size() < 20) journal_.problems.push_back(problem);
-    if (count <= options_.max_bad) return;
+    if (++journal_.bad <= options_.max_bad) return;
     print_skipped();
     PITH_FAIL_HINT("look at --text-field; raise --max-bad to go on", "more than {} bad lines: {}",
         options_.max_bad, problem);
@@ -328,11 +325,14 @@ class Build {
   }
 
   void print_skipped() const {
-    const auto [good, bad, binary, empty, small, big] = journal_.kinds;
-    line("skipped", "{}: {} duplicates, {} empty, {} not UTF-8 text, {} too short, {} too long",
-        grouped(journal_.duplicates + empty + binary + small + big), grouped(journal_.duplicates),
-        grouped(empty), grouped(binary), grouped(small), grouped(big));
-    if (bad > 0) line("bad", "{} lines; the first:", grouped(bad));
+    int64_t count = 0;
+    std::vector<std::string> reasons;
+    for (const auto& [reason, documents] : journal_.skipped) {
+      count += documents;
+      reasons.push_back(fmt::format("{} {}", grouped(documents), reason));
+    }
+    line("skipped", "{}: {}", grouped(count), fmt::join(reasons, ", "));
+    if (journal_.bad > 0) line("bad", "{} lines; the first:", grouped(journal_.bad));
     for (const std::string& problem : journal_.problems) fmt::print("  {}\n", problem);
   }
 
