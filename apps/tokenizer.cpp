@@ -9,28 +9,14 @@ namespace pith {
 namespace {
 
 struct Options {
-  std::string tokenizer, other, out, field = "text", pattern;
-  std::vector<std::string> inputs, special;
+  std::string tokenizer, other, out, field = "text";
+  std::vector<std::string> inputs;
   std::vector<int32_t> ids;
   BpeTrainerOptions train;
   EncodeOptions encode;
   bool keep_special = false, whole_files = false;
   int threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 };
-
-Tokenizer open(const std::string& path, const Options& options) {
-  if (!path.ends_with(".tiktoken")) return Tokenizer::load(path);
-  PITH_CHECK(!options.pattern.empty(), "{} has ranks only: give its regex as --pattern", path);
-  std::vector<std::pair<std::string, int32_t>> special;
-  for (const std::string& text : options.special) {
-    const size_t cut = std::min(text.rfind('='), text.size() - 1);
-    int32_t id = -1;
-    PITH_CHECK(cut + 1 < text.size() && CLI::detail::lexical_cast(text.substr(cut + 1), id),
-        "--special {} is not TOKEN=ID", text);
-    special.emplace_back(text.substr(0, cut), id);
-  }
-  return Tokenizer::from_tiktoken(read_file(path), options.pattern, special);
-}
 
 // Calls sink(texts) with batches of about 64 MB: the documents of JSON lines and tables, of other
 // files their lines with the line ends, or the whole.
@@ -82,7 +68,7 @@ void run_train(Options& options) {
 }
 
 void run_encode(const Options& options) {
-  const Tokenizer tokenizer = open(options.tokenizer, options);
+  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
   for (const std::string& input : options.inputs) {
     const auto text =
         input != "-" ? read_file(input) : std::string{std::istreambuf_iterator<char>(std::cin), {}};
@@ -104,7 +90,7 @@ void run_encode(const Options& options) {
 }
 
 void run_decode(Options& options) {
-  const Tokenizer tokenizer = open(options.tokenizer, options);
+  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
   if (options.ids.empty()) {
     options.ids.assign(std::istream_iterator<int32_t>(std::cin), {});
     PITH_CHECK(std::cin.eof(), "standard input holds something that is not an id");
@@ -114,7 +100,7 @@ void run_decode(Options& options) {
 }
 
 void run_inspect(const Options& options) {
-  const Tokenizer tokenizer = open(options.tokenizer, options);
+  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
   auto show = [&](const char* name, std::optional<int32_t> id) {
     if (id) fmt::print("{:14} {} {}\n", name, *id, tokenizer.token(*id));
   };
@@ -131,7 +117,7 @@ void run_inspect(const Options& options) {
 
 void run_compare(const Options& options) {
   const std::string names[2] = {options.tokenizer, options.other};
-  const Tokenizer tokenizers[2] = {open(names[0], options), open(names[1], options)};
+  const Tokenizer tokenizers[2] = {Tokenizer::load(names[0]), Tokenizer::load(names[1])};
   size_t texts_seen = 0, differ = 0, bytes = 0, tokens[2] = {0, 0};
   for_each_batch(options, [&](const std::vector<std::string>& texts) {
     std::vector<Encoding> encodings[2];
@@ -160,12 +146,7 @@ void add_tokenizer_command(CLI::App& app) {
   CLI::App& all = *app.add_subcommand("tokenizer", "Train, use, inspect, compare tokenizers.");
   all.require_subcommand(1);
   const auto add_tokenizer = [](CLI::App* sub, Options* o) {
-    sub->add_option(
-           "tokenizer", o->tokenizer, "tokenizer.json, the folder of one, or a .tiktoken file")
-        ->required();
-    sub->add_option("--pattern", o->pattern, ".tiktoken: regex that cuts text into pieces");
-    sub->add_option("--special", o->special, ".tiktoken: a special token as TOKEN=ID")
-        ->allow_extra_args(false);
+    sub->add_option("tokenizer", o->tokenizer, "tokenizer.json or its folder")->required();
   };
   const auto add_inputs = [](CLI::App* sub, Options* o) {
     sub->add_option(

@@ -106,19 +106,6 @@ TEST(Tokenizer, RefusesByName) {
   names("added_tokens", R"([{"id":400000000,"content":"x"}])", "400000000");
 }
 
-TEST(Tokenizer, ReadsTiktokenRanks) {
-  // a b ab abab " a"; pieces are words with an optional leading space
-  const std::string ranks = "YQ== 0\nYg== 1\nYWI= 2\nYWJhYg== 3\nIA== 4\n";
-  const Tokenizer tokenizer =
-      Tokenizer::from_tiktoken(ranks, " ?\\p{L}+|\\s+$|\\s", {{"<|endoftext|>", 5}});
-  EXPECT_EQ(tokenizer.encode("ababab a<|endoftext|>").ids, (std::vector<int32_t>{3, 2, 4, 0, 5}));
-  EXPECT_EQ(tokenizer.decode(std::vector<int32_t>{3, 2, 4, 0}), "ababab a");
-  EXPECT_EQ(tokenizer.vocab_size(), 6);
-  EXPECT_THROW(Tokenizer::from_tiktoken("YQ==", "a", {}), Error);
-  EXPECT_THROW(Tokenizer::from_tiktoken("Y!== 0", "a", {}), Error);
-  EXPECT_THROW(Tokenizer::from_tiktoken("YQ== 0\nYQ== 1", "a", {}), Error);
-}
-
 TEST(Tokenizer, ReadsItsConfig) {
   const std::string json =
       R"({"model":{"type":"BPE","vocab":{"a":0,"<s>":1,"</s>":2},"merges":[]},"decoder":null})";
