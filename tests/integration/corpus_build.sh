@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# corpus build at scale: workers, kill -9, hostile inputs, merge, split, import, Parquet.
+# corpus build at scale: workers, kill -9, hostile inputs, merge, split, Parquet.
 set -eu
 fail() { echo "FAIL: $*"; exit 1; }
 expect() {  # expect STATUS PATTERN COMMAND...: both streams of the program match the pattern
@@ -113,25 +113,6 @@ expect 1 'is the input' corpus split m/one --out m/one --shard-size 9
 expect 0 '^256 |[0-9]+ 256 "<\|endoftext\|>"' corpus show m/one 0 --tokens
 rm m/many-00003-of-*.bin
 expect 1 'there is no corpus m/many-00003-of-' corpus show m/many 0
-
-# The Python program's files: ids and ends as two numpy arrays in one file.
-"$PITHTRAIN" tokenizer train raw/c.txt --out tok --vocab-size 300 >/dev/null
-if python3 -c 'import numpy' 2>/dev/null; then
-  python3 -c 'import numpy as n
-with open("p.bin", "wb") as f:
-    n.save(f, n.array([5, 6, 7, 255], n.uint16)); n.save(f, n.array([3, 3, 4], n.uint64))'
-else
-  header() { printf '\x93NUMPY\x01\x00\x76\x00%-117s\n' "$1"; }
-  { header "{'descr': '<u2', 'fortran_order': False, 'shape': (4,), }"
-    printf '\5\0\6\0\7\0\377\0'
-    header "{'descr': '<u8', 'fortran_order': False, 'shape': (3,), }"
-    printf '\3\0\0\0\0\0\0\0\3\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0'; } >p.bin
-fi
-expect 0 '3 documents, 4 tokens' corpus import p.bin --tokenizer tok --out p/t
-[ "$("$PITHTRAIN" corpus show p/t 0 --ids | tr '\n' ' ')" = "5 6 7 " ] || fail "import"
-[ "$("$PITHTRAIN" corpus show p/t 2 --ids)" = 255 ] || fail "import"
-head -c -3 p.bin >short.bin
-expect 1 'short.bin: 3 elements of 8 bytes do not fit' corpus import short.bin --tokenizer tok --out p/u
 
 # Parquet: the plugin of ./pith setup --parquet, or a message that names it.
 parquet=$PITH_SOURCE_DIR/tests/text/golden/texts.parquet
