@@ -47,9 +47,4 @@ void line(const std::string& label, fmt::format_string<Values...> text, Values&&
   fmt::print("  {:<12} {}\n", label, fmt::format(text, std::forward<Values>(values)...));
 }
 
-// Do two paths, of which the last parts need not exist, name one place?
-inline bool same_place(const fs::path& a, const fs::path& b) {
-  return fs::weakly_canonical(a) == fs::weakly_canonical(b);
-}
-
 }  // namespace pith

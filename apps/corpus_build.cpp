@@ -123,7 +123,8 @@ class Build {
         outs_{options_.out} {
     PITH_CHECK(fs::path(options_.out).has_filename(), "--out {} names a folder", options_.out);
     if (!options_.validation_out.empty()) outs_.push_back(options_.validation_out);
-    PITH_CHECK(outs_.size() == 1 || !same_place(outs_[0], outs_[1]),
+    PITH_CHECK(
+        outs_.size() == 1 || fs::weakly_canonical(outs_[0]) != fs::weakly_canonical(outs_[1]),
         "--out and --validation-out are the same: {}", options_.out);
     EncodeSettings& encode = options_.encode;
     encode.bytes_in_flight = options_.memory / 40;  // measured: JSON of many numbers
