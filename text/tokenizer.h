@@ -37,9 +37,6 @@ class Tokenizer {
   void save(const fs::path& folder) const;
 
   Encoding encode(std::string_view text, const EncodeOptions& options = {}) const;
-  // One encoding a text, in order, made by `threads` threads.
-  std::vector<Encoding> encode_batch(
-      std::span<const std::string> texts, int threads, const EncodeOptions& options = {}) const;
   // Bytes that are not UTF-8 come out as U+FFFD. Ids outside the vocabulary are an error.
   std::string decode(std::span<const int32_t> ids, bool skip_special_tokens = true) const;
 

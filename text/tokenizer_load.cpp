@@ -71,15 +71,17 @@ int choose(const char* kind, std::string_view name, std::initializer_list<std::s
   return static_cast<int>(found - known.begin());
 }
 
-// Calls make(component) for a component or for each of a Sequence of them.
-template <class Make>
-void for_each_component(const Json& json, const char* list, Make make, int depth = 0) {
-  if (json.is_null()) return;
+// A component, the parts of a Sequence of them, or none.
+std::vector<Json> components(const Json& json, const char* list, int depth = 0) {
+  if (json.is_null()) return {};
   PITH_CHECK(depth < 16, "tokenizer.json: Sequences are nested too deep");
-  if (text_of(json, "type") != "Sequence") return make(json);
+  if (text_of(json, "type") != "Sequence") return std::vector<Json>(1, json);
   const Json& parts = member(json, list);
   PITH_CHECK(parts.is_array(), "tokenizer.json: Sequence without {}", list);
-  for (const Json& part : parts) for_each_component(part, list, make, depth + 1);
+  std::vector<Json> all;
+  for (const Json& part : parts)
+    std::ranges::move(components(part, list, depth + 1), back_inserter(all));
+  return all;
 }
 
 Regex pattern_of(const Json& json) {
@@ -204,11 +206,9 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
     PITH_CHECK(at < limit, "tokenizer.json: id {} of token {} is out of proportion", id, token);
     if (state.tokens.size() <= at) state.tokens.resize(at + 1);
     std::string& place = state.tokens[at];
-    PITH_CHECK(place.empty() || place == token, "tokenizer.json: tokens {} and {} share id {}",
-        place, token, id);
-    const auto [known, is_new] = state.ids.try_emplace(token, id);
-    PITH_CHECK(is_new || known->second == id, "tokenizer.json: token {} has the ids {} and {}",
-        token, known->second, id);
+    PITH_CHECK(
+        (place.empty() || place == token) && state.ids.try_emplace(token, id).first->second == id,
+        "tokenizer.json: token {} with id {}: one of them stands for another, too", token, id);
     place = token;
   };
   for (const auto& [token, id] : vocab.items()) put(token, id_of(id));
@@ -303,18 +303,16 @@ std::shared_ptr<const Tokenizer::State> make_state(
   for (const char* key : {"truncation", "padding"})
     PITH_CHECK(member(file, key).is_null(), "tokenizer.json: {} is not supported", key);
 
-  for_each_component(member(file, "normalizer"), "normalizers",
-      [&](const Json& part) { state->normalizers.push_back(make_normalizer(part)); });
-  for_each_component(member(file, "pre_tokenizer"), "pretokenizers",
-      [&](const Json& part) { read_pre_tokenizer(part, *state); });
+  for (const Json& part : components(member(file, "normalizer"), "normalizers"))
+    state->normalizers.push_back(make_normalizer(part));
+  for (const Json& part : components(member(file, "pre_tokenizer"), "pretokenizers"))
+    read_pre_tokenizer(part, *state);
   read_vocabulary(file, *state);
-  for_each_component(member(file, "post_processor"), "processors",
-      [&](const Json& part) { read_post_processor(part, *state); });
+  for (const Json& part : components(member(file, "post_processor"), "processors"))
+    read_post_processor(part, *state);
   state->no_decoder = member(file, "decoder").is_null();
-  for_each_component(member(file, "decoder"), "decoders",
-      [&](const Json& part) { state->decoders.push_back(make_decoder(part)); });
-  state->fallback_bytes = std::ranges::any_of(state->decoders,
-      [](const Decoder& d) { return std::holds_alternative<DecodeByteFallback>(d); });
+  for (const Json& part : components(member(file, "decoder"), "decoders"))
+    state->decoders.push_back(make_decoder(part));
   read_model(file, *state);
 
   for (const auto& [id, token] : state->added) {

@@ -175,9 +175,8 @@ struct Tokenizer::State {
 
   std::vector<Stage> normalizers, pre_tokenizers;
   std::vector<Decoder> decoders;
-  bool no_decoder = false;      // tokens are joined with spaces then
-  bool fallback_bytes = false;  // a decoder joins the bytes of <0xNN> tokens
-  bool byte_level = false;      // the model reads bytes
+  bool no_decoder = false;  // tokens are joined with spaces then
+  bool byte_level = false;  // the model reads bytes
   Bpe bpe;
   std::vector<int32_t> prefix, suffix;  // ids that the post-processor puts around a text
   bool trim_offsets = false, trim_keeps_prefix_space = false;

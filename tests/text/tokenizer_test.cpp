@@ -7,6 +7,7 @@
 #include <random>
 
 #include "core/error.h"
+#include "text/tokenizer_state.h"
 
 namespace pith {
 namespace {
@@ -122,15 +123,20 @@ TEST(Tokenizer, ReadsItsConfig) {
   EXPECT_THROW(Tokenizer::from_json(json, R"({"eos_token":"<eos>"})"), Error);
 }
 
-TEST(Tokenizer, BatchEqualsOneByOne) {
+TEST(Tokenizer, ServesManyThreadsAtOnce) {
   const Tokenizer tokenizer = Tokenizer::bytes();
   std::vector<std::string> texts;
   for (int i = 0; i < 200; ++i)
     texts.push_back(std::string(static_cast<size_t>(i), 'x') + "\u00e9");
-  const auto batch = tokenizer.encode_batch(texts, 4);
+  std::vector<Encoding> batch(texts.size());
+  const auto encode_all = [&](const EncodeOptions& options) {
+    on_threads(
+        4, texts.size(), [&](int, size_t i) { batch[i] = tokenizer.encode(texts[i], options); });
+  };
+  encode_all({});
   for (size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(batch[i].ids, tokenizer.encode(texts[i]).ids);
   texts[77] = "\xFF";
-  EXPECT_THROW(tokenizer.encode_batch(texts, 4, {.strict = true}), Error);
+  EXPECT_THROW(encode_all({.strict = true}), Error);
 }
 
 }  // namespace
