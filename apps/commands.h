@@ -20,7 +20,6 @@ template <class Options, class Run> std::pair<CLI::App*, Options*> add_command(
 }
 
 void add_corpus_command(CLI::App& app);
-void add_corpus_build_command(CLI::App& corpus);
 void add_pretrain_command(CLI::App& app);
 void add_schedule_command(CLI::App& app);
 void add_generate_command(CLI::App& app);

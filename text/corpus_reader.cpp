@@ -37,11 +37,10 @@ Strings files_below(const std::string& folder, const Strings& endings) {
 Strings expand(const std::string& path) {
   if (fs::exists(path)) return {path};
   glob_t matches{};
-  ::glob(path.c_str(), GLOB_NOSORT, nullptr, &matches);
+  ::glob(path.c_str(), 0, nullptr, &matches);
   Strings found(matches.gl_pathv, matches.gl_pathv + matches.gl_pathc);
   ::globfree(&matches);
   PITH_CHECK(!found.empty(), "{} does not exist", path);
-  std::ranges::sort(found);
   return found;
 }
 
@@ -203,14 +202,10 @@ InputReader::InputReader(std::vector<InputFile> files, ReadOptions options, Inpu
 bool InputReader::next_rows(Chunk& chunk) {
   const OpenParquet open = parquet();
   std::vector<std::optional<std::string>> texts;
-  const std::string error = [&]() -> std::string {
-    try {
-      if (!table_) table_ = open(chunk.path, options_.text_field, at_.line);
-      texts = table_();
-    } catch (const std::exception& failure) { return failure.what(); }
-    return "";
-  }();
-  PITH_CHECK(error.empty(), "{}: {}", chunk.path, error);
+  try {
+    if (!table_) table_ = open(chunk.path, options_.text_field, at_.line);
+    texts = table_();
+  } catch (const std::exception& failure) { PITH_FAIL("{}: {}", chunk.path, failure.what()); }
   for (auto& text : texts) {
     Document& document = chunk.documents.emplace_back();
     document.line = ++at_.line;
@@ -266,8 +261,7 @@ bool InputReader::next_bytes(Chunk& chunk) {
     refuse_long(document, lines ? "this line" : "this file, one document,", options_.max_line);
   else if (bytes.find('\0') != bytes.npos || !is_utf8(bytes))
     document.skipped = "not UTF-8 text";
-  else
-    document.text = std::move(bytes);
+  if (!too_long) document.text = std::move(bytes);
   return true;
 }
 

@@ -83,7 +83,7 @@ expect 1 'cut.jsonl.gz is cut short.*' corpus build late --out l/t
 expect 1 'begun with \[minimum length: 0\], now it is \[minimum length: 5\]' \
   corpus build late --out l/t --min-length 5
 cp raw/b.jsonl.gz late/cut.jsonl.gz
-expect 1 'begun with \[input: late/cut.jsonl.gz \(9000 bytes' corpus build late --out l/t
+expect 1 'begun with \[input: "late/cut.jsonl.gz" \(9000 bytes' corpus build late --out l/t
 expect 0 'train ' corpus build late --out l/t --restart
 [ "$(ls l)" = "$(printf 't.bin\nt.idx\nt.json\nt.tokenizer')" ] || fail "left: $(ls l)"
 
