@@ -330,7 +330,7 @@ class Build {
       count += documents;
       reasons.push_back(fmt::format("{} {}", grouped(documents), reason));
     }
-    line("skipped", "{}: {}", grouped(count), fmt::join(reasons, ", "));
+    if (count > 0) line("skipped", "{}: {}", grouped(count), fmt::join(reasons, ", "));
     if (journal_.bad > 0) line("bad", "{} lines; the first:", grouped(journal_.bad));
     for (const std::string& problem : journal_.problems) fmt::print("  {}\n", problem);
   }

@@ -109,8 +109,9 @@ static char32_t unicode_stand_in(char32_t code) {
 
 bool unicode_stand_ins_respect(char32_t first, char32_t last) {
   const auto holds = [&](char32_t code) { return first <= code && code <= last; };
-  return std::ranges::all_of(
-      stand_ins, [&](const auto& pair) { return holds(pair.first) == holds(pair.second); });
+  return last < 0x800 ||
+      std::ranges::all_of(
+          stand_ins, [&](const auto& pair) { return holds(pair.first) == holds(pair.second); });
 }
 
 bool unicode_substitute(std::string_view text, std::string& out) {
