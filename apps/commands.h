@@ -20,7 +20,6 @@ template <class Options, class Run> std::pair<CLI::App*, Options*> add_command(
 }
 
 void add_corpus_command(CLI::App& app);
-void add_corpus_build_command(CLI::App& corpus);
 void add_pretrain_command(CLI::App& app);
 void add_convert_command(CLI::App& app);
 void add_estimate_command(CLI::App& app);
@@ -48,11 +47,6 @@ inline std::string grouped(int64_t number) {  // "1,234,567"
 template <class... Values>
 void line(const std::string& label, fmt::format_string<Values...> text, Values&&... values) {
   fmt::print("  {:<12} {}\n", label, fmt::format(text, std::forward<Values>(values)...));
-}
-
-// Do two paths, of which the last parts need not exist, name one place?
-inline bool same_place(const fs::path& a, const fs::path& b) {
-  return fs::weakly_canonical(a) == fs::weakly_canonical(b);
 }
 
 }  // namespace pith

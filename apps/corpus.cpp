@@ -1,112 +1,369 @@
-// pithtrain corpus: makes corpora from text, joins and cuts them, and looks into them.
-#include <ATen/ops/from_blob.h>
+// pithtrain corpus: makes corpora of text, and looks into them. Unfinished work of a build lies in
+// OUT.build/ and in *.tmp files beside the outputs. A journal names input position and output sizes
+// of one moment, to which an interrupted build is cut back: the result depends neither on
+// interruptions nor on the number of workers. Shuffling is a second pass over the finished,
+// unshuffled corpus in OUT.build/.
+#include <ATen/ops/from_file.h>
+#include <fcntl.h>
+#include <malloc.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
 
 #include "apps/commands.h"
-#include "engine/batches.h"
+#include "core/random.h"
+#include "engine/corpus.h"
+#include "engine/metrics.h"
 #include "text/corpus_reader.h"
-#include "text/tokenizer.h"
 
 namespace pith {
+
+using Fingerprint = std::array<uint64_t, 2>;
+
+// --- the journal ---
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(InputPosition, file, offset, line)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CorpusProgress, shard, documents, tokens)
+
 namespace {
 
-struct CopyOptions {
-  std::vector<std::string> inputs;
-  std::string out, tokenizer;
-  int64_t shard_tokens = 0;
+// One output, train or validation.
+struct Side {
+  CorpusProgress written;
+  int64_t shards = 0, documents = 0, tokens = 0, shuffled = 0;
+  uint64_t bytes = 0;
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Side, written, shards, documents, tokens, shuffled, bytes)
+
+struct Journal {
+  std::vector<std::string> plan;
+  std::string phase = "encode";  // then "shuffle" with a seed, and "written"
+  InputPosition position;
+  std::array<Side, 2> sides;
+  std::map<std::string, int64_t> skipped;  // why: how many
+  int64_t bad = 0, dropped_characters = 0, longest = 0;
+  std::string longest_place;
+  std::vector<std::string> problems;  // the first bad lines
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, plan, phase, position, sides, skipped, bad,
+    dropped_characters, longest, longest_place, problems)
+
+struct BuildOptions {
+  std::vector<std::string> paths, endings;
+  std::string out, validation_out, tokenizer;  // tokenizer: file or folder, "" = bytes
+  std::optional<std::string> end_token;        // default: the tokenizer's; "" = none
+  EncodeSettings encode;                       // its text, lengths, workers
+  std::optional<uint64_t> seed;                // shuffles documents
+  double validation_share = 0;
+  uint64_t memory = uint64_t{1} << 30;
+  int64_t shard_tokens = 0, max_bad = 100;
+  bool keep_duplicates = false, restart = false;
 };
 
-// The tokenizer named, or that beside a corpus, if any.
-std::optional<Tokenizer> find_tokenizer(const std::string& named, const std::string& prefix) {
-  if (!named.empty()) return Tokenizer::load(named);
-  if (!fs::is_directory(prefix + ".tokenizer")) return std::nullopt;
-  return Tokenizer::load(prefix + ".tokenizer");
-}
-
-void finish(
-    CorpusWriter& writer, const CopyOptions& options, const std::optional<Tokenizer>& tokenizer) {
-  if (tokenizer) tokenizer->save(options.out + ".tokenizer");
-  writer.finish();
-  const Corpus made(options.out);
-  fmt::print("{}: {} documents, {} tokens\n", options.out, grouped(made.num_documents()),
-      grouped(made.num_tokens()));
-}
-
-// merge and split: the documents of all inputs, in order, as one new corpus.
-void copy_corpora(const CopyOptions& options) {
-  std::vector<Corpus> corpora;
-  for (const std::string& prefix : options.inputs) {
-    PITH_CHECK(!same_place(prefix, options.out), "--out is the input {}", prefix);
-    corpora.emplace_back(prefix);
+// Fingerprints of the texts so far: an open-addressing table in an unnamed file, for memory may be
+// short, and an append-only file from which it is made again after an interruption.
+class SeenTexts {
+ public:
+  SeenTexts(const fs::path& path, int64_t count)
+      : path_(path), size_(count), log_(path, static_cast<uint64_t>(count) * sizeof(Fingerprint)) {
+    make_table();
   }
-  check_same_tokenizer(corpora);
-  const Corpus& first = corpora.front();
-  const auto tokenizer = find_tokenizer(options.tokenizer, first.prefix());
-  const std::string hash = tokenizer ? hex(tokenizer->hash()) : first.tokenizer_hash();
-  const int64_t vocab_size = tokenizer ? tokenizer->vocab_size() : first.vocab_size();
-  if (vocab_size == 0)
-    PITH_FAIL_HINT("give its --tokenizer", "{} does not state its vocabulary", first.prefix());
-  PITH_CHECK(first.vocab_size() == 0 || hash == first.tokenizer_hash(),
-      "the tokenizer {} is not that of {}: {}", hash, first.prefix(), first.tokenizer_hash());
-  CorpusWriter writer(options.out, vocab_size, hash, options.shard_tokens);
-  for (const Corpus& corpus : corpora)
-    for (int64_t d = 0; d < corpus.num_documents(); ++d) writer.add_document(corpus.ids(d));
-  finish(writer, options, tokenizer);
-}
+  bool insert(const Fingerprint& text) {  // false when it was there
+    if (!put(text)) return false;
+    log_.append(raw(text));
+    if (++size_ > capacity_ / 4 * 3) make_table();
+    return true;
+  }
+  void sync() { log_.sync(); }
+ private:
+  bool put(Fingerprint text) {
+    if (text == Fingerprint{}) text[0] = 1;  // all zero is a free place
+    const auto mask = static_cast<uint64_t>(capacity_ - 1);
+    const auto table = static_cast<Fingerprint*>(table_.data_ptr());
+    uint64_t at = text[1] & mask;
+    for (; table[at] != Fingerprint{}; at = (at + 1) & mask)
+      if (table[at] == text) return false;
+    table[at] = text;
+    return true;
+  }
+  void make_table() {  // of what is in the log
+    while (size_ > capacity_ / 4 * 3) capacity_ *= 2;
+    const std::string name = path_.string() + ".table";
+    OutputFile file(name);  // written, so that a full disk is an error here, not a signal later
+    const std::string free(kSmallest * sizeof(Fingerprint), '\0');
+    for (int64_t i = 0; i < capacity_; i += kSmallest) file.append(free);
+    file.flush();
+    table_ = at::from_file(name, true, 2 * capacity_, at::kLong);
+    fs::remove(name);
+    log_.sync();
+    const MappedFile known = map_file(path_);
+    for (int64_t i = 0; i < size_; ++i) put(load<Fingerprint>(known.data.get(), i));
+  }
 
-// A view of the one-dimensional array (.npy, version 1 to 3) that begins `bytes`, and is cut off.
-Tensor read_numpy(std::string_view& bytes, const std::string& source) {
-  PITH_CHECK(bytes.size() >= 12 && bytes.starts_with("\x93NUMPY"), "{}: not a numpy array", source);
-  const size_t start = bytes[6] == 1 ? 10 : 12;
-  const char* at = bytes.data() + 8;
-  const size_t size = start == 10 ? load<uint16_t>(at) : load<uint32_t>(at);
-  PITH_CHECK(size <= 4096 && start + size <= bytes.size(), "{}: a damaged numpy header", source);
-  const std::string header(bytes.substr(start, size));
-  static const std::regex type(R"('descr': *'[<|]([iu][1248])')"),
-      shape(R"('shape': *\(([0-9]{1,18}),\))");
-  static const std::map<std::string, at::ScalarType> types{{"i1", at::kChar}, {"i2", at::kShort},
-      {"i4", at::kInt}, {"i8", at::kLong}, {"u1", at::kByte}, {"u2", at::kUInt16},
-      {"u4", at::kUInt32}, {"u8", at::kUInt64}};
-  std::smatch kind, count;
-  PITH_CHECK(std::regex_search(header, kind, type) && std::regex_search(header, count, shape),
-      "{}: {} is not a one-dimensional array of integers", source, header);
-  bytes.remove_prefix(start + size);
-  const auto dtype = types.at(kind[1]);
-  const auto elements = std::stoll(count[1]), width = static_cast<long long>(elementSize(dtype));
-  PITH_CHECK(elements <= std::ssize(bytes) / width,
-      "{}: {} elements of {} bytes do not fit the {} bytes that follow", source, elements, width,
-      bytes.size());
-  const Tensor array = at::from_blob(const_cast<char*>(bytes.data()), {elements}, dtype);
-  bytes.remove_prefix(array.nbytes());
-  return array;
-}
+  static constexpr int64_t kSmallest = 1 << 14;
+  fs::path path_;
+  int64_t size_, capacity_ = kSmallest;
+  Tensor table_;
+  OutputFile log_;
+};
 
-// Corpora of the Python program: token ids, then the ends of the documents, as two arrays.
-void import_numpy(const CopyOptions& options) {
-  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
-  CorpusWriter writer(
-      options.out, tokenizer.vocab_size(), hex(tokenizer.hash()), options.shard_tokens);
-  for (const InputFile& input : list_inputs(options.inputs, {".bin"})) {
-    const MappedFile file = map_file(input.path);
-    std::string_view bytes = file.bytes();
-    const Tensor values = read_numpy(bytes, input.path);
-    const Tensor ends = read_numpy(bytes, input.path).to(at::kLong);
-    PITH_CHECK(bytes.empty(), "{}: {} bytes after its two arrays", input.path, bytes.size());
-    int64_t begin = 0;
-    for (int64_t d = 0; d < ends.numel(); ++d) {
-      const int64_t end = ends.const_data_ptr<int64_t>()[d];
-      PITH_CHECK(end >= begin && end <= values.numel(), "{}: document {} ends at {}, not in {}..{}",
-          input.path, d, end, begin, values.numel());
-      const Tensor document = values.narrow(0, begin, end - begin).to(at::kLong);
-      std::vector<int32_t> ids;
-      for (const int64_t id : std::span(document.const_data_ptr<int64_t>(), document.numel()))
-        ids.push_back(narrow<int32_t>(id));
-      writer.add_document(ids);
-      begin = end;
+// --- the build ---
+
+constexpr const char* kNames[] = {"train", "validation"};
+
+class Build {
+ public:
+  explicit Build(BuildOptions options)
+      : options_(std::move(options)),
+        tokenizer_(
+            options_.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(options_.tokenizer)),
+        files_(list_inputs(options_.paths, options_.endings)),
+        folder_(options_.out + ".build"),
+        outs_{options_.out} {
+    PITH_CHECK(fs::path(options_.out).has_filename(), "--out {} names a folder", options_.out);
+    if (!options_.validation_out.empty()) outs_.push_back(options_.validation_out);
+    PITH_CHECK(
+        outs_.size() == 1 || fs::weakly_canonical(outs_[0]) != fs::weakly_canonical(outs_[1]),
+        "--out and --validation-out are the same: {}", options_.out);
+    EncodeSettings& encode = options_.encode;
+    encode.bytes_in_flight = options_.memory / 40;  // measured: JSON of many numbers
+    PITH_CHECK(encode.bytes_in_flight >= encode.read.max_line,
+        "--memory {} is less than 40 times --max-line {}", options_.memory, encode.read.max_line);
+    const auto& named = options_.end_token;
+    if (!named && !tokenizer_.eos_id())
+      PITH_FAIL_HINT("name one with --end-token, or give --end-token '' for none",
+          "this tokenizer names no token that ends a document");
+    if (named == "") return;
+    encode.end_id = named ? tokenizer_.id(*named) : tokenizer_.eos_id();
+    PITH_CHECK(encode.end_id, "--end-token: this tokenizer has no token {}", *named);
+  }
+
+  void run() {
+    begin();
+    if (journal_.phase == "encode") {
+      open_writers(options_.seed.has_value());
+      encode_all();
+      close_writers(options_.seed ? "shuffle" : "written");
     }
-    PITH_CHECK(begin == values.numel(), "{}: there are tokens after the last document", input.path);
+    if (journal_.phase == "shuffle") {
+      for (size_t i = 0; i < outs_.size(); ++i) publish_corpus(stage(i), 0);
+      open_writers(false);
+      shuffle_all();
+      close_writers("written");
+    }
+    for (size_t i = 0; i < outs_.size(); ++i) {
+      tokenizer_.save(outs_[i] + ".tokenizer");
+      publish_corpus(outs_[i], journal_.sides[i].shards);
+    }
+    fs::remove_all(folder_);
+    print_summary();
   }
-  finish(writer, options, tokenizer);
-}
+ private:
+  template <class T> T total(T Side::* count) const {
+    return journal_.sides[0].*count + journal_.sides[1].*count;
+  }
+
+  // Everything that the result depends on.
+  std::vector<std::string> plan() const {
+    const EncodeSettings& encode = options_.encode;
+    std::string plan = fmt::format(
+        "text field: {}\nid field: {}\nmaximum line: {}\nminimum length: {}\nmaximum length: {}\n"
+        "tokenizer: {}\nend token: {}\nseed: {}\nvalidation share: {}\nvalidation corpus: {}\n"
+        "shard tokens: {}\nduplicates: {}\n",
+        encode.read.text_field, encode.read.id_field, encode.read.max_line, encode.min_length,
+        encode.max_length, hex(tokenizer_.hash()), encode.end_id.value_or(-1),
+        options_.seed ? std::to_string(*options_.seed) : "none", options_.validation_share,
+        options_.validation_out, options_.shard_tokens,
+        options_.keep_duplicates ? "kept" : "removed");
+    for (const auto& [path, bytes, modified_ns] : files_)
+      plan += fmt::format("input: {:?} ({} bytes, {})\n", path, bytes, modified_ns);
+    return CLI::detail::split(plan, '\n');
+  }
+
+  // Locks the build, then begins it or finds out where it was.
+  void begin() {
+    fs::create_directories(folder_);
+    lock_ = ::open((folder_ / "lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
+    PITH_CHECK(lock_ >= 0, "cannot write to {}", folder_.string());
+    PITH_CHECK(::flock(lock_, LOCK_EX | LOCK_NB) == 0, "another process builds {}", options_.out);
+    const fs::path journal = folder_ / "journal.json";
+    if (options_.restart) fs::remove(journal);
+    const bool goes_on = fs::exists(journal);
+    const std::vector<std::string> now = journal_.plan = plan();
+    if (goes_on) journal_ = read_json(journal).get<Journal>();
+    if (const auto [is, was] = std::ranges::mismatch(now, journal_.plan); now != journal_.plan)
+      PITH_FAIL_HINT("give the options and inputs it was begun with, or --restart",
+          "the unfinished build of {} cannot go on: it was begun with [{}], now it is [{}]",
+          options_.out, was == journal_.plan.end() ? "nothing" : *was,
+          is == now.end() ? "nothing" : *is);
+    if (goes_on)
+      fmt::print(stderr, "goes on after {} documents\n", grouped(total(&Side::documents)));
+  }
+
+  std::string stage(size_t i) const { return (folder_ / kNames[i]).string(); }
+
+  void open_writers(bool staged) {
+    for (size_t i = 0; i < outs_.size(); ++i)
+      writers_.emplace_back(staged ? stage(i) : outs_[i], tokenizer_.vocab_size(),
+          hex(tokenizer_.hash()), staged ? 0 : options_.shard_tokens, &journal_.sides[i].written);
+    if (journal_.phase == "encode" && !options_.keep_duplicates)
+      seen_.emplace(folder_ / "seen", total(&Side::documents));
+    saved_ = Clock::now();
+  }
+
+  void close_writers(const char* next_phase) {
+    for (size_t i = 0; i < outs_.size(); ++i) {
+      if (journal_.sides[i].documents > 0) continue;
+      for (CorpusWriter& writer : writers_) writer.discard();
+      fs::remove_all(folder_);
+      print_skipped();
+      PITH_FAIL_HINT(
+          i == 0 ? "look at the paths, --extensions and --text-field" : "raise --validation-share",
+          "no document for {}", outs_[i]);
+    }
+    for (size_t i = 0; i < outs_.size(); ++i) {
+      journal_.sides[i].shards = writers_[i].close();
+      journal_.sides[i].written = {};
+    }
+    writers_.clear();
+    seen_.reset();
+    journal_.phase = next_phase;
+    save_journal();
+  }
+
+  void save_journal() {
+    const auto begin = Clock::now();
+    for (size_t i = 0; i < writers_.size(); ++i) journal_.sides[i].written = writers_[i].sync();
+    if (seen_) seen_->sync();
+    const auto replace = nlohmann::json::error_handler_t::replace;  // a path need not be UTF-8
+    const std::string text = nlohmann::json(journal_).dump(1, ' ', false, replace);
+    write_file(folder_, "journal.json.tmp", text);
+    fs::rename(folder_ / "journal.json.tmp", folder_ / "journal.json");
+    sync_folder(folder_);
+    saved_ = Clock::now();
+    saving_ = std::max<Clock::duration>(saved_ - begin, std::chrono::milliseconds(5));
+  }
+  void save_journal_sometimes() {  // for a twentieth of the time at most
+    if (Clock::now() - saved_ > 20 * saving_) save_journal();
+  }
+
+  void encode_all() {
+    uint64_t all = 1, text = 0, already = UINT64_MAX;
+    for (const InputFile& file : files_) all += file.bytes;
+    const auto begin = Clock::now();
+    auto shown = begin;
+    CorpusEncoder encoder(files_, tokenizer_, options_.encode, journal_.position);
+    for (Chunk chunk;;) {
+      try {
+        if (!encoder.next(chunk)) return;
+      } catch (const Error&) {
+        save_journal();
+        fmt::print(stderr, "what was done is kept: the same command goes on from there\n");
+        throw;
+      }
+      for (const Document& document : chunk.documents) {
+        take(chunk.path, document);
+        text += document.bytes;
+      }
+      journal_.dropped_characters += chunk.dropped_characters;
+      journal_.position = chunk.end;
+      save_journal_sometimes();
+      already = std::min(already, chunk.bytes_read);
+      if (Clock::now() - shown < std::chrono::seconds(10)) continue;
+      shown = Clock::now();
+      const double seconds = seconds_since(begin), done = real(chunk.bytes_read - already + 1);
+      fmt::print(stderr, "{}%  {:.1f} MB/s  {} documents  {} tokens  left {}\n",
+          100 * chunk.bytes_read / all, real(text) / 1e6 / seconds,
+          grouped(total(&Side::documents)), grouped(total(&Side::tokens)),
+          human_time(seconds / done * real(all - chunk.bytes_read)));
+    }
+  }
+
+  void take(const std::string& path, const Document& document) {
+    std::string place = document.line > 0 ? fmt::format("{}:{}", path, document.line) : path;
+    if (!document.id.empty()) place += fmt::format(" ({})", document.id);
+    if (!document.problem.empty()) return refuse(place + ": " + document.problem);
+    const bool is_new = !document.skipped.empty() || !seen_ || seen_->insert(document.fingerprint);
+    const std::string skipped = is_new ? document.skipped : "duplicates";
+    if (!skipped.empty()) {
+      ++journal_.skipped[skipped];
+      return;
+    }
+    // By content alone: a document stays on its side when files are added, moved or renamed.
+    const double draw = real(document.hash >> 11) * 0x1p-53;
+    const size_t i = outs_.size() > 1 && draw < options_.validation_share ? 1 : 0;
+    const auto tokens = static_cast<int64_t>(document.ids.size());
+    writers_[i].add_document(document.ids);
+    Side& side = journal_.sides[i];
+    ++side.documents;
+    side.tokens += tokens;
+    side.bytes += document.bytes;
+    if (tokens <= journal_.longest) return;
+    journal_.longest = tokens;
+    journal_.longest_place = place;
+  }
+
+  void refuse(const std::string& problem) {
+    if (journal_.problems.size() < 20) journal_.problems.push_back(problem);
+    if (++journal_.bad <= options_.max_bad) return;
+    print_skipped();
+    PITH_FAIL_HINT("look at --text-field; raise --max-bad to go on", "more than {} bad lines: {}",
+        options_.max_bad, problem);
+  }
+
+  void shuffle_all() {
+    for (size_t i = 0; i < outs_.size(); ++i) {
+      const Corpus from(stage(i));
+      const uint64_t key = stream_key(*options_.seed, kNames[i]);
+      for (int64_t& done = journal_.sides[i].shuffled; done < from.num_documents(); ++done) {
+        if (done % 256 == 0) save_journal_sometimes();  // before this document
+        writers_[i].add_document(from.ids(permuted(key, done, from.num_documents())));
+      }
+    }
+  }
+
+  void print_skipped() const {
+    int64_t count = 0;
+    std::vector<std::string> reasons;
+    for (const auto& [reason, documents] : journal_.skipped) {
+      count += documents;
+      reasons.push_back(fmt::format("{} {}", grouped(documents), reason));
+    }
+    if (count > 0) line("skipped", "{}: {}", grouped(count), fmt::join(reasons, ", "));
+    if (journal_.bad > 0) line("bad", "{} lines; the first:", grouped(journal_.bad));
+    for (const std::string& problem : journal_.problems) fmt::print("  {}\n", problem);
+  }
+
+  void print_summary() const {
+    for (size_t i = 0; i < outs_.size(); ++i) {
+      const Side& side = journal_.sides[i];
+      line(kNames[i],
+          "{} documents, {} of text, {} tokens, {:.2f} bytes a token -> {}{}.bin, .idx, .json",
+          grouped(side.documents), human_bytes(side.bytes), grouped(side.tokens),
+          real(side.bytes) / real(side.tokens), outs_[i],
+          side.shards > 0 ? fmt::format("-*-of-{:05}", side.shards) : "");
+    }
+    line("longest", "{} tokens: {}", grouped(journal_.longest), journal_.longest_place);
+    print_skipped();
+    if (const int64_t dropped = journal_.dropped_characters; dropped > 0)
+      line("dropped", "{} characters that the tokenizer has no token for", grouped(dropped));
+  }
+
+  BuildOptions options_;
+  Tokenizer tokenizer_;
+  std::vector<InputFile> files_;
+  fs::path folder_;
+  std::vector<std::string> outs_;
+  int lock_ = -1;  // held until the process ends
+  Journal journal_;
+  std::deque<CorpusWriter> writers_;
+  std::optional<SeenTexts> seen_;
+  Clock::time_point saved_;
+  Clock::duration saving_{};  // how long that took
+};
+
+// --- the commands ---
 
 struct ShowOptions {
   std::string prefix, tokenizer;
@@ -117,7 +374,10 @@ struct ShowOptions {
 // A document's text; or one line a token: place, id, text; or its ids.
 void show(const ShowOptions& options) {
   const std::vector<int32_t> ids = Corpus(options.prefix).ids(options.document);
-  const auto tokenizer = find_tokenizer(options.tokenizer, options.prefix);
+  const std::string beside = options.prefix + ".tokenizer";
+  std::optional<Tokenizer> tokenizer;
+  if (!options.tokenizer.empty() || fs::is_directory(beside))
+    tokenizer = Tokenizer::load(options.tokenizer.empty() ? beside : options.tokenizer);
   PITH_CHECK(tokenizer || !options.tokens, "{} has no tokenizer: give --tokenizer", options.prefix);
   if (options.ids || !tokenizer) {
     for (const int32_t id : ids) fmt::print("{}\n", id);
@@ -132,31 +392,67 @@ void show(const ShowOptions& options) {
   }
 }
 
+void add_build_command(CLI::App& corpus) {
+  const auto [sub, o] = add_command<BuildOptions>(
+      corpus, "build", "Make a corpus of files of text", [](const BuildOptions& options) {
+        // Long documents go back to the system, not to the thread's arena.
+        ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
+        Build(options).run();
+      });
+  EncodeSettings& encode = o->encode;
+  encode.workers = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  sub->add_option("paths", o->paths, "files, globs, and folders")->required();
+  sub->add_option("--out", o->out, "corpus to write, without extension")->required();
+  sub->add_option("--tokenizer", o->tokenizer, "tokenizer.json or its folder [bytes are tokens]");
+  sub->add_option("--extensions", o->endings,
+         "take only these from folders, e.g. .h,.jsonl.zst ('none': files without one)")
+      ->delimiter(',')
+      ->allow_extra_args(false);
+  sub->add_option("--text-field", encode.read.text_field,
+      "field of a JSON line or table: a.b is b inside a [text]");
+  sub->add_option("--id-field", encode.read.id_field, "field that names a document in reports");
+  sub->add_option("--end-token", o->end_token,
+      "put behind each document ['' = none; the tokenizer's end of text]");
+  sub->add_option("--shard-size", o->shard_tokens, "tokens a shard, e.g. 1000000000")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--seed", o->seed, "shuffle the documents");
+  sub->add_flag("--keep-duplicates", o->keep_duplicates, "keep documents that came before");
+  sub->add_option("--min-length", encode.min_length, "skip shorter texts, bytes");
+  sub->add_option("--max-length", encode.max_length, "skip longer texts, bytes");
+  sub->add_option("--max-line", encode.read.max_line, "longer lines and files are bad [16MB]");
+  sub->add_option("--max-bad", o->max_bad, "stop after more bad lines [100]");
+  auto* share = sub->add_option("--validation-share", o->validation_share,
+      "share of the documents held out, chosen by their content");
+  share->check(CLI::Range(0.0, 1.0));
+  auto* out = sub->add_option("--validation-out", o->validation_out, "corpus of the held-out ones");
+  share->needs(out);
+  out->needs(share);
+  sub->add_option("--workers", encode.workers, "threads [all cores]")->check(CLI::Range(1, 1024));
+  sub->add_option("--memory", o->memory, "bound, whatever the input [1GB]");
+  for (const char* name : {"--min-length", "--max-length", "--max-line", "--memory"})
+    sub->get_option(name)->transform(CLI::AsSizeValue(true));
+  sub->add_flag("--restart", o->restart, "forget an unfinished build");
+  sub->footer(
+      R"(.jsonl, .ndjson: a document a line. .parquet: a document a row. Other files: one document.
+All may be compressed (.gz, .zst). Folders are read in the order of their paths; names that begin
+with a dot and linked folders are left out. Empty texts, files that are not UTF-8 text and exact
+duplicates are skipped and counted.
+An interrupted build goes on when the same command is given again; the result is the same.
+Example: pithtrain corpus build --out data/train --tokenizer qwen3/ --shard-size 1000000000 \
+           --validation-share 0.001 --validation-out data/validation 'raw/*.jsonl.zst')");
+}
+
 }  // namespace
 
 void add_corpus_command(CLI::App& app) {
-  CLI::App* corpus = app.add_subcommand("corpus", "Make corpora of text, join, cut, explain them");
+  CLI::App* corpus = app.add_subcommand("corpus", "Make corpora of text, explain them");
   corpus->require_subcommand(1);
   corpus->footer(
       "A corpus is PREFIX.bin, .idx, .json and its tokenizer in PREFIX.tokenizer/; or shards "
       "PREFIX-00000-of-0000N.*\n"
       "that PREFIX names together.\n"
       "Example: pithtrain corpus build --out data/train src/; see pithtrain corpus build --help");
-  add_corpus_build_command(*corpus);
-
-  const auto add_copy = [&](const std::string& name, const char* what, auto run) {
-    const auto [sub, o] = add_command<CopyOptions>(*corpus, name, what, run);
-    sub->add_option("inputs", o->inputs)->required();
-    sub->add_option("--out", o->out, "corpus to write, without extension")->required();
-    sub->add_option("--tokenizer", o->tokenizer, "that of the inputs, if they do not state it")
-        ->required(name == "import");
-    sub->add_option("--shard-size", o->shard_tokens, "tokens a shard")
-        ->check(CLI::PositiveNumber)
-        ->required(name == "split");
-  };
-  add_copy("merge", "Join corpora of one tokenizer", copy_corpora);
-  add_copy("split", "Cut corpora into shards", copy_corpora);
-  add_copy("import", "Read .bin files of the Python PithTrain: two numpy arrays", import_numpy);
+  add_build_command(*corpus);
 
   add_inspect_command(*corpus, "inspect", "Say what a corpus is, without reading all of it", true);
   add_inspect_command(

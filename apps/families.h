@@ -25,7 +25,13 @@ template <class Use> auto with_family(const fs::path& path, Use&& use) {
 // A whole model in one process: what generate and trace share.
 struct ModelOptions {
   std::string folder, dtype = "auto", device = "auto";
-  void add_to(CLI::App& command);
+  void add_to(CLI::App& command) {
+    command.add_option("folder", folder, "Hugging Face folder or checkpoint")->required();
+    command.add_option("--dtype", dtype, "fp32, bf16, or auto: fp32 on CPUs, bf16 on GPUs")
+        ->check(CLI::IsMember({"auto", "fp32", "bf16"}))
+        ->capture_default_str();
+    command.add_option("--device", device, "auto, cpu, cuda")->capture_default_str();
+  }
 };
 
 template <class Model> struct LoadedModel {

@@ -8,47 +8,34 @@
 namespace pith {
 namespace {
 
-struct Options {
-  std::string tokenizer, other, out, field = "text", pattern;
-  std::vector<std::string> inputs, special;
-  std::vector<int32_t> ids;
-  BpeTrainerOptions train;
-  EncodeOptions encode;
-  bool keep_special = false, whole_files = false;
-  int threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+struct TrainOptions : BpeTrainerOptions {
+  std::string out;
+  std::vector<std::string> inputs;
+  ReadOptions read{.max_line = UINT64_MAX};
+  bool whole_files = false;
 };
 
-Tokenizer open(const std::string& path, const Options& options) {
-  if (!path.ends_with(".tiktoken")) return Tokenizer::load(path);
-  PITH_CHECK(!options.pattern.empty(), "{} has ranks only: give its regex as --pattern", path);
-  std::vector<std::pair<std::string, int32_t>> special;
-  for (const std::string& text : options.special) {
-    const size_t cut = std::min(text.rfind('='), text.size() - 1);
-    int32_t id = -1;
-    PITH_CHECK(cut + 1 < text.size() && CLI::detail::lexical_cast(text.substr(cut + 1), id),
-        "--special {} is not TOKEN=ID", text);
-    special.emplace_back(text.substr(0, cut), id);
-  }
-  return Tokenizer::from_tiktoken(read_file(path), options.pattern, special);
-}
+struct Options {
+  std::string tokenizer;
+  std::vector<std::string> inputs{"-"};
+  std::vector<int32_t> ids;
+  EncodeOptions encode;
+  bool keep_special = false;
+};
 
-// Calls sink(texts) with batches of about 64 MB: the documents of JSON lines and tables, of other
-// files their lines with the line ends, or the whole.
-template <class Sink> void for_each_batch(const Options& options, Sink sink) {
+// The texts are the documents of JSON lines and tables, of other files their lines with the line
+// ends, or the whole. About 64 MB of them are counted at once.
+void run_train(const TrainOptions& options) {
+  PITH_CHECK(!fs::exists(fs::path(options.out) / "tokenizer.json"), "{} holds a tokenizer already",
+      options.out);
+  BpeTrainer trainer(options);
+  InputReader reader(list_inputs(options.inputs, {}), options.read);
   std::vector<std::string> batch;
-  size_t bytes = 0;
-  auto add = [&](std::string text) {
-    bytes += text.size();
-    batch.push_back(std::move(text));
-    if (bytes < (64u << 20)) return;
-    sink(batch);
-    batch.clear();
-    bytes = 0;
-  };
-  const ReadOptions read{.text_field = options.field, .max_line = UINT64_MAX};
-  InputReader reader(list_inputs(options.inputs, {}), read);
-  for (Chunk chunk; reader.next(chunk);) {
-    read_lines(chunk, read);
+  size_t bytes = 0, batch_bytes = 0;
+  for (bool more = true; more;) {
+    Chunk chunk;
+    more = reader.next(chunk);
+    read_lines(chunk, options.read);
     for (const Document& document : chunk.documents) {
       PITH_CHECK(
           document.problem.empty(), "{}:{}: {}", chunk.path, document.line, document.problem);
@@ -56,33 +43,25 @@ template <class Sink> void for_each_batch(const Options& options, Sink sink) {
       const bool whole = options.whole_files || document.line > 0;
       for (size_t begin = 0, end; begin < text.size(); begin = end) {
         end = std::min(whole ? text.npos : text.find('\n', begin), text.size() - 1) + 1;
-        add(text.substr(begin, end - begin));
+        batch.push_back(text.substr(begin, end - begin));
       }
+      batch_bytes += text.size();
     }
+    if (more && batch_bytes < (64u << 20)) continue;
+    trainer.add(batch);
+    batch.clear();
+    bytes += std::exchange(batch_bytes, 0);
   }
-  if (!batch.empty()) sink(batch);
-}
-
-void run_train(Options& options) {
-  PITH_CHECK(!fs::exists(fs::path(options.out) / "tokenizer.json"), "{} holds a tokenizer already",
-      options.out);
-  options.train.threads = options.threads;
-  BpeTrainer trainer(options.train);
-  size_t bytes = 0;
-  for_each_batch(options, [&](const std::vector<std::string>& texts) {
-    for (const std::string& text : texts) bytes += text.size();
-    trainer.add(texts);
-  });
   const Tokenizer tokenizer = trainer.train();
   tokenizer.save(options.out);
   fmt::print("{}: {} tokens from {:.1f} MB of text\n", options.out, tokenizer.vocab_size(),
       real(bytes) / 1e6);
-  if (const int64_t wanted = options.train.vocab_size; tokenizer.vocab_size() < wanted)
-    fmt::print("the text has no more pairs to merge; {} were asked for\n", wanted);
+  if (tokenizer.vocab_size() < options.vocab_size)
+    fmt::print("the text has no more pairs to merge; {} were asked for\n", options.vocab_size);
 }
 
 void run_encode(const Options& options) {
-  const Tokenizer tokenizer = open(options.tokenizer, options);
+  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
   for (const std::string& input : options.inputs) {
     const auto text =
         input != "-" ? read_file(input) : std::string{std::istreambuf_iterator<char>(std::cin), {}};
@@ -104,7 +83,7 @@ void run_encode(const Options& options) {
 }
 
 void run_decode(Options& options) {
-  const Tokenizer tokenizer = open(options.tokenizer, options);
+  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
   if (options.ids.empty()) {
     options.ids.assign(std::istream_iterator<int32_t>(std::cin), {});
     PITH_CHECK(std::cin.eof(), "standard input holds something that is not an id");
@@ -114,7 +93,7 @@ void run_decode(Options& options) {
 }
 
 void run_inspect(const Options& options) {
-  const Tokenizer tokenizer = open(options.tokenizer, options);
+  const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
   auto show = [&](const char* name, std::optional<int32_t> id) {
     if (id) fmt::print("{:14} {} {}\n", name, *id, tokenizer.token(*id));
   };
@@ -129,90 +108,47 @@ void run_inspect(const Options& options) {
     if (tokenizer.is_special(id)) show("special", id);
 }
 
-void run_compare(const Options& options) {
-  const std::string names[2] = {options.tokenizer, options.other};
-  const Tokenizer tokenizers[2] = {open(names[0], options), open(names[1], options)};
-  size_t texts_seen = 0, differ = 0, bytes = 0, tokens[2] = {0, 0};
-  for_each_batch(options, [&](const std::vector<std::string>& texts) {
-    std::vector<Encoding> encodings[2];
-    for (int k = 0; k < 2; ++k) {
-      encodings[k] = tokenizers[k].encode_batch(texts, options.threads, options.encode);
-      for (const Encoding& e : encodings[k]) tokens[k] += e.ids.size();
-    }
-    for (size_t i = 0; i < texts.size(); ++i, ++texts_seen) {
-      bytes += texts[i].size();
-      const std::vector<int32_t>&a = encodings[0][i].ids, &b = encodings[1][i].ids;
-      if (a == b || ++differ > 1) continue;
-      fmt::print("first difference: text {}, token {}\n", texts_seen,
-          std::ranges::mismatch(a, b).in1 - a.begin());
-    }
-  });
-  fmt::print("{} texts, {} bytes, {} with different ids\n", texts_seen, bytes, differ);
-  for (int k = 0; k < 2; ++k)
-    fmt::print("{}: {} tokens, {:.3f} bytes a token\n", names[k], tokens[k],
-        real(bytes) / real(std::max<size_t>(1, tokens[k])));
-  if (differ > 0) throw CLI::RuntimeError(1);
-}
-
 }  // namespace
 
 void add_tokenizer_command(CLI::App& app) {
-  CLI::App& all = *app.add_subcommand("tokenizer", "Train, use, inspect, compare tokenizers.");
+  CLI::App& all = *app.add_subcommand("tokenizer", "Train, use, inspect tokenizers.");
   all.require_subcommand(1);
-  const auto add_tokenizer = [](CLI::App* sub, Options* o) {
-    sub->add_option(
-           "tokenizer", o->tokenizer, "tokenizer.json, the folder of one, or a .tiktoken file")
-        ->required();
-    sub->add_option("--pattern", o->pattern, ".tiktoken: regex that cuts text into pieces");
-    sub->add_option("--special", o->special, ".tiktoken: a special token as TOKEN=ID")
-        ->allow_extra_args(false);
-  };
-  const auto add_inputs = [](CLI::App* sub, Options* o) {
-    sub->add_option(
-           "inputs", o->inputs, "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")
-        ->required();
-    sub->add_option("--field", o->field, "Field of a JSON line or table [text]");
-    sub->add_flag("--whole-files", o->whole_files, "A file is one text, not one a line");
-    sub->add_option("--threads", o->threads, "[all cores]")->check(CLI::Range(1, 1024));
-  };
-  const auto add_encoding = [](CLI::App* sub, EncodeOptions& encode) {
-    sub->add_flag("!--no-special", encode.add_special_tokens, "Add no start or end tokens");
-    sub->add_flag("!--plain", encode.parse_special, "Special tokens in the text are plain text");
-    sub->add_flag("--strict", encode.strict, "Refuse text that is not UTF-8");
-  };
-
-  auto [sub, o] =
-      add_command<Options>(all, "train", "Learn a byte-level BPE from text.", run_train);
-  add_inputs(sub, o);
-  sub->add_option("--out", o->out, "Folder for tokenizer.json")->required();
-  sub->add_option("--vocab-size", o->train.vocab_size, "Tokens, bytes included [8192]");
-  sub->add_option("--min-frequency", o->train.min_frequency, "Rarer pairs stay apart [0]");
-  sub->add_option("--pattern", o->train.pattern, "Regex that cuts text into pieces");
-  sub->add_option("--special", o->train.special_tokens,
+  const auto [train, t] =
+      add_command<TrainOptions>(all, "train", "Learn a byte-level BPE from text.", run_train);
+  t->threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  train
+      ->add_option(
+          "inputs", t->inputs, "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")
+      ->required();
+  train->add_option("--field", t->read.text_field, "Field of a JSON line or table [text]");
+  train->add_flag("--whole-files", t->whole_files, "A file is one text, not one a line");
+  train->add_option("--threads", t->threads, "[all cores]")->check(CLI::Range(1, 1024));
+  train->add_option("--out", t->out, "Folder for tokenizer.json")->required();
+  train->add_option("--vocab-size", t->vocab_size, "Tokens, bytes included [8192]");
+  train->add_option("--min-frequency", t->min_frequency, "Rarer pairs stay apart [0]");
+  train->add_option("--pattern", t->pattern, "Regex that cuts text into pieces");
+  train->add_option("--special", t->special_tokens,
       "Special tokens, ids from 0; the first ends a text [<|endoftext|>]");
 
-  std::tie(sub, o) = add_command<Options>(all, "encode", "Print the ids of a text.", run_encode);
-  add_tokenizer(sub, o);
-  sub->add_option("inputs", o->inputs, "Text files, - for standard input")
-      ->default_val(std::vector<std::string>{"-"});
-  sub->add_flag("--offsets", o->encode.offsets, "One token a line: id, bytes, token");
-  add_encoding(sub, o->encode);
+  const auto add = [&](const char* name, const char* what, auto run) {
+    const auto added = add_command<Options>(all, name, what, run);
+    added.first->add_option("tokenizer", added.second->tokenizer, "tokenizer.json or its folder")
+        ->required();
+    return added;
+  };
+  const auto [encode, e] = add("encode", "Print the ids of a text.", run_encode);
+  encode->add_option("inputs", e->inputs, "Text files, - for standard input [-]");
+  encode->add_flag("--offsets", e->encode.offsets, "One token a line: id, bytes, token");
+  encode->add_flag("!--no-special", e->encode.add_special_tokens, "Add no start or end tokens");
+  encode->add_flag(
+      "!--plain", e->encode.parse_special, "Special tokens in the text are plain text");
+  encode->add_flag("--strict", e->encode.strict, "Refuse text that is not UTF-8");
 
-  std::tie(sub, o) = add_command<Options>(all, "decode", "Print the text of ids.", run_decode);
-  add_tokenizer(sub, o);
-  sub->add_option("ids", o->ids, "Token ids [standard input]");
-  sub->add_flag("--keep-special", o->keep_special, "Spell special tokens, too");
+  const auto [decode, d] = add("decode", "Print the text of ids.", run_decode);
+  decode->add_option("ids", d->ids, "Token ids [standard input]");
+  decode->add_flag("--keep-special", d->keep_special, "Spell special tokens, too");
 
-  std::tie(sub, o) =
-      add_command<Options>(all, "inspect", "Print sizes and special tokens.", run_inspect);
-  add_tokenizer(sub, o);
-
-  std::tie(sub, o) =
-      add_command<Options>(all, "compare", "Are the ids of two tokenizers equal?", run_compare);
-  add_tokenizer(sub, o);
-  sub->add_option("other", o->other, "The other tokenizer")->required();
-  add_inputs(sub, o);
-  add_encoding(sub, o->encode);
+  add("inspect", "Print sizes and special tokens.", run_inspect);
 }
 
 }  // namespace pith

@@ -152,7 +152,7 @@ Tokenizer BpeTrainer::train() const {
     queue_all();
   }
   std::erase(merges, std::pair<int32_t, int32_t>{-1, -1});
-  return Tokenizer::from_json(byte_level_json(vocabulary, merges, options_.pattern, false, special),
+  return Tokenizer::from_json(byte_level_json(vocabulary, merges, options_.pattern, special),
       options_.special_tokens.empty() ? "" : tokenizer_config_json(options_.special_tokens[0]));
 }
 

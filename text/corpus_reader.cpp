@@ -12,8 +12,6 @@
 namespace pith {
 namespace {
 
-using Kind = Document::Kind;
-
 constexpr size_t kRead = 256 << 10, kChunk = 512 << 10;
 
 // --- which files ---
@@ -39,36 +37,31 @@ Strings files_below(const std::string& folder, const Strings& endings) {
 Strings expand(const std::string& path) {
   if (fs::exists(path)) return {path};
   glob_t matches{};
-  ::glob(path.c_str(), GLOB_NOSORT, nullptr, &matches);
+  ::glob(path.c_str(), 0, nullptr, &matches);
   Strings found(matches.gl_pathv, matches.gl_pathv + matches.gl_pathc);
   ::globfree(&matches);
   PITH_CHECK(!found.empty(), "{} does not exist", path);
-  std::ranges::sort(found);
   return found;
 }
 
 bool is_zstd(std::string_view path) { return path.ends_with(".zst") || path.ends_with(".zstd"); }
 
-bool is_table(std::string_view path) { return path.ends_with(".parquet"); }
 bool has_lines(std::string_view path) {
   if (path.ends_with(".gz") || is_zstd(path)) path = path.substr(0, path.rfind('.'));
   return path.ends_with(".jsonl") || path.ends_with(".ndjson");
 }
 
 // The plugin that `./pith setup --parquet` makes possible; this program does not link libparquet.
-const ParquetPlugin& parquet() {
+OpenParquet parquet() {
   static void* library = ::dlopen("libpith_parquet.so", RTLD_NOW | RTLD_LOCAL);
-  static void* symbol = library ? ::dlsym(library, "pith_parquet_plugin") : nullptr;
-  if (!symbol) {
-    const char* why = ::dlerror();
+  static void* symbol = library ? ::dlsym(library, "pith_open_parquet") : nullptr;
+  if (!symbol)
     PITH_FAIL_HINT("run ./pith setup --parquet, then ./pith build",
-        "Parquet files cannot be read: {}", why ? why : "the plugin is damaged");
-  }
-  return *static_cast<const ParquetPlugin*>(symbol);
+        "Parquet files cannot be read: there is no plugin libpith_parquet.so that fits");
+  return *static_cast<const OpenParquet*>(symbol);
 }
 
 void refuse(Document& document, std::string problem) {
-  document.kind = Kind::kBad;
   document.text.clear();
   document.problem = std::move(problem);
 }
@@ -207,14 +200,12 @@ InputReader::InputReader(std::vector<InputFile> files, ReadOptions options, Inpu
 }
 
 bool InputReader::next_rows(Chunk& chunk) {
-  std::string error;
-  if (!table_) {
-    const char* column = options_.text_field.c_str();
-    table_.reset(parquet().open(chunk.path.c_str(), column, at_.line, error), parquet().close);
-  }
+  const OpenParquet open = parquet();
   std::vector<std::optional<std::string>> texts;
-  if (table_) parquet().next(table_.get(), texts, error);
-  PITH_CHECK(error.empty(), "{}: {}", chunk.path, error);
+  try {
+    if (!table_) table_ = open(chunk.path, options_.text_field, at_.line);
+    texts = table_();
+  } catch (const std::exception& failure) { PITH_FAIL("{}: {}", chunk.path, failure.what()); }
   for (auto& text : texts) {
     Document& document = chunk.documents.emplace_back();
     document.line = ++at_.line;
@@ -226,86 +217,70 @@ bool InputReader::next_rows(Chunk& chunk) {
     else if (!is_utf8(document.text))
       refuse(document, "not UTF-8 text");
   }
-  at_.offset = static_cast<uint64_t>(at_.line);
   return !texts.empty();
 }
 
-bool InputReader::next_file(Chunk& chunk) {
-  if (at_.offset > 0) return false;
-  while (pending_.size() <= options_.max_line && read_more()) {}
-  Document& document = chunk.documents.emplace_back();
-  document.text = std::exchange(pending_, {});
-  if (document.text.size() > options_.max_line)
-    refuse_long(document, "this file, one document,", options_.max_line);
-  else if (document.text.find('\0') != std::string::npos || !is_utf8(document.text))
-    document.kind = Kind::kNotText;
-  at_.offset = 1;
-  return true;
-}
-
-bool InputReader::read_more() {
-  const size_t size = pending_.size();
-  pending_.resize(size + kRead);
-  const size_t n = source_->read(pending_.data() + size, kRead);
-  pending_.resize(size + n);
-  return n > 0;
-}
-
-bool InputReader::next_lines(Chunk& chunk) {
-  size_t end = 0;  // of the last whole line
-  while (end == 0 || pending_.size() < kChunk) {
-    const size_t searched = pending_.size();
-    if (end == 0 && searched > options_.max_line) return pass_line(chunk);
-    if (!read_more()) {
-      end = searched;
-      break;
+// Whole lines, about kChunk bytes of them, or a whole file. Of a line too long to be held all bytes
+// are passed over, of a file the rest is left.
+bool InputReader::next_bytes(Chunk& chunk) {
+  const bool lines = has_lines(chunk.path);
+  if (!lines && at_.offset > 0) return false;
+  size_t end = 0;         // of the last whole line, or of the long one
+  bool too_long = false;  // what was read so far is part of one line, and gone
+  for (bool more = true; more && (end == 0 || (!too_long && pending_.size() < kChunk));) {
+    if (end == 0 && pending_.size() > options_.max_line) {
+      too_long = true;
+      at_.offset += pending_.size();
+      pending_.clear();
+      if (!lines) break;
     }
-    const size_t newline = std::string_view(pending_).substr(searched).rfind('\n');
-    if (newline != pending_.npos) end = searched + newline + 1;
+    const size_t searched = pending_.size();
+    pending_.resize(searched + kRead);
+    const size_t read = source_->read(pending_.data() + searched, kRead);
+    pending_.resize(searched + read);
+    more = read > 0;
+    const std::string_view fresh = std::string_view(pending_).substr(searched);
+    const size_t newline = too_long ? fresh.find('\n') : fresh.rfind('\n');
+    if (!more)
+      end = pending_.size();
+    else if (lines && newline != fresh.npos)
+      end = searched + newline + 1;
   }
-  if (end == 0) return false;
-  chunk.lines.reserve(end + simdjson::SIMDJSON_PADDING);
-  chunk.lines.assign(pending_, 0, end);
+  if (lines && end == 0 && !too_long) return false;
+  std::string bytes = pending_.substr(0, end);
   pending_.erase(0, end);
-  at_.offset += end;
-  at_.line += std::ranges::count(chunk.lines, '\n');
-  return true;
-}
-
-// Passes over a line that is too long to be held: all of `pending_`, and more.
-bool InputReader::pass_line(Chunk& chunk) {
-  size_t end = 0;
-  while (end == 0) {
-    at_.offset += pending_.size();
-    pending_.clear();
-    if (!read_more()) break;
-    end = pending_.find('\n') + 1;
+  at_.offset += lines ? end : 1;
+  if (lines && !too_long) {
+    at_.line += std::ranges::count(bytes, '\n');
+    chunk.lines = std::move(bytes);
+    return true;
   }
-  at_.offset += end;
-  pending_.erase(0, end);
-  chunk.documents.emplace_back().line = ++at_.line;
-  refuse_long(chunk.documents[0], "this line", options_.max_line);
+  Document& document = chunk.documents.emplace_back();
+  if (lines) document.line = ++at_.line;
+  if (too_long)
+    refuse_long(document, lines ? "this line" : "this file, one document,", options_.max_line);
+  else if (bytes.find('\0') != bytes.npos || !is_utf8(bytes))
+    document.skipped = "not UTF-8 text";
+  if (!too_long) document.text = std::move(bytes);
   return true;
 }
 
 bool InputReader::next(Chunk& chunk) {
   for (; at_.file < std::ssize(files_); at_ = {at_.file + 1}) {
     const InputFile& file = files_[index(at_.file)];
-    const bool table = is_table(file.path), lines = has_lines(file.path);
-    chunk = {};
-    chunk.path = file.path;
-    chunk.line = at_.line;
+    const bool table = file.path.ends_with(".parquet");
+    chunk = {.path = file.path, .line = at_.line};
     if (!table && !source_) {
       source_ = std::make_shared<ByteSource>(file.path);
-      if (lines) source_->skip(at_.offset);
+      if (has_lines(file.path)) source_->skip(at_.offset);
     }
-    if (table ? next_rows(chunk) : lines ? next_lines(chunk) : next_file(chunk)) {
+    if (table ? next_rows(chunk) : next_bytes(chunk)) {
       chunk.end = at_;
       chunk.bytes_read = bytes_before_ + (source_ ? source_->consumed() : 0);
       return true;
     }
     source_.reset();
-    table_.reset();
+    table_ = nullptr;
     bytes_before_ += file.bytes;
   }
   return false;
@@ -337,79 +312,50 @@ CorpusEncoder::CorpusEncoder(
     std::vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings, InputPosition start)
     : reader_(std::move(files), settings.read, start),
       tokenizer_(std::move(tokenizer)),
-      settings_(std::move(settings)) {
-  for (int i = 0; i < settings_.workers; ++i) threads_.emplace_back([this] { work(); });
-}
-
-CorpusEncoder::~CorpusEncoder() {
-  const std::lock_guard lock(mutex_);
-  ended_ = true;
-  changed_.notify_all();
-}
-
-void CorpusEncoder::work() {
-  while (true) {
-    std::packaged_task<Chunk()> task;
-    {
-      const std::lock_guard turn(reading_);
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] {
-        return ended_ || slots_.empty() ||
-            (in_flight_ < settings_.bytes_in_flight && std::ssize(slots_) < 8 * settings_.workers);
-      });
-      if (ended_) return;
-      lock.unlock();
-      Chunk chunk;
-      std::exception_ptr error;
-      bool found = true;
-      try {
-        found = reader_.next(chunk);
-      } catch (...) { error = std::current_exception(); }
-      uint64_t bytes = chunk.lines.size();
-      for (const Document& document : chunk.documents) bytes += document.text.size();
-      task = std::packaged_task<Chunk()>([this, error, chunk = std::move(chunk)]() mutable {
-        if (error) std::rethrow_exception(error);
-        encode(chunk);
-        return std::move(chunk);
-      });
-      lock.lock();
-      ended_ = ended_ || !found || error;
-      changed_.notify_all();
-      if (!found) return;
-      slots_.emplace_back(task.get_future(), bytes);
-      in_flight_ += bytes;
-    }
-    task();
-  }
-}
+      settings_(std::move(settings)),
+      idle_(settings_.workers) {}
 
 bool CorpusEncoder::next(Chunk& chunk) {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return ended_ || !slots_.empty(); });
+  // Reads ahead as far as memory allows, with a thread a chunk: one that takes long delays no
+  // other.
+  while (!ended_ &&
+      (slots_.empty() ||
+          (in_flight_ < settings_.bytes_in_flight && std::ssize(slots_) < 8 * settings_.workers))) {
+    Chunk read;
+    try {
+      ended_ = !reader_.next(read);
+    } catch (...) {
+      error_ = std::current_exception();
+      ended_ = true;
+    }
+    if (ended_) break;
+    uint64_t bytes = read.lines.size();
+    for (const Document& document : read.documents) bytes += document.text.size();
+    auto work = [this, read = std::move(read)]() mutable { return encode(std::move(read)); };
+    slots_.emplace_back(std::async(std::launch::async, std::move(work)), bytes);
+    in_flight_ += bytes;
+  }
+  if (slots_.empty() && error_) std::rethrow_exception(error_);
   if (slots_.empty()) return false;
-  auto& first = slots_.front();  // in line, where it counts, until it is done
-  lock.unlock();
-  first.first.wait();
-  lock.lock();
-  auto [encoded, bytes] = std::move(first);
-  in_flight_ -= bytes;
+  chunk = slots_.front().first.get();
+  in_flight_ -= slots_.front().second;
   slots_.pop_front();
-  changed_.notify_all();
-  chunk = encoded.get();
   return true;
 }
 
-void CorpusEncoder::encode(Chunk& chunk) const {
+Chunk CorpusEncoder::encode(Chunk chunk) {
+  idle_.acquire();
+  const std::shared_ptr<void> at_the_end(nullptr, [&](void*) { idle_.release(); });
   read_lines(chunk, settings_.read);
   for (Document& document : chunk.documents) {
     const std::string text = std::exchange(document.text, {});
     document.bytes = text.size();
-    if (document.kind != Kind::kGood) continue;
-    document.kind = text.empty()             ? Kind::kEmpty
-        : text.size() < settings_.min_length ? Kind::kShort
-        : text.size() > settings_.max_length ? Kind::kLong
-                                             : Kind::kGood;
-    if (document.kind != Kind::kGood) continue;
+    if (!document.problem.empty() || !document.skipped.empty()) continue;
+    document.skipped = text.empty()          ? "empty"
+        : text.size() < settings_.min_length ? "too short"
+        : text.size() > settings_.max_length ? "too long"
+                                             : "";
+    if (!document.skipped.empty()) continue;
     document.hash = XXH3_64bits(text.data(), text.size());
     const XXH128_hash_t sum = XXH3_128bits(text.data(), text.size());
     document.fingerprint = {sum.high64, sum.low64};
@@ -419,6 +365,7 @@ void CorpusEncoder::encode(Chunk& chunk) const {
     document.ids = std::move(made.ids);
     if (settings_.end_id) document.ids.push_back(*settings_.end_id);
   }
+  return chunk;
 }
 
 }  // namespace pith

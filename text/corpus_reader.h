@@ -22,7 +22,7 @@ struct InputFile {
 std::vector<InputFile> list_inputs(
     const std::vector<std::string>& paths, const std::vector<std::string>& endings);
 
-// Where a document ends: bytes (after decompression) and lines, or rows of a table, before it.
+// Where a document ends: bytes (after decompression) and lines before it, or rows of a table.
 struct InputPosition {
   int64_t file = 0;
   uint64_t offset = 0;
@@ -30,11 +30,11 @@ struct InputPosition {
 };
 
 struct Document {
-  enum class Kind { kGood, kBad, kNotText, kEmpty, kShort, kLong } kind = Kind::kGood;
   std::string text, id;
   int64_t line = 0;     // from 1; 0 for a file that is one document
   std::string problem;  // of a bad one: why
-  // Of a good one, when CorpusEncoder has taken its text:
+  std::string skipped;  // of one that is left out without being bad: what it is, e.g. "empty"
+  // Of the others, when CorpusEncoder has taken the text:
   uint64_t bytes = 0;                     // of text
   uint64_t hash = 0;                      // xxh3-64 of the text
   std::array<uint64_t, 2> fingerprint{};  // xxh3-128 of the text
@@ -44,13 +44,18 @@ struct Document {
 // Neighbouring documents of one file, about 512 kB or one long document.
 struct Chunk {
   std::string path;
-  int64_t line = 0;   // lines before its first one
-  std::string lines;  // of JSON, whole: read_lines makes documents of them
-  std::vector<Document> documents;
-  InputPosition end;
+  int64_t line = 0;        // lines before its first one
+  std::string lines = {};  // of JSON, whole: read_lines makes documents of them
+  std::vector<Document> documents = {};
+  InputPosition end = {};
   uint64_t bytes_read = 0;         // of all files up to here, as they lie on the disk
   int64_t dropped_characters = 0;  // that the tokenizer has no token for
 };
+
+// The texts of the next rows of a Parquet file, nothing for null; none at the end.
+using TableRows = std::function<std::vector<std::optional<std::string>>()>;
+// What libpith_parquet.so offers, under the name pith_open_parquet.
+using OpenParquet = TableRows (*)(const std::string& path, const std::string& column, int64_t row);
 
 // The chunks of all files, in order, from a position on. .jsonl and .ndjson hold a document a line,
 // .parquet a document a row; any other file is one document. Each may be compressed: .gz, .zst.
@@ -61,18 +66,15 @@ class InputReader {
   bool next(Chunk& chunk);  // false at the end
  private:
   bool next_rows(Chunk& chunk);
-  bool next_file(Chunk& chunk);
-  bool next_lines(Chunk& chunk);
-  bool pass_line(Chunk& chunk);
-  bool read_more();
+  bool next_bytes(Chunk& chunk);
 
   std::vector<InputFile> files_;
   ReadOptions options_;
   InputPosition at_;
   std::shared_ptr<class ByteSource> source_;
-  std::shared_ptr<void> table_;  // of the Parquet plugin
-  std::string pending_;          // read, not handed out: never a whole line or file
-  uint64_t bytes_before_ = 0;    // in the files before this one
+  TableRows table_;
+  std::string pending_;        // read, not handed out: never a whole line or file
+  uint64_t bytes_before_ = 0;  // in the files before this one
 };
 
 // Parses the lines of a chunk; blank lines are no documents.
@@ -90,33 +92,22 @@ class CorpusEncoder {
  public:
   CorpusEncoder(std::vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings,
       InputPosition start);
-  ~CorpusEncoder();  // ends the threads
   // The next chunk in the order of the files, encoded, whatever the number of workers; false at the
   // end. An Error of the reader comes after all chunks before it.
   bool next(Chunk& chunk);
  private:
-  void work();
-  void encode(Chunk& chunk) const;
+  Chunk encode(Chunk chunk);
 
   InputReader reader_;
   Tokenizer tokenizer_;
   EncodeSettings settings_;
-  std::mutex reading_;  // a worker's turn: it reads a chunk and puts a slot for it in line
-  std::mutex mutex_;    // of what follows
-  std::condition_variable changed_;
-  // In the order of the files: chunks and the bytes of their texts.
-  std::deque<std::pair<std::future<Chunk>, uint64_t>> slots_;
-  uint64_t in_flight_ = 0;
+  std::counting_semaphore<> idle_;  // workers; a chunk's thread waits for one
+  std::exception_ptr error_;        // of the reader
   bool ended_ = false;
-  std::vector<std::jthread> threads_;  // the last member: the first to go
-};
-
-// What libpith_parquet.so offers, under the name pith_parquet_plugin.
-struct ParquetPlugin {
-  void* (*open)(const char* path, const char* column, int64_t first_row, std::string& error);
-  // Appends the texts of some rows, nothing for null; none at the end.
-  void (*next)(void* handle, std::vector<std::optional<std::string>>& texts, std::string& error);
-  void (*close)(void* handle);
+  uint64_t in_flight_ = 0;
+  // In the order of the files: chunks and the bytes of their texts. The last member: the first to
+  // go, when all threads have ended.
+  std::deque<std::pair<std::future<Chunk>, uint64_t>> slots_;
 };
 
 }  // namespace pith

@@ -171,14 +171,6 @@ Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options)
   return encoding;
 }
 
-std::vector<Encoding> Tokenizer::encode_batch(
-    std::span<const std::string> texts, int threads, const EncodeOptions& options) const {
-  std::vector<Encoding> encodings(texts.size());
-  on_threads(
-      threads, texts.size(), [&](int, size_t i) { encodings[i] = encode(texts[i], options); });
-  return encodings;
-}
-
 std::string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_tokens) const {
   std::vector<std::string> tokens;
   for (const int32_t id : ids) {
@@ -209,7 +201,7 @@ std::string StreamingDecoder::push(int32_t id) {
   if (token.empty() || tokenizer_.is_special(id)) return "";
   window_.push_back(id);
   // What a byte token means depends on the whole run; a last U+FFFD may be half a character.
-  if (tokenizer_.state_->fallback_bytes && fallback_byte(token) >= 0) return "";
+  if (fallback_byte(token) >= 0) return "";
   const std::string text = tokenizer_.decode(window_);
   if (text.ends_with("\uFFFD") || text.size() <= emitted_) return "";
   // The ids that were just completed become the context of the next ones.

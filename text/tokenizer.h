@@ -30,9 +30,6 @@ class Tokenizer {
   // `path` is a tokenizer.json, or a folder with one and perhaps a tokenizer_config.json. A
   // component that is not supported is refused by its name.
   static Tokenizer load(const fs::path& path);
-  // The text of a .tiktoken file ("base64 rank" lines); `special`: ids of further tokens.
-  static Tokenizer from_tiktoken(const std::string& ranks, std::string_view pattern,
-      const std::vector<std::pair<std::string, int32_t>>& special);
   static Tokenizer from_json(std::string tokenizer_json, std::string tokenizer_config = "");
   static Tokenizer bytes();  // ids 0..255 are the bytes, 256 is <|endoftext|>
 
@@ -40,9 +37,6 @@ class Tokenizer {
   void save(const fs::path& folder) const;
 
   Encoding encode(std::string_view text, const EncodeOptions& options = {}) const;
-  // One encoding a text, in order, made by `threads` threads.
-  std::vector<Encoding> encode_batch(
-      std::span<const std::string> texts, int threads, const EncodeOptions& options = {}) const;
   // Bytes that are not UTF-8 come out as U+FFFD. Ids outside the vocabulary are an error.
   std::string decode(std::span<const int32_t> ids, bool skip_special_tokens = true) const;
 

@@ -1,5 +1,5 @@
-// tokenizer.json, tokenizer_config.json and .tiktoken files. What is not supported and would change
-// ids is refused by name.
+// tokenizer.json and tokenizer_config.json. What is not supported and would change ids is refused
+// by name.
 #include <xxhash.h>
 
 #include <nlohmann/json.hpp>
@@ -71,21 +71,22 @@ int choose(const char* kind, std::string_view name, std::initializer_list<std::s
   return static_cast<int>(found - known.begin());
 }
 
-// Calls make(component) for a component or for each of a Sequence of them.
-template <class Make>
-void for_each_component(const Json& json, const char* list, Make make, int depth = 0) {
-  if (json.is_null()) return;
+// A component, the parts of a Sequence of them, or none.
+std::vector<Json> components(const Json& json, const char* list, int depth = 0) {
+  if (json.is_null()) return {};
   PITH_CHECK(depth < 16, "tokenizer.json: Sequences are nested too deep");
-  if (text_of(json, "type") != "Sequence") return make(json);
+  if (text_of(json, "type") != "Sequence") return std::vector<Json>(1, json);
   const Json& parts = member(json, list);
   PITH_CHECK(parts.is_array(), "tokenizer.json: Sequence without {}", list);
-  for (const Json& part : parts) for_each_component(part, list, make, depth + 1);
+  std::vector<Json> all;
+  for (const Json& part : parts)
+    std::ranges::move(components(part, list, depth + 1), back_inserter(all));
+  return all;
 }
 
-Regex pattern_of(const Json& json, Regex::Dialect dialect = Regex::Dialect::kOniguruma) {
+Regex pattern_of(const Json& json) {
   const Json& pattern = member(json, "pattern");
-  if (pattern.is_object() && pattern.contains("Regex"))
-    return Regex(text_of(pattern, "Regex"), dialect);
+  if (pattern.is_object() && pattern.contains("Regex")) return Regex(text_of(pattern, "Regex"));
   return Regex::literal(filled(pattern, "String"));
 }
 
@@ -115,14 +116,14 @@ Stage make_normalizer(const Json& json) {
 constexpr std::string_view kGpt2Pattern =
     "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
-void read_pre_tokenizer(const Json& json, Regex::Dialect dialect, Tokenizer::State& state) {
+void read_pre_tokenizer(const Json& json, Tokenizer::State& state) {
   using enum SplitBehavior;
   auto add = [&](Stage stage) { state.pre_tokenizers.push_back(std::move(stage)); };
   PITH_CHECK(!state.byte_level, "tokenizer.json: a pre_tokenizer after ByteLevel is not supported");
   const std::string type = text_of(json, "type");
   if (type == "Split") {
     const SplitBehavior behavior = behavior_of(text_of(json, "behavior"));
-    add(Split{pattern_of(json, dialect), behavior, flag(json, "invert")});
+    add(Split{pattern_of(json), behavior, flag(json, "invert")});
   } else if (type == "ByteLevel") {
     state.byte_level = true;
     if (flag(json, "add_prefix_space", true)) add(Prepend{" ", true});
@@ -130,7 +131,7 @@ void read_pre_tokenizer(const Json& json, Regex::Dialect dialect, Tokenizer::Sta
   } else if (type == "Digits") {
     add(Split{Regex(kDigitPattern), flag(json, "individual_digits") ? kIsolated : kContiguous});
   } else if (type == "Punctuation") {
-    add(Split{Regex(kPunctuationPattern, Regex::Dialect::kPcre2),
+    add(Split{Regex(kPunctuationPattern, Regex::Syntax::kPcre2),
         behavior_of(get<std::string>(json, "behavior", "Isolated"))});
   } else if (type == "Whitespace") {  // words, and runs of anything else but space
     add(Split{Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWordMembers)), kRemoved, true});
@@ -162,7 +163,7 @@ Decoder make_decoder(const Json& json) {
   const auto code = static_cast<uint32_t>(utf8_next(content, at));
   const std::string ends = fmt::format(R"(\A\x{{{0:x}}}{{0,{1}}}(?!\A)|\x{{{0:x}}}{{0,{2}}}\z)",
       code, get<size_t>(json, "start"), get<size_t>(json, "stop"));
-  return DecodeReplace{{Regex(ends, Regex::Dialect::kPcre2), ""}};
+  return DecodeReplace{{Regex(ends, Regex::Syntax::kPcre2), ""}};
 }
 
 void read_post_processor(const Json& json, Tokenizer::State& state) {
@@ -205,11 +206,9 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
     PITH_CHECK(at < limit, "tokenizer.json: id {} of token {} is out of proportion", id, token);
     if (state.tokens.size() <= at) state.tokens.resize(at + 1);
     std::string& place = state.tokens[at];
-    PITH_CHECK(place.empty() || place == token, "tokenizer.json: tokens {} and {} share id {}",
-        place, token, id);
-    const auto [known, is_new] = state.ids.try_emplace(token, id);
-    PITH_CHECK(is_new || known->second == id, "tokenizer.json: token {} has the ids {} and {}",
-        token, known->second, id);
+    PITH_CHECK(
+        (place.empty() || place == token) && state.ids.try_emplace(token, id).first->second == id,
+        "tokenizer.json: token {} with id {}: one of them stands for another, too", token, id);
     place = token;
   };
   for (const auto& [token, id] : vocab.items()) put(token, id_of(id));
@@ -233,8 +232,7 @@ std::pair<std::string, std::string> halves_of(const Json& merge) {
   return {text.substr(0, space), text.substr(space + 1)};
 }
 
-// `ranks` of the merges, where they are not 0, 1, ...
-void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>* ranks) {
+void read_model(Json& file, Tokenizer::State& state) {
   Json& model = file["model"];
   choose("model", get<std::string>(model, "type", "BPE"), {"BPE"});
   for (const char* key : {"dropout", "end_of_word_suffix"}) {
@@ -264,10 +262,10 @@ void read_model(Json& file, Tokenizer::State& state, const std::vector<uint32_t>
   for (const Json& merge : merges) {
     const auto [left, right] = halves_of(merge);
     const int32_t left_id = id(left), right_id = id(right);
-    const size_t rank = list.size(), cut = config.prefix.size();
+    const size_t cut = config.prefix.size();
     PITH_CHECK(right.size() >= cut, "tokenizer.json: merge {} lacks the prefix", merge.dump());
-    list.push_back({left_id, right_id, id(left + right.substr(cut)),
-        ranks ? (*ranks)[rank] : static_cast<uint32_t>(rank)});
+    list.push_back(
+        {left_id, right_id, id(left + right.substr(cut)), static_cast<uint32_t>(list.size())});
   }
   model.erase("vocab");
   model.erase("merges");
@@ -298,27 +296,24 @@ void read_config(const std::string& text, Tokenizer::State& state) {
     if (member(named, "name") == "default") state.chat_template = text_of(named, "template");
 }
 
-std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string config,
-    std::string chat_template, const std::vector<uint32_t>* ranks = nullptr) {
+std::shared_ptr<const Tokenizer::State> make_state(
+    std::string json, std::string config, std::string chat_template) {
   auto state = std::make_shared<Tokenizer::State>();
   Json file = parse_object(json, "tokenizer.json");
   for (const char* key : {"truncation", "padding"})
     PITH_CHECK(member(file, key).is_null(), "tokenizer.json: {} is not supported", key);
 
-  for_each_component(member(file, "normalizer"), "normalizers",
-      [&](const Json& part) { state->normalizers.push_back(make_normalizer(part)); });
-  const auto dialect = ranks ? Regex::Dialect::kRust : Regex::Dialect::kOniguruma;
-  for_each_component(member(file, "pre_tokenizer"), "pretokenizers",
-      [&](const Json& part) { read_pre_tokenizer(part, dialect, *state); });
+  for (const Json& part : components(member(file, "normalizer"), "normalizers"))
+    state->normalizers.push_back(make_normalizer(part));
+  for (const Json& part : components(member(file, "pre_tokenizer"), "pretokenizers"))
+    read_pre_tokenizer(part, *state);
   read_vocabulary(file, *state);
-  for_each_component(member(file, "post_processor"), "processors",
-      [&](const Json& part) { read_post_processor(part, *state); });
+  for (const Json& part : components(member(file, "post_processor"), "processors"))
+    read_post_processor(part, *state);
   state->no_decoder = member(file, "decoder").is_null();
-  for_each_component(member(file, "decoder"), "decoders",
-      [&](const Json& part) { state->decoders.push_back(make_decoder(part)); });
-  state->fallback_bytes = std::ranges::any_of(state->decoders,
-      [](const Decoder& d) { return std::holds_alternative<DecodeByteFallback>(d); });
-  read_model(file, *state, ranks);
+  for (const Json& part : components(member(file, "decoder"), "decoders"))
+    state->decoders.push_back(make_decoder(part));
+  read_model(file, *state);
 
   for (const auto& [id, token] : state->added) {
     std::list<Rewriter> storage;
@@ -335,34 +330,16 @@ std::shared_ptr<const Tokenizer::State> make_state(std::string json, std::string
   return state;
 }
 
-std::string decode_base64(std::string_view text) {
-  const std::string_view digits =
-      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-  std::string bytes;
-  uint32_t bits = 0;
-  int count = 0;
-  for (const char c : text.substr(0, text.find_last_not_of('=') + 1)) {
-    const size_t digit = digits.find(c);
-    PITH_CHECK(digit != digits.npos, "{} is not base64", text);
-    bits = bits << 6 | static_cast<uint32_t>(digit);
-    count += 6;
-    if (count < 8) continue;
-    count -= 8;
-    bytes += static_cast<char>(bits >> count & 0xFF);
-  }
-  return bytes;
-}
-
 }  // namespace
 
 std::string byte_level_json(const std::vector<std::string>& vocabulary,
     const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
-    bool ignore_merges, const std::vector<std::pair<std::string, int32_t>>& special) {
+    const std::vector<std::pair<std::string, int32_t>>& special) {
   Json file = Json::parse(R"({"version": "1.0", "truncation": null, "padding": null,
       "normalizer": null, "added_tokens": [],
       "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false,
                 "continuing_subword_prefix": null, "end_of_word_suffix": null,
-                "byte_fallback": false, "vocab": {}, "merges": []}})");
+                "byte_fallback": false, "ignore_merges": false, "vocab": {}, "merges": []}})");
   const Json byte_level = Json::parse(R"({"type": "ByteLevel", "add_prefix_space": false,
       "trim_offsets": false, "use_regex": false})");
   for (const char* key : {"pre_tokenizer", "post_processor", "decoder"}) file[key] = byte_level;
@@ -372,9 +349,7 @@ std::string byte_level_json(const std::vector<std::string>& vocabulary,
     file["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", {split, byte_level}}};
   }
   Json& model = file["model"];
-  model["ignore_merges"] = ignore_merges;
-  for (size_t id = 0; id < vocabulary.size(); ++id)
-    if (!vocabulary[id].empty()) model["vocab"][vocabulary[id]] = id;
+  for (size_t id = 0; id < vocabulary.size(); ++id) model["vocab"][vocabulary[id]] = id;
   const auto token = [&](int32_t id) { return vocabulary[index(id)]; };
   for (const auto& [left, right] : merges) model["merges"].push_back({token(left), token(right)});
   for (const auto& [content, id] : special) {
@@ -400,7 +375,7 @@ Tokenizer Tokenizer::bytes() {
   std::vector<std::string> vocabulary;
   for (int byte = 0; byte < 256; ++byte)
     vocabulary.push_back(spell_bytes(std::string(1, static_cast<char>(byte))));
-  return from_json(byte_level_json(vocabulary, {}, "", false, {{"<|endoftext|>", 256}}),
+  return from_json(byte_level_json(vocabulary, {}, "", {{"<|endoftext|>", 256}}),
       tokenizer_config_json("<|endoftext|>"));
 }
 
@@ -409,40 +384,6 @@ Tokenizer Tokenizer::load(const fs::path& path) {
   return Tokenizer(make_state(read_file(path / "tokenizer.json"),
       read_file(path / "tokenizer_config.json", true),
       read_file(path / "chat_template.jinja", true)));
-}
-
-Tokenizer Tokenizer::from_tiktoken(const std::string& ranks, std::string_view pattern,
-    const std::vector<std::pair<std::string, int32_t>>& special) {
-  std::vector<std::string> tokens;  // bytes by id
-  std::unordered_map<std::string, int32_t> ids;
-  std::istringstream lines(ranks);
-  std::string base64;
-  int64_t rank = -1;
-  for (int64_t number = 1; lines >> base64; ++number) {
-    PITH_CHECK(lines >> rank && rank >= 0 && rank < 16 * number + 65536,
-        "tiktoken line {}: {} is not followed by its rank", number, base64);
-    const size_t at = index(rank);
-    if (tokens.size() <= at) tokens.resize(at + 1);
-    tokens[at] = decode_base64(base64);
-    PITH_CHECK(!tokens[at].empty() && ids.emplace(tokens[at], rank).second,
-        "tiktoken line {}: token is empty or listed twice", number);
-  }
-  // A token may be merged from any two tokens that make it up.
-  std::vector<uint32_t> merge_ranks;
-  std::vector<std::pair<int32_t, int32_t>> merges;
-  std::vector<std::string> vocabulary;
-  for (size_t id = 0; id < tokens.size(); ++id) {
-    const std::string& token = tokens[id];
-    vocabulary.push_back(spell_bytes(token));
-    for (size_t cut = 1; cut < token.size(); ++cut) {
-      const auto left = ids.find(token.substr(0, cut)), right = ids.find(token.substr(cut));
-      if (left == ids.end() || right == ids.end()) continue;
-      merges.emplace_back(left->second, right->second);
-      merge_ranks.push_back(static_cast<uint32_t>(id));
-    }
-  }
-  return Tokenizer(make_state(
-      byte_level_json(vocabulary, merges, pattern, true, special), "", "", &merge_ranks));
 }
 
 void Tokenizer::save(const fs::path& folder) const {

@@ -13,7 +13,7 @@ bool is_one_of(char c, std::string_view set) { return set.find(c) != set.npos; }
 // The constructs that are supported, apart from words and classes.
 struct Grammar {
   static Regex rule(std::string_view pattern) {
-    return Regex(fmt::format("\\G(?:{})", pattern), Regex::Dialect::kPcre2);
+    return Regex(fmt::format("\\G(?:{})", pattern), Regex::Syntax::kPcre2);
   }
   Regex syntax = rule(R"(\(\?(?:[:=!>]|<[=!]|i:)|\((?![?*])|[)*+?.|^$]|\\[Az])");
   Regex set = rule(R"(\\[dDsS]|\\[pP]\{\^?(?:L[ultmo]?|M[nce]?|N[dlo]?|P[cdseifo]?|S[mcko]?|)"
@@ -23,11 +23,11 @@ struct Grammar {
                      R"(|\\[^A-Za-z0-9]|[^\\])");
 };
 
-// Rewrites a pattern into PCRE2's syntax, one construct at a time, or refuses it. What is an error
-// in every dialect is left to PCRE2.
+// Rewrites a pattern of Oniguruma into PCRE2's syntax, one construct at a time, or refuses it. What
+// is an error in both is left to PCRE2.
 class Translator {
  public:
-  Translator(std::string_view pattern, bool rust) : pattern_(pattern), rust_(rust) {}
+  explicit Translator(std::string_view pattern) : pattern_(pattern) {}
 
   std::string run() {
     PITH_CHECK(utf8_valid_prefix(pattern_) == pattern_.size(), "regex is not UTF-8");
@@ -86,17 +86,15 @@ class Translator {
     return take("\\w", fmt::format("[{}]", kOnigurumaWord)) ||
         take("\\W", fmt::format("[^{}]", kOnigurumaWord)) ||
         take("\\b", fmt::format(kBorder, kOnigurumaWord, '!', '=')) ||
-        take("\\B", fmt::format(kBorder, kOnigurumaWord, '=', '!')) ||
-        (!rust_ && take("\\h", "[0-9A-Fa-f]"));
+        take("\\B", fmt::format(kBorder, kOnigurumaWord, '=', '!')) || take("\\h", "[0-9A-Fa-f]");
   }
 
   void character_class() {
     take("[");
     take("^");
     for (bool first = true; at_ < pattern_.size() && (first || peek() != ']'); first = false) {
-      if (peek() == peek(1) && is_one_of(peek(), rust_ ? "&-~" : "&"))
-        refuse(pattern_.substr(at_, 2));
-      if (take("\\w", kOnigurumaWord) || (!rust_ && take("\\h", "0-9A-Fa-f"))) continue;
+      if (peek() == '&' && peek(1) == '&') refuse("&&");
+      if (take("\\w", kOnigurumaWord) || take("\\h", "0-9A-Fa-f")) continue;
       if (next(grammar().set)) {
         out_ += token_;
         continue;
@@ -136,10 +134,9 @@ class Translator {
   // {n}, {n,}, {,n} or {n,m}; another brace stands for itself.
   bool interval() {
     if (!next(grammar().interval)) return false;
-    if (rust_ && token_[1] == ',') refuse(token_);
     out_ += fmt::format("{{{}{}", token_[1] == ',' ? "0" : "", token_.substr(1));
-    if (!rust_ && peek() == '?' && token_.find(',') == token_.npos) refuse("{n}?");
-    if (!rust_ && peek() == '+') {  // not possessive in Oniguruma: the interval is repeated
+    if (peek() == '?' && token_.find(',') == token_.npos) refuse("{n}?");
+    if (peek() == '+') {  // not possessive in Oniguruma: the interval is repeated
       out_.insert(atom_, "(?:");
       out_ += ')';
     }
@@ -147,7 +144,6 @@ class Translator {
   }
 
   const std::string_view pattern_;
-  const bool rust_;
   std::string out_;
   std::string_view token_;
   size_t at_ = 0;
@@ -178,19 +174,15 @@ struct Scratch {  // what a thread needs to match
 
 }  // namespace
 
-Regex::Regex(std::string_view pattern, Dialect dialect) : stand_ins_(dialect != Dialect::kPcre2) {
-  const bool rust = dialect == Dialect::kRust;
-  const std::string text = stand_ins_ ? Translator(pattern, rust).run() : std::string(pattern);
+Regex::Regex(std::string_view pattern, Syntax syntax) : stand_ins_(syntax == Syntax::kOniguruma) {
+  const std::string text =
+      "(*LF)" + (stand_ins_ ? Translator(pattern).run() : std::string(pattern));
   int error = 0;
   size_t place = 0;
-  const std::shared_ptr<pcre2_compile_context> context(
-      pcre2_compile_context_create(nullptr), pcre2_compile_context_free);
-  pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
-  // ^ and $ match at every line in Oniguruma; in Rust $ matches at the end and nowhere else.
-  const uint32_t options = PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C |
-      (rust ? PCRE2_DOLLAR_ENDONLY : PCRE2_MULTILINE);
+  const uint32_t options =  // ^ and $ match at every line in Oniguruma
+      PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | PCRE2_MULTILINE;
   code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), options, &error,
-                  &place, context.get()),
+                  &place, nullptr),
       pcre2_code_free);
   PITH_CHECK(code_, "regex {}: {} at byte {} of its translation {}", pattern, pcre2_message(error),
       place, text);

@@ -231,16 +231,12 @@ void decode(DecodeByteFallback, Tokens& tokens) {
   tokens.swap(out);
 }
 
-void decode(const DecodeReplace& d, Tokens& tokens) {
+void decode(const DecodeReplace& decoder, Tokens& tokens) {
+  const Replace first{decoder.pattern, decoder.drops_first ? "" : decoder.content};
   for (size_t i = 0; i < tokens.size(); ++i) {
-    std::string out;
-    size_t done = 0;
-    d.pattern.for_each_match(tokens[i], [&](size_t begin, size_t end) {
-      out.append(tokens[i], done, begin - done);
-      if (i > 0 || !d.drops_first) out += d.content;
-      done = end;
-    });
-    tokens[i] = out.append(tokens[i], done);
+    Rewriter out({tokens[i]}, false);
+    rewrite(i > 0 ? decoder : first, {tokens[i]}, out);
+    tokens[i] = std::string(out.finish().text);
   }
 }
 

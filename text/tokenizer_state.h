@@ -13,11 +13,11 @@ namespace pith {
 // A regular expression of a tokenizer file, run by PCRE2's JIT.
 class Regex {
  public:
-  // tokenizer.json is written for Oniguruma, .tiktoken for Rust's fancy-regex: what PCRE2 would
-  // read otherwise is translated or refused by name, and text is seen with stand-ins. kPcre2, for
-  // this program's own tables, sees it as it is.
-  enum class Dialect { kOniguruma, kRust, kPcre2 };
-  explicit Regex(std::string_view pattern, Dialect dialect = Dialect::kOniguruma);
+  // tokenizer.json is written for Oniguruma: what PCRE2 would read otherwise is translated or
+  // refused by name, and text is seen with stand-ins. kPcre2, for this program's own, sees it as it
+  // is.
+  enum class Syntax { kOniguruma, kPcre2 };
+  explicit Regex(std::string_view pattern, Syntax syntax = Syntax::kOniguruma);
   static Regex literal(std::string text);  // matches this text, which is not empty, alone
 
   // Calls match(begin, end) for every match in well-formed UTF-8, from left to right.
@@ -175,9 +175,8 @@ struct Tokenizer::State {
 
   std::vector<Stage> normalizers, pre_tokenizers;
   std::vector<Decoder> decoders;
-  bool no_decoder = false;      // tokens are joined with spaces then
-  bool fallback_bytes = false;  // a decoder joins the bytes of <0xNN> tokens
-  bool byte_level = false;      // the model reads bytes
+  bool no_decoder = false;  // tokens are joined with spaces then
+  bool byte_level = false;  // the model reads bytes
   Bpe bpe;
   std::vector<int32_t> prefix, suffix;  // ids that the post-processor puts around a text
   bool trim_offsets = false, trim_keeps_prefix_space = false;
@@ -205,10 +204,10 @@ struct Tokenizer::State {
   }
 };
 
-// A tokenizer.json of a byte-level BPE. Tokens by id, as spell_bytes spells them ("": none).
+// A tokenizer.json of a byte-level BPE. Tokens by id, as spell_bytes spells them.
 std::string byte_level_json(const std::vector<std::string>& vocabulary,
     const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
-    bool ignore_merges, const std::vector<std::pair<std::string, int32_t>>& special);
+    const std::vector<std::pair<std::string, int32_t>>& special);
 std::string tokenizer_config_json(std::string_view end_of_text);
 
 // Calls work(thread, i) for every i below `count`, on several threads, the caller's among them.

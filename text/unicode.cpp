@@ -23,11 +23,7 @@ size_t ill_formed_length(std::string_view text) {
   return 1;
 }
 
-struct CodeRange {
-  char32_t first, last;
-  uint32_t value;
-};
-using Table = std::vector<CodeRange>;  // sorted
+using Table = std::unordered_map<char32_t, uint32_t>;
 
 Table read_table(std::string_view text) {  // of unicode_tables.h
   Table table;
@@ -40,15 +36,9 @@ Table read_table(std::string_view text) {  // of unicode_tables.h
     if (separator == ':')
       value = first;
     else
-      table.push_back({first, last, value});
+      for (uint32_t code = first; code <= last; ++code) table[code] = value;
   }
-  std::ranges::sort(table, {}, &CodeRange::first);
   return table;
-}
-
-const CodeRange* find_range(const Table& table, char32_t code) {
-  const auto row = std::ranges::lower_bound(table, code, {}, &CodeRange::last);
-  return row != table.end() && row->first <= code ? &*row : nullptr;
 }
 
 const Table stand_ins = read_table(kStandIns);
@@ -58,8 +48,7 @@ const Table lower_delta = read_table(kLowerDelta);
 // Blocks of 128 code points in which some have a stand-in: most text is dismissed here.
 const auto stand_in_blocks = [] {
   std::bitset<0x110000 / 128> blocks;
-  for (const CodeRange& range : stand_ins)
-    for (char32_t block = range.first / 128; block <= range.last / 128; ++block) blocks.set(block);
+  for (const auto& [code, stand_in] : stand_ins) blocks.set(code / 128);
   return blocks;
 }();
 
@@ -114,16 +103,15 @@ void utf8_append(char32_t code, std::string& out) {
 
 static char32_t unicode_stand_in(char32_t code) {
   if (code < 0x800 || !stand_in_blocks[code / 128]) return code;
-  const CodeRange* range = find_range(stand_ins, code);
-  return range ? range->value : code;
+  const auto found = stand_ins.find(code);
+  return found == stand_ins.end() ? code : found->second;
 }
 
 bool unicode_stand_ins_respect(char32_t first, char32_t last) {
-  return std::ranges::all_of(stand_ins, [&](const CodeRange& range) {
-    if (first <= range.value && range.value <= last)
-      return first <= range.first && range.last <= last;
-    return range.first > last || first > range.last;
-  });
+  const auto holds = [&](char32_t code) { return first <= code && code <= last; };
+  return last < 0x800 ||
+      std::ranges::all_of(
+          stand_ins, [&](const auto& pair) { return holds(pair.first) == holds(pair.second); });
 }
 
 bool unicode_substitute(std::string_view text, std::string& out) {
@@ -149,11 +137,12 @@ bool unicode_substitute(std::string_view text, std::string& out) {
 }
 
 bool unicode_is_inert(char32_t code) {
-  return find_range(inert, code) || unicode_stand_in(code) != code;
+  return inert.contains(code) || unicode_stand_in(code) != code;
 }
 
 char32_t unicode_lower(char32_t code) {
-  if (const CodeRange* range = find_range(lower_delta, code)) return code + range->value;
+  if (const auto found = lower_delta.find(code); found != lower_delta.end())
+    return code + found->second;
   return static_cast<char32_t>(utf8proc_tolower(static_cast<utf8proc_int32_t>(code)));
 }
 

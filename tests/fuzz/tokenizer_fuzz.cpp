@@ -1,15 +1,10 @@
-// A tokenizer.json, or after a first byte 't' a .tiktoken file; then a text through what was
-// loaded.
+// A tokenizer.json, then a text through what was loaded.
 #include "text/tokenizer.h"
 
 #include "tests/fuzz/fuzz.h"
 
 PITH_FUZZ(input) {
-  const bool tiktoken = input.starts_with('t');
-  const pith::Tokenizer tokenizer = tiktoken
-      ? pith::Tokenizer::from_tiktoken(
-            std::string(input.substr(1)), "\\p{L}+|\\s+|.", {{"<|end|>", 70000}})
-      : pith::Tokenizer::from_json(std::string(input));
+  const pith::Tokenizer tokenizer = pith::Tokenizer::from_json(std::string(input));
   const std::string text =
       "I'LL say 123  <|end|> e\xCC\x81\xE4\xB8\xAD \xFF\n" + std::string(input);
   const pith::Encoding encoding = tokenizer.encode(text, {.offsets = true});

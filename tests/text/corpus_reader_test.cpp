@@ -232,8 +232,8 @@ TEST_F(CorpusReader, WorkersDoNotChangeAnything) {
     try {
       while (encoder.next(chunk)) {
         for (const Document& document : chunk.documents) {
-          result += std::to_string(static_cast<int>(document.kind)) + " " +
-              std::to_string(document.line) + " " + std::to_string(document.hash) + " ";
+          result += document.problem + document.skipped + " " + std::to_string(document.line) +
+              " " + std::to_string(document.hash) + " ";
           for (const int32_t id : document.ids) result += static_cast<char>(id);
         }
       }

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "core/error.h"
+#include "text/tokenizer_state.h"
 
 namespace pith {
 namespace {
@@ -106,19 +107,6 @@ TEST(Tokenizer, RefusesByName) {
   names("added_tokens", R"([{"id":400000000,"content":"x"}])", "400000000");
 }
 
-TEST(Tokenizer, ReadsTiktokenRanks) {
-  // a b ab abab " a"; pieces are words with an optional leading space
-  const std::string ranks = "YQ== 0\nYg== 1\nYWI= 2\nYWJhYg== 3\nIA== 4\n";
-  const Tokenizer tokenizer =
-      Tokenizer::from_tiktoken(ranks, " ?\\p{L}+|\\s+$|\\s", {{"<|endoftext|>", 5}});
-  EXPECT_EQ(tokenizer.encode("ababab a<|endoftext|>").ids, (std::vector<int32_t>{3, 2, 4, 0, 5}));
-  EXPECT_EQ(tokenizer.decode(std::vector<int32_t>{3, 2, 4, 0}), "ababab a");
-  EXPECT_EQ(tokenizer.vocab_size(), 6);
-  EXPECT_THROW(Tokenizer::from_tiktoken("YQ==", "a", {}), Error);
-  EXPECT_THROW(Tokenizer::from_tiktoken("Y!== 0", "a", {}), Error);
-  EXPECT_THROW(Tokenizer::from_tiktoken("YQ== 0\nYQ== 1", "a", {}), Error);
-}
-
 TEST(Tokenizer, ReadsItsConfig) {
   const std::string json =
       R"({"model":{"type":"BPE","vocab":{"a":0,"<s>":1,"</s>":2},"merges":[]},"decoder":null})";
@@ -135,15 +123,20 @@ TEST(Tokenizer, ReadsItsConfig) {
   EXPECT_THROW(Tokenizer::from_json(json, R"({"eos_token":"<eos>"})"), Error);
 }
 
-TEST(Tokenizer, BatchEqualsOneByOne) {
+TEST(Tokenizer, ServesManyThreadsAtOnce) {
   const Tokenizer tokenizer = Tokenizer::bytes();
   std::vector<std::string> texts;
   for (int i = 0; i < 200; ++i)
     texts.push_back(std::string(static_cast<size_t>(i), 'x') + "\u00e9");
-  const auto batch = tokenizer.encode_batch(texts, 4);
+  std::vector<Encoding> batch(texts.size());
+  const auto encode_all = [&](const EncodeOptions& options) {
+    on_threads(
+        4, texts.size(), [&](int, size_t i) { batch[i] = tokenizer.encode(texts[i], options); });
+  };
+  encode_all({});
   for (size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(batch[i].ids, tokenizer.encode(texts[i]).ids);
   texts[77] = "\xFF";
-  EXPECT_THROW(tokenizer.encode_batch(texts, 4, {.strict = true}), Error);
+  EXPECT_THROW(encode_all({.strict = true}), Error);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "text/tokenizer.h"
+#include "text/tokenizer_state.h"
 
 namespace {
 
@@ -56,10 +56,10 @@ int main(int argc, char** argv) try {
   const std::vector<std::string> texts = read_texts();
   if (argc == 4 && !std::strcmp(argv[2], "--time")) {
     const double loaded = seconds();
-    size_t tokens = 0;
-    for (const auto& encoding : tokenizer.encode_batch(texts, std::atoi(argv[3])))
-      tokens += encoding.ids.size();
-    std::printf("%.4f %zu %.4f\n", seconds() - loaded, tokens, loaded - start);
+    std::atomic<size_t> tokens = 0;
+    pith::on_threads(std::atoi(argv[3]), texts.size(),
+        [&](int, size_t i) { tokens += tokenizer.encode(texts[i]).ids.size(); });
+    std::printf("%.4f %zu %.4f\n", seconds() - loaded, tokens.load(), loaded - start);
     return 0;
   }
   pith::EncodeOptions options;
