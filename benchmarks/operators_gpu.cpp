@@ -142,6 +142,46 @@ void bench_grouped_linear() {
   run("grouped_linear down", "65536 x 768 -> 2048", kExpertHidden, kHidden);
 }
 
+// A whole MoE layer of 16,384 tokens: router, experts, combine; loads as even as they can be.
+// clamped: GPT-OSS' activation and biases.
+void bench_moe_layer(const char* name, int64_t hidden, int64_t width, int64_t experts, int64_t k,
+    bool normalize, bool clamped) {
+  constexpr int64_t kRows = 16384;
+  Parameter router("router", {experts, hidden}, ParameterGroup::router, Init::normal);
+  Parameter gate_up = clamped
+      ? Parameter("gate_up", {experts, hidden, 2 * width}, ParameterGroup::expert, Init::normal)
+      : Parameter("gate_up", {experts, 2 * width, hidden}, ParameterGroup::expert, Init::normal);
+  Parameter down = clamped
+      ? Parameter("down", {experts, width, hidden}, ParameterGroup::expert, Init::normal)
+      : Parameter("down", {experts, hidden, width}, ParameterGroup::expert, Init::normal);
+  Parameter gate_up_bias("gate_up_bias", {experts, 2 * width}, ParameterGroup::expert, Init::zeros);
+  Parameter down_bias("down_bias", {experts, hidden}, ParameterGroup::expert, Init::zeros);
+  for (Parameter* weight : {&router, &gate_up, &down, &gate_up_bias, &down_bias})
+    fill_weight(*weight, 0.02);
+  const Tensor rows = random("rows", {kRows, hidden});
+  const Tensor forced = balanced_routes(kRows, k, experts, device);
+  const auto layer = [&] {
+    const Routing routing = route(linear_fp32(rows, router), k, normalize, forced);
+    const ExpertPlan plan = make_expert_plan(routing.topk_idx, experts);
+    if (clamped) {
+      const Tensor up = permuted_affine(rows, gate_up, gate_up_bias, plan);
+      const Tensor slots = grouped_affine(clamped_swiglu(up, 1.702, 7), down, down_bias, plan);
+      return unpermute(slots, routing.topk_weight, plan);
+    }
+    const Tensor slots = swiglu(grouped_linear(permute(rows, plan), gate_up, plan));
+    return unpermute(grouped_linear(slots, down, plan), routing.topk_weight, plan);
+  };
+  const double flop = 6.0 * kRows * static_cast<double>(k * hidden * width);
+  const auto title = std::string("MoE layer ") + name;
+  {
+    const at::NoGradGuard no_grad;
+    report(title.c_str(), "16384 tokens", {0, flop}, [&] { layer(); });
+  }
+  const Tensor dy = at::full({kRows, hidden}, 0.5, rows.options());
+  report((title + " both").c_str(), "16384 tokens", {0, 3 * flop},
+      [&] { torch::autograd::grad({layer()}, {rows}, {dy}, false, false, /*allow_unused=*/true); });
+}
+
 AttentionSpan span_of(const std::vector<int32_t>& cu) {
   AttentionSpan span;
   span.cu_q_host = at::empty({static_cast<int64_t>(cu.size())}, at::TensorOptions(at::kInt));
@@ -299,6 +339,9 @@ int main() {
   bench_router();
   bench_permute();
   bench_grouped_linear();
+  bench_moe_layer("Qwen3", 2048, 768, 128, 8, true, false);
+  bench_moe_layer("DeepSeek-V2-Lite", 2048, 1408, 64, 6, false, false);
+  bench_moe_layer("GPT-OSS", 2880, 2880, 32, 4, true, true);
   bench_attention();
   bench_cross_entropy();
   return 0;
