@@ -74,11 +74,12 @@ template <class Model> std::vector<StageSize> stage_sizes(const typename Model::
     const MeshShape& shape, int64_t world, const std::vector<int64_t>& chunks,
     const RunConfig::Training& training) {
   const OptimizerStates kept = optimizer_states(training);
+  Model whole(config, whole_model(config.num_layers, config.num_experts));
   std::vector<StageSize> sizes;
   for (int64_t stage = 0; stage < shape.pp; ++stage) {
     const MeshPlace place = mesh_place(shape, world, stage * (world / shape.pp));
     Model part(config, model_part(chunks, shape, place, config));
-    set_update_rules(part, training);
+    set_update_rules(part.parameter_units(), whole.parameter_units(), training);
     StageSize& size = sizes.emplace_back();
     for (const auto& unit : part.parameter_units()) {
       double sum = 0;

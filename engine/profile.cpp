@@ -1,11 +1,11 @@
 #include "engine/metrics.h"
 
+#include <dlfcn.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 
 #if PITH_CUDA
 #include <cuda_profiler_api.h>
 #include <nvtx3/nvToolsExt.h>
-#include <torch/csrc/cuda/memory_snapshot.h>
 #endif
 
 #include "core/device.h"
@@ -106,14 +106,28 @@ std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device
   return text;
 }
 
+// Functions of libtorch_cuda, which core/device.cpp loads at run time.
+template <class F> F* torch_cuda(const char* name) {
+  void* found = dlsym(RTLD_DEFAULT, name);
+  PITH_CHECK(found, "LibTorch has no {}", name);
+  return reinterpret_cast<F*>(found);
+}
+
+void record_memory(bool on) {  // torch::cuda::_record_memory_history
+  torch_cuda<void(
+      bool, bool, int64_t, bool, bool, bool, bool, bool, const std::vector<std::string>&)>(
+      "_ZN5torch4cuda22_record_memory_historyEbblbbbbbRKSt6vector"
+      "INSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS"
+      "7_EE")(on, false, 1'000'000, false, false, true, false, false, {});
+}
+
 }  // namespace
 
 Profile::Profile(ProfileOptions options) : options_(std::move(options)) {
   synchronize(options_.device);
   place_of_ranges = options_.place;
+  if (options_.memory && options_.device.is_cuda()) record_memory(true);
 #if PITH_CUDA
-  if (options_.memory && options_.device.is_cuda())
-    torch::cuda::_record_memory_history("all", "all", "all", 1'000'000);
   if (options_.capture && options_.device.is_cuda()) cudaProfilerStart();
 #endif
   if (options_.capture) return;
@@ -133,12 +147,12 @@ Profile::~Profile() {
     synchronize(options_.device);
 #if PITH_CUDA
     if (options_.capture && options_.device.is_cuda()) cudaProfilerStop();
-    if (options_.memory && options_.device.is_cuda()) {
-      write_file(
-          options_.folder, name("memory-rank{}.pickle"), torch::cuda::_memory_snapshot_pickled());
-      torch::cuda::_record_memory_history(std::nullopt);
-    }
 #endif
+    if (options_.memory && options_.device.is_cuda()) {
+      write_file(options_.folder, name("memory-rank{}.pickle"),
+          torch_cuda<std::string()>("_ZN5torch4cuda24_memory_snapshot_pickledB5cxx11Ev")());
+      record_memory(false);
+    }
     if (options_.capture) return;
     const auto result = profiler::disableProfiler();
     result->save((options_.folder / name("trace-rank{}.json")).string());
