@@ -233,7 +233,7 @@ template <class Model> class Run {
     start_router(Model::Config::parse_file(checkpoint).router_state);
     restore_state(groups_, checkpoint);
     saved.schedule = state_.schedule;
-    state_ = saved;
+    state_ = std::move(saved);
     saved_step_ = state_.step;
     return fmt::format("resumed from {} at step {}{}{}", name, state_.step,
         schedule.empty() ? "" : ", with another learning-rate schedule:", schedule);

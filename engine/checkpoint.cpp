@@ -198,30 +198,25 @@ void verify_file(const fs::path& path, const WrittenFile& expected) {
       fmt::join(damaged, ", "));
 }
 
-// A flat buffer on the host, never sharing memory with the training process's own.
+// On the host, never sharing memory with the training process's own.
 Tensor host_copy(const Tensor& buffer) {
   return buffer.is_cpu() ? buffer.clone() : buffer.to(at::kCPU);
 }
 
 bool all_finite(const Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
 
-using States = std::array<Tensor, 4>;
-States states_of(const ShardGroup& group) {
-  return {group.master, group.exp_avg, group.exp_avg_sq, group.ema};
-}
-
-// What they hold of one piece, by its kind.
-std::vector<NamedTensor> states_of_piece(
-    const ShardGroup& group, const States& states, const ShardGroup::Piece& piece) {
+// What a rank keeps of a piece, by its kind.
+std::vector<NamedTensor> states_of(const ShardGroup& group, const ShardGroup::Piece& piece) {
   const int64_t second = group.second_moment_at(piece.begin);
-  const std::array<std::pair<const char*, int64_t>, 4> kinds{
-      {{"master", piece.begin}, {second < 0 ? "momentum" : "exp_avg", piece.begin},
-          {"exp_avg_sq", second}, {"ema", piece.begin}}};
-  std::vector<NamedTensor> found;
-  for (size_t i = 0; i < states.size(); ++i)
-    if (states[i].defined() && kinds[i].second >= 0)
-      found.emplace_back(kinds[i].first, states[i].narrow(0, kinds[i].second, piece.count));
-  return found;
+  std::vector<NamedTensor> states;
+  const auto add = [&](const char* kind, const Tensor& buffer, int64_t begin) {
+    states.emplace_back(kind, buffer.narrow(0, begin, piece.count));
+  };
+  add("master", group.master, piece.begin);
+  add(second < 0 ? "momentum" : "exp_avg", group.exp_avg, piece.begin);
+  if (second >= 0) add("exp_avg_sq", group.exp_avg_sq, second);
+  if (group.ema.defined()) add("ema", group.ema, piece.begin);
+  return states;
 }
 
 std::vector<NamedTensor> collect_weights(std::span<ShardGroup> groups, const Comm& expert) {
@@ -404,13 +399,11 @@ void collect_state(std::span<ShardGroup> groups, CheckpointContent& content, con
   }
   for (const ShardGroup& group : groups) {
     if (group.replicate().rank() > 0) continue;
-    States states = states_of(group);
-    for (Tensor& state : states)
-      if (state.defined()) state = host_copy(state);
     for (const ShardGroup::Piece& piece : group.pieces())
-      for (const auto& [kind, slice] : states_of_piece(group, states, piece))
+      for (const auto& [kind, state] : states_of(group, piece))
         content.optimizer.emplace_back(
-            state_key(kind, piece.tensor->name, piece.first, piece.tensor->whole_numel()), slice);
+            state_key(kind, piece.tensor->name, piece.first, piece.tensor->whole_numel()),
+            host_copy(state));
   }
 }
 
@@ -418,8 +411,8 @@ void restore_state(std::span<ShardGroup> groups, const fs::path& checkpoint) {
   const OptimizerReader reader(checkpoint);
   for (ShardGroup& group : groups) {
     for (const ShardGroup::Piece& piece : group.pieces())
-      for (const auto& [kind, slice] : states_of_piece(group, states_of(group), piece))
-        reader.read(kind, *piece.tensor, slice, piece.first);
+      for (const auto& [kind, state] : states_of(group, piece))
+        reader.read(kind, *piece.tensor, state, piece.first);
     group.show(group.master);
   }
 }

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/stack.h>
 
-#include "engine/hf_folder.h"
 #include "engine/metrics.h"
 #include "operators/adamw.h"
 #include "operators/muon.h"
@@ -84,7 +83,6 @@ std::vector<std::string> set_update_rules(
   std::vector<std::regex> patterns;
   for (const TensorGroup& group : training.groups) patterns.emplace_back(group.pattern);
   std::vector<bool> used(patterns.size());
-  std::vector<std::string> no_matrices, problems, lines;
   std::map<std::string, std::pair<int64_t, int64_t>> rules;  // tensors, elements
   const auto set = [&](const Parameter& parameter, HfTensor& tensor) {
     UpdateRule& rule = tensor.rule;
@@ -98,7 +96,9 @@ std::vector<std::string> set_update_rules(
       used[i] = true;
     }
     const bool plain = parameter.group != ParameterGroup::expert && tensor.shape.size() == 2;
-    if (rule.muon && !matrix && !plain) no_matrices.push_back(tensor.name);
+    PITH_CHECK(!rule.muon || matrix || plain,
+        "training.groups: Muon takes matrices, {} has the shape ({})", tensor.name,
+        fmt::join(tensor.shape, ", "));
     auto& [count, elements] = rules[fmt::format("{}, rate x {}, decay {}",
         rule.muon ? "muon" : "adamw", rule.lr_scale, decay_of(rule, training))];
     ++count, elements += tensor.numel();
@@ -109,13 +109,11 @@ std::vector<std::string> set_update_rules(
         for (HfTensor& tensor : parameter->tensors) set(*parameter, tensor);
   };
   set_all(whole_model);
-  for (const std::string& name : summarize_names(no_matrices))
-    problems.push_back("Muon takes matrices, which this is not: " + name);
   for (size_t i = 0; i < used.size(); ++i)
-    if (!used[i])
-      problems.push_back(fmt::format("no tensor matches \"{}\"; the first one is called {}",
-          training.groups[i].pattern, whole_model.at(0).at(0)->tensors.at(0).name));
-  PITH_CHECK(problems.empty(), "training.groups: {}", fmt::join(problems, "\n  "));
+    PITH_CHECK(used[i],
+        "training.groups: no tensor of the model matches \"{}\"; the first one is called {}",
+        training.groups[i].pattern, whole_model.at(0).at(0)->tensors.at(0).name);
+  std::vector<std::string> lines;
   for (const auto& [rule, size] : rules)
     lines.push_back(
         fmt::format("{}: {} tensors, {} parameters", rule, size.first, human(real(size.second))));

@@ -18,8 +18,8 @@ using Units = std::vector<std::vector<Parameter*>>;  // of a model's parameter_u
 
 // Sets the rules of all tensors by training.optimizer and training.groups, before shard groups are
 // made of them. Muon takes matrices and experts; other tensors of two dimensions where a group says
-// so. `whole_model` may be `units`: an Error lists patterns that match nothing there, and what Muon
-// can't take. -> of each rule in use "muon, rate x 1, decay 0.1: 84 tensors, 1.23M parameters".
+// so. `whole_model`, which may be `units`, must hold a match for every pattern. -> of each rule in
+// use "muon, rate x 1, decay 0.1: 84 tensors, 1.23M parameters".
 std::vector<std::string> set_update_rules(
     const Units& units, const Units& whole_model, const RunConfig::Training& training);
 inline OptimizerStates optimizer_states(const RunConfig::Training& training) {

@@ -78,9 +78,9 @@ awk -v a="$(losses straight | tail -n 1)" -v b="$(losses continued)" 'BEGIN { ex
 # What does not fit is named.
 refused 'there is no exp_avg of model.layers.0' pretrain straight --set training.optimizer=adamw
 refused 'is bfloat16, here it is float32' pretrain straight --set training.moments=float32
-refused 'no tensor matches "q_porj"; the first one is called model.embed_tokens.weight' \
+refused 'no tensor of the model matches "q_porj"; the first one is called model.embed_tokens.weight' \
   pretrain other --set 'training.groups=[{pattern = "q_porj"}]'
-refused 'no tensor matches "q_porj"' pretrain other --dry-run --set 'training.groups=[{pattern = "q_porj"}]'
+refused 'no tensor of the model matches "q_porj"' pretrain other --dry-run --set 'training.groups=[{pattern = "q_porj"}]'
 pretrain dry --dry-run >dry.log
 grep -qE '^# optimizer   muon, rate x 0.5, decay 0.1: [0-9]+ tensors, [0-9.]+k parameters' dry.log || { cat dry.log; fail "dry run"; }
 # Its memory counts what is kept of each element: 12 bytes, 4 less with BF16 moments, 4 more with an average.
