@@ -16,32 +16,30 @@ bool grouped_mm_fits(const Tensor& x, const Tensor& matrices) {
       aligned(x) && aligned(matrices);
 }
 
-// x (S, K) times its expert's matrix of matrices (E, K, N), plus its bias of (E, N) -> (S, N).
-Tensor multiply_grouped(const Tensor& x, const Tensor& matrices, const ExpertPlan& plan,
-    const Parameter* bias = nullptr) {
+// x (S, K) times its expert's matrix of matrices (E, K, N) -> (S, N).
+Tensor multiply_grouped(const Tensor& x, const Tensor& matrices, const ExpertPlan& plan) {
   const at::NoGradGuard no_grad;
+  if (x.size(0) > 0 && grouped_mm_fits(x, matrices))
+    return at::_grouped_mm(x, matrices, plan.offsets);
   Tensor y = at::empty({x.size(0), matrices.size(2)}, x.options());
-  PITH_IF_CUDA (x) {
-    if (is_bf16(x) &&
-        cuda::grouped_product(x.const_data_ptr(), matrices.const_data_ptr(),
-            bias ? bias->value.const_data_ptr() : nullptr, read<int32_t>(plan.offsets),
-            y.mutable_data_ptr(), x.size(0), matrices.size(0), matrices.size(1), matrices.size(2),
-            matrices.is_contiguous()))
-      return y;
-  }
-  if (x.size(0) > 0 && grouped_mm_fits(x, matrices)) {
-    y = at::_grouped_mm(x, matrices, plan.offsets);
-  } else {
-    for_each_expert(plan.offsets, [&](int64_t e, int64_t begin, int64_t count) {
-      Tensor rows = y.narrow(0, begin, count);
-      multiply_into(rows, x.narrow(0, begin, count), matrices.select(0, e));
-    });
-  }
-  if (bias)
-    for_each_expert(plan.offsets, [&](int64_t e, int64_t begin, int64_t count) {
-      y.narrow(0, begin, count).add_(bias->value.select(0, e));
-    });
+  for_each_expert(plan.offsets, [&](int64_t e, int64_t begin, int64_t count) {
+    Tensor rows = y.narrow(0, begin, count);
+    multiply_into(rows, x.narrow(0, begin, count), matrices.select(0, e));
+  });
   return y;
+}
+
+// Each row of y (S, N) += its expert's of bias (E, N).
+void add_bias(Tensor& y, const Tensor& bias, const ExpertPlan& plan) {
+  const at::NoGradGuard no_grad;
+  PITH_IF_CUDA (y) {
+    cuda::add_expert_bias(
+        read(bias), read<int32_t>(plan.offsets), write(y), bias.size(0), bias.size(1));
+    return;
+  }
+  for_each_expert(plan.offsets, [&](int64_t e, int64_t begin, int64_t count) {
+    y.narrow(0, begin, count).add_(bias.select(0, e));
+  });
 }
 
 // gradient (E, N) += the sum of each expert's rows of dy (S, N): that of a weight whose input is 1,
@@ -65,7 +63,8 @@ Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Par
   if (bias) check_shape(bias->value, bias->name, {matrices.size(0), matrices.size(2)});
   const Tensor kept = given.contiguous();
   const auto input = [=] { return permuted ? permute(kept.detach(), plan) : kept; };
-  const Tensor y = multiply_grouped(input(), matrices, plan, bias);
+  Tensor y = multiply_grouped(input(), matrices, plan);
+  if (bias) add_bias(y, bias->value, plan);
   return record(y, {kept, weight.value},
       [=, &weight, trained = weight.value.requires_grad()](const Tensor& given_dy) {
         const Tensor dy = given_dy.contiguous(), x = input();

@@ -40,15 +40,14 @@ int64_t sum_of_squares_blocks();
 void sum_of_squares(
     const float* x, int64_t n, double* partial, double* result, CUstream_st* stream);
 
-// --- grouped_linear, grouped_wgrad ---
-// Both need a Hopper GPU, in and out in multiples of 8, data at 16-byte addresses; elsewhere they
-// do nothing and return false. offsets (experts): the ends of the experts' rows.
-// y (rows, out) = x (rows, in) w + bias (experts, out), which may be null, with the row's expert's
-// matrix: w (experts, in, out) by rows, else (experts, out, in). bfloat16, summed in float32.
-bool grouped_product(const void* x, const void* w, const void* bias, const int32_t* offsets,
-    void* y, int64_t rows, int64_t experts, int64_t in, int64_t out, bool w_by_rows);
+// --- grouped_linear ---
+// offsets (experts): the ends of the experts' rows. y (rows, columns) += bias (experts, columns) of
+// the row's expert.
+void add_expert_bias(Data bias, const int32_t* offsets, Data y, int64_t experts, int64_t columns);
+
 // gradient (experts, out, in) float32 += dy^T x over each expert's rows; dy (rows, out), x (rows,
-// in) bfloat16.
+// in) bfloat16, offsets (experts) the ends of their rows. False, and nothing is done, where this
+// kernel does not run: it needs a Hopper GPU, out and in multiples of 8, data at 16-byte addresses.
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
     int64_t rows, int64_t experts, int64_t out, int64_t in);
 

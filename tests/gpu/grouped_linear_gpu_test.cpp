@@ -12,10 +12,10 @@ struct Case {
   std::vector<int64_t> counts;
   int64_t in, out;
 };
-// Sizes that the kernels take and sizes that they do not (rows of 16-byte multiples).
+// Sizes that _grouped_mm takes and sizes that it does not (rows of 16-byte multiples).
 const Case kCases[] = {{{0, 1, 127, 128, 129, 0}, 64, 48}, {{300, 0, 0}, 128, 264}, {{1}, 8, 8},
     {{3, 0, 2}, 17, 33}, {{0, 0}, 16, 16}, {{5, 70}, 24, 31},
-    // The kernels' whole and cut tiles, steps of 64 and their ends, no rows.
+    // The weight-gradient kernel: whole and cut tiles, steps of 64 rows and their ends, no rows.
     {{64, 0, 200, 63, 65, 1}, 256, 128}, {{128, 1, 500}, 264, 136}, {{0, 320, 7}, 520, 392}};
 
 TEST(GroupedLinearGpu, MatchesTheReference) {
@@ -40,6 +40,7 @@ TEST(GroupedLinearGpu, MatchesTheReference) {
       const ExpertPlan plan = make_expert_plan(idx.to(in[0].device()), num_experts);
       return grouped_affine(in[0], p[0], p[1], plan);
     };
+    // The product is rounded before the bias is added: a second half unit.
     check_on_gpu(affine, {x}, weights, 0x1p-8);
     const auto permuted = [&](const std::vector<Tensor>& in, std::vector<Parameter>& p) {
       const Tensor twice = at::cat({idx, idx.flip(0)}, 1).to(in[0].device());
