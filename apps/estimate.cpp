@@ -182,7 +182,7 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
     config.parallel = {};
     config.parallel.pp = pp;
     std::vector<int64_t> chunks;
-    for (int64_t ep = 1; ep <= plane; ++ep) {
+    for (int64_t ep = 1; ep <= std::min(plane, model.num_experts); ++ep) {
       if (!divides(ep, plane) || !divides(ep, model.num_experts)) continue;
       config.parallel.ep = ep;
       const MeshShape shape = mesh_shape(config.parallel);
@@ -213,6 +213,8 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
             }
     }
   }
+  PITH_CHECK(std::isfinite(least), "no layout divides {} GPUs, global_batch {} and {} experts",
+      o.gpus, given.training.global_batch, model.num_experts);
   if (fitting.empty())
     PITH_FAIL_HINT("more GPUs, shorter sequences, or fewer layers",
         "no layout fits {} GPUs of {} GiB; the smallest takes {:.1f} GiB", o.gpus, o.memory,
@@ -243,8 +245,10 @@ void add_estimate_command(CLI::App& app) {
   sub->add_option("config", o->file, "Run configuration (TOML)")->required();
   sub->add_option("--set", o->overrides, "Override one key")->allow_extra_args(false);
   sub->add_option("--gpus", o->gpus, "Number of GPUs (default 1)")->check(CLI::PositiveNumber);
-  sub->add_option("--memory", o->memory, "GiB of each (default 139, an H200)");
-  sub->add_option("--reserve", o->reserve, "Share kept free, fragmentation and all (default 0.06)");
+  sub->add_option("--memory", o->memory, "GiB of each (default 139, an H200)")
+      ->check(CLI::Range(0.0, 1e6));
+  sub->add_option("--reserve", o->reserve, "Share kept free, fragmentation and all (default 0.06)")
+      ->check(CLI::Range(0.0, 0.99));
   sub->add_option("--limit", o->limit, "Layouts to list (default 10)");
   sub->footer(
       "[parallel] and training.micro_batch are searched; times are those of a cost model of H200 "
