@@ -172,6 +172,8 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
   };
   const auto model = planned_model<typename Model::Config>(given);
   const ModelSize size = model.size(given.data.sequence_length);
+  Model whole(model, whole_model(model.num_layers, model.num_experts));
+  set_update_rules(whole, given.training);  // refuses a wrong pattern by name
   std::vector<Candidate> fitting;
   double least = INFINITY;
   const auto divides = [&](int64_t n, int64_t of) { return n > 0 && of % n == 0; };
