@@ -122,7 +122,7 @@ expect 1 'nowhere' compare back nowhere
 # Random weights are those that training begins with.
 tiny_text 60
 "$PITHTRAIN" corpus build --out corpus text >/dev/null
-tiny_config
+tiny_config layers=2
 cat >run.toml <<'END'
 [run]
 device = "cpu"

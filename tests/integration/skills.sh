@@ -58,7 +58,7 @@ expect 1 'cannot open' convert nowhere new
 fail() { echo "FAIL: $*: $(cat log)"; failures=$((failures + 1)); }
 tiny_text 20
 "$PITHTRAIN" corpus build --out corpus text >/dev/null
-tiny_config
+tiny_config layers=2
 cat >tiny.toml <<TOML
 [run]
 device = "cpu"
