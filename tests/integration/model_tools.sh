@@ -109,10 +109,10 @@ refuse 'model_type "gpt5" is not supported' wrong out
 
 # compare: what differs most comes first.
 cp -r back other
-edit other model.layers.1.mlp.gate.weight 7 3.5
+edit other model.layers.0.mlp.gate.weight 7 3.5
 edit other model.norm.weight 0 1.0001
-expect 1 '2 within|62 tensors, 60 equal, 60 within 0' compare back other
-sed -n 2p log | grep -q 'model.layers.1.mlp.gate.weight$' || { cat log; fail "the largest difference is not first"; }
+expect 1 '62 tensors, 60 equal, 60 within 0' compare back other
+sed -n 2p log | grep -q 'model.layers.0.mlp.gate.weight$' || { cat log; fail "the largest difference is not first"; }
 edit other lm_head.weight 5 nan
 expect 1 '59 equal' compare back other --tolerance 1e9
 sed -n 2p log | grep -q '^-*nan.*lm_head.weight$' || { cat log; fail "NaN is not first"; }
@@ -142,7 +142,7 @@ lr = 1e-2
 expert_counts = 2
 END
 train() { "$PITHTRAIN" pretrain run.toml --set run.folder="$1" "${@:2}" >"$1.log" 2>&1 || { cat "$1.log"; fail "$1"; }; }
-train none --set training.lr=0 --set training.steps=1
+train none --set training.lr=1e-30 --set training.steps=1  # too little to change a weight
 train one
 train longer --set training.steps=6
 trained=one/checkpoints/step-00000004 initial=none/checkpoints/step-00000001
