@@ -170,6 +170,8 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
     int64_t micro_batch;
     StepPlan plan;
   };
+  PITH_CHECK(o.memory * (1 - o.reserve) > 0, "--memory {} and --reserve {} leave nothing", o.memory,
+      o.reserve);
   const auto model = planned_model<typename Model::Config>(given);
   const ModelSize size = model.size(given.data.sequence_length);
   Model whole(model, whole_model(model.num_layers, model.num_experts));
@@ -247,10 +249,8 @@ void add_estimate_command(CLI::App& app) {
   sub->add_option("config", o->file, "Run configuration (TOML)")->required();
   sub->add_option("--set", o->overrides, "Override one key")->allow_extra_args(false);
   sub->add_option("--gpus", o->gpus, "Number of GPUs (default 1)")->check(CLI::PositiveNumber);
-  sub->add_option("--memory", o->memory, "GiB of each (default 139, an H200)")
-      ->check(CLI::Range(0.0, 1e6));
-  sub->add_option("--reserve", o->reserve, "Share kept free, fragmentation and all (default 0.06)")
-      ->check(CLI::Range(0.0, 0.99));
+  sub->add_option("--memory", o->memory, "GiB of each (default 139, an H200)");
+  sub->add_option("--reserve", o->reserve, "Share kept free, fragmentation and all (default 0.06)");
   sub->add_option("--limit", o->limit, "Layouts to list (default 10)");
   sub->footer(
       "[parallel] and training.micro_batch are searched; times are those of a cost model of H200 "

@@ -177,14 +177,14 @@ tail -n 3 "$log" | while read -r pp cp ep dp weights recompute rows gib _; do
 done
 cd "$OLDPWD"
 run=$PITH_SOURCE_DIR/$run
-expect 1 'no layout fits 2 GPUs of 10 GiB; the smallest takes [0-9.]+ GiB' estimate "$run" --gpus 2 --memory 10 \
-  --set model.config="$PITH_SOURCE_DIR/examples/qwen3_30b_a3b/config.json"
-for wrong in '--gpus 0' '--memory nan' '--memory -1' '--reserve 1' '--reserve nan'; do
+config=(--set "model.config=$PITH_SOURCE_DIR/examples/qwen3_30b_a3b/config.json")
+expect 1 'no layout fits 2 GPUs of 10 GiB; the smallest takes [0-9.]+ GiB' estimate "$run" "${config[@]}" --gpus 2 --memory 10
+expect 2 '--gpus' estimate "$run" --gpus 0
+for wrong in '--memory nan' '--memory -1' '--reserve 1' '--reserve nan'; do
   # shellcheck disable=SC2086
-  expect 2 "${wrong% *}" estimate "$run" $wrong
+  expect 1 'leave nothing' estimate "$run" "${config[@]}" $wrong
 done
-expect 1 'no layout divides 1000000007 GPUs' estimate "$run" --gpus 1000000007 \
-  --set model.config="$PITH_SOURCE_DIR/examples/qwen3_30b_a3b/config.json"
+expect 1 'no layout divides 1000000007 GPUs' estimate "$run" "${config[@]}" --gpus 1000000007
 
 # report: all numbers, several runs; text that looks like HTML stays text; lines that a killed run left are passed over.
 cp -r one hostile
