@@ -158,7 +158,7 @@ expect 1 '^[1-9].*layers\.0\.self_attn\.q_proj\.weight' compare drawn seed2 --li
 expect 0 '4 steps in common, of 4 and 4' compare one one
 expect 1 '4 steps in common, of 4 and 6' compare one longer
 grep -q 'loss$' log || fail "no curve of the loss"
-mkdir apart empty none_such
+mkdir apart empty
 grep -E '"step":[56],' longer/metrics.jsonl >apart/metrics.jsonl
 expect 1 'have no step in common' compare one apart
 
