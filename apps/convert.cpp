@@ -23,7 +23,7 @@ struct ConvertOptions {
 // What a new folder takes over unchanged, where the old one has it.
 constexpr const char* kCopied[] = {"generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "preprocessor_config.json"};
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json"};
 
 template <class Model> void convert(const ConvertOptions& o) {
   typename Model::Config old = Model::Config::parse_file(o.from), config = old;
@@ -45,8 +45,16 @@ template <class Model> void convert(const ConvertOptions& o) {
       : kDtypes.at(o.dtype);
 
   const fs::path to = fs::path(o.to) / "", target = to.parent_path();
-  PITH_CHECK(!fs::exists(target) || fs::is_empty(target), "{} exists already", target.string());
+  PITH_CHECK(!target.empty(), "the folder to make has no name");
+  PITH_CHECK(!fs::exists(target) || (fs::is_directory(target) && fs::is_empty(target)),
+      "{} exists already", target.string());
+  PITH_CHECK(static_cast<int64_t>(o.shard_bytes) > 0, "--shard-size must be positive");
+  const std::regex again(o.reinit);
   const fs::path temporary = target.string() + ".converting";
+  const std::shared_ptr<void> discard(nullptr, [&](void*) {  // what was not renamed
+    std::error_code ignored;
+    fs::remove_all(temporary, ignored);
+  });
   fs::remove_all(temporary);
   fs::create_directories(temporary);
   std::vector<WrittenFile> written;
@@ -54,11 +62,11 @@ template <class Model> void convert(const ConvertOptions& o) {
   uint64_t bytes = 0;
   int64_t tensors = 0, renewed = 0;
   const auto write = [&] {
-    const auto files = write_weights(temporary, std::ssize(written), std::exchange(shard, {}));
+    const auto files =
+        write_weights(temporary, std::ssize(written), std::exchange(shard, {}), o.shard_bytes);
     written.insert(written.end(), files.begin(), files.end());
     bytes = 0;
   };
-  const std::regex again(o.reinit);
   for (const auto& unit : after.parameter_units())
     for (const Parameter* parameter : unit)
       for (const HfTensor& tensor : parameter->tensors) {
@@ -78,6 +86,8 @@ template <class Model> void convert(const ConvertOptions& o) {
         } else {
           import_tensor(folder, {&tensor, 0, flat});
         }
+        PITH_CHECK(dtype != at::kHalf || !value.isinf().any().item<bool>(),
+            "{} has numbers beyond float16", tensor.name);
         if (!shard.empty() && bytes + value.nbytes() > o.shard_bytes) write();
         bytes += value.nbytes();
         shard.emplace_back(tensor.name, std::move(value));
@@ -98,6 +108,10 @@ template <class Model> void convert(const ConvertOptions& o) {
   fs::rename(temporary, target);
   fmt::print("{}: {} tensors in {} files, {} of them new\n", target.string(), tensors,
       written.size(), renewed);
+  const json special = json::parse(config.generation_json());
+  for (const auto& [key, id] : special.items())
+    if (id.is_number_integer() && id >= config.vocab_size)
+      fmt::print("note: {} {} is beyond the vocabulary of {}\n", key, id.dump(), config.vocab_size);
 }
 
 struct CompareOptions {
@@ -142,18 +156,29 @@ Difference difference(const std::string& name, const Tensor& a, const Tensor& b)
   return {fmt::format("{:.3e} {:.3e}", largest, relative), name, relative};
 }
 
-// The steps of a run: loss and gradient norm by step.
-std::map<std::string, Tensor> curves_of(const fs::path& run) {
-  std::map<std::string, std::vector<double>> values;
+// The lines of a run's metrics that tell of a step, by step.
+std::map<int64_t, json> steps_of(const fs::path& run) {
+  std::map<int64_t, json> steps;
   std::ifstream file(run / "metrics.jsonl");
-  for (std::string text; std::getline(file, text);) {
-    const json line = json::parse(text, nullptr, false);
-    if (!line.is_object() || !line.contains("step")) continue;
-    for (const char* key : {"step", "loss", "balance_loss", "grad_norm", "lr"})
-      values[key].push_back(line[key].is_null() ? std::nan("") : line[key].get<double>());
-  }
+  for (std::string text; std::getline(file, text);)
+    if (json line = json::parse(text, nullptr, /*allow_exceptions=*/false); line.is_object())
+      if (const json step = line.value("step", json()); step.is_number_integer())
+        steps[step] = std::move(line);
+  return steps;
+}
+
+// Curves of one run over the steps that another has too.
+std::map<std::string, Tensor> curves_of(
+    const std::map<int64_t, json>& steps, const std::map<int64_t, json>& other) {
   std::map<std::string, Tensor> curves;
-  for (const auto& [key, list] : values) curves[key] = at::tensor(list, at::kDouble);
+  for (const char* key : {"loss", "balance_loss", "grad_norm", "lr"}) {
+    std::vector<double> values;
+    for (const auto& [step, line] : steps) {
+      const json value = line.value(key, json());
+      if (other.contains(step)) values.push_back(value.is_number() ? value.get<double>() : NAN);
+    }
+    curves[key] = at::tensor(values, at::kDouble);
+  }
   return curves;
 }
 
@@ -162,8 +187,17 @@ void compare(const CompareOptions& o) {
     return fs::exists(fs::path(path) / "metrics.jsonl");
   };
   const bool runs = is_run(o.a) && is_run(o.b);
-  const auto a = runs ? curves_of(o.a) : tensors_of(o.a);
-  const auto b = runs ? curves_of(o.b) : tensors_of(o.b);
+  std::map<std::string, Tensor> a, b;
+  if (runs) {
+    const auto steps_a = steps_of(o.a), steps_b = steps_of(o.b);
+    a = curves_of(steps_a, steps_b);
+    b = curves_of(steps_b, steps_a);
+    const int64_t common = a.at("loss").numel();
+    PITH_CHECK(common > 0, "{} and {} have no step in common", o.a, o.b);
+    fmt::print("{} steps in common, of {} and {}\n", common, steps_a.size(), steps_b.size());
+  } else {
+    a = tensors_of(o.a), b = tensors_of(o.b);
+  }
   std::vector<Difference> differences;
   for (const auto& [name, x] : a) {
     const auto found = b.find(name);

@@ -170,8 +170,12 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
     int64_t micro_batch;
     StepPlan plan;
   };
+  PITH_CHECK(o.memory * (1 - o.reserve) > 0, "--memory {} and --reserve {} leave nothing", o.memory,
+      o.reserve);
   const auto model = planned_model<typename Model::Config>(given);
   const ModelSize size = model.size(given.data.sequence_length);
+  Model whole(model, whole_model(model.num_layers, model.num_experts));
+  set_update_rules(whole, given.training);  // refuses a wrong pattern by name
   std::vector<Candidate> fitting;
   double least = INFINITY;
   const auto divides = [&](int64_t n, int64_t of) { return n > 0 && of % n == 0; };
@@ -182,7 +186,7 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
     config.parallel = {};
     config.parallel.pp = pp;
     std::vector<int64_t> chunks;
-    for (int64_t ep = 1; ep <= plane; ++ep) {
+    for (int64_t ep = 1; ep <= std::min(plane, model.num_experts); ++ep) {
       if (!divides(ep, plane) || !divides(ep, model.num_experts)) continue;
       config.parallel.ep = ep;
       const MeshShape shape = mesh_shape(config.parallel);
@@ -213,6 +217,8 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
             }
     }
   }
+  PITH_CHECK(std::isfinite(least), "no layout divides {} GPUs, global_batch {} and {} experts",
+      o.gpus, given.training.global_batch, model.num_experts);
   if (fitting.empty())
     PITH_FAIL_HINT("more GPUs, shorter sequences, or fewer layers",
         "no layout fits {} GPUs of {} GiB; the smallest takes {:.1f} GiB", o.gpus, o.memory,

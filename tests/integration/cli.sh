@@ -15,7 +15,7 @@ expect() {
 }
 
 expect 0 'pithtrain pretrain run.toml' --help
-for command in corpus pretrain launch generate inspect trace; do
+for command in corpus pretrain launch generate inspect trace convert compare estimate report; do
   expect 0 "^ +$command +[A-Za-z]" --help
   expect 0 'xample' "$command" --help
 done

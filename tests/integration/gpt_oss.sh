@@ -81,5 +81,8 @@ for kind in plain packed; do
 done
 diff <(loss plain.run) <(loss packed.run) || fail "MXFP4 trains otherwise"
 diff <(loss plain.ep) <(loss packed.ep) || fail "MXFP4 trains otherwise on two processes"
+"$PITHTRAIN" convert packed unpacked >convert.log || { cat convert.log; fail "convert of MXFP4"; }
+"$PITHTRAIN" compare plain unpacked >compare.log || { cat compare.log; fail "MXFP4 converted gives other numbers"; }
+! grep -q quantization_config unpacked/config.json || fail "a converted folder says that it is packed"
 ! grep -rq quantization_config packed.run/checkpoints || fail "what is written is not packed"
 echo PASS
