@@ -99,10 +99,8 @@ void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t r
       char* from = static_cast<char*>(data) + done;
       const auto count = static_cast<int>(std::min(kMost, bytes - done));
       MPI_Request* request = &operation.requests.emplace_back();
-      if (is_send)
-        check(mpi().isend(from, count, mpi().byte, peer, tag, mpi().world, request));
-      else
-        check(mpi().irecv(from, count, mpi().byte, peer, tag, mpi().world, request));
+      if (is_send) check(mpi().isend(from, count, mpi().byte, peer, tag, mpi().world, request));
+      else check(mpi().irecv(from, count, mpi().byte, peer, tag, mpi().world, request));
     }
   };
   const Tensor &out = operation.out, &in = operation.in;

@@ -100,10 +100,8 @@ void nccl_send(Operation& operation, const NcclLink& link) {
   Tensor out = operation.out, in = operation.in;
   if (operation.recv.empty()) {  // sums, not of BF16
     if (in.scalar_type() == at::kBFloat16) in = in.to(at::kFloat);
-    if (operation.send.empty())
-      out = in;
-    else if (out.scalar_type() != in.scalar_type())
-      out = at::empty(out.sizes(), in.options());
+    if (operation.send.empty()) out = in;
+    else if (out.scalar_type() != in.scalar_type()) out = at::empty(out.sizes(), in.options());
   }
   const auto device = in.device().index();  // after what its current stream holds now
   const auto ready = record_event(c10::cuda::getCurrentCUDAStream(device).stream());

@@ -27,8 +27,7 @@ void fill_normal(
   const auto grid = static_cast<unsigned>((blocks + 255) / 256);
   if (bf16)
     fill_kernel<<<grid, 256, 0, stream>>>(static_cast<__nv_bfloat16*>(out), n, first, key, std);
-  else
-    fill_kernel<<<grid, 256, 0, stream>>>(static_cast<float*>(out), n, first, key, std);
+  else fill_kernel<<<grid, 256, 0, stream>>>(static_cast<float*>(out), n, first, key, std);
 }
 
 }  // namespace pith::cuda

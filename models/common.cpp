@@ -264,8 +264,7 @@ void choose_routes(
   const auto layer = index(context.layer);
   RoutingTape* tape = context.tape;
   Tensor forced;
-  if (tape != nullptr && tape->replay)
-    forced = tape->topk_idx.at(layer);
+  if (tape != nullptr && tape->replay) forced = tape->topk_idx.at(layer);
   else if (context.router.force_balance)
     forced = balanced_routes(logits.size(0), choice.k, choice.num_experts, logits.device());
   else if (const Tensor& bias = context.router.state.bias;

@@ -82,10 +82,8 @@ Qwen3MoeLayer::Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t layer, const 
   k_norm_ = norm_weight(attention + "k_norm.weight", config.head_dim);
   o_ = matrix(attention + "o_proj.weight", h, q, Init::output_normal);
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
-  if (sparse_)
-    make_experts(mlp, config, part);
-  else
-    mlp_ = SwigluMlp(mlp, config.intermediate_size, h);
+  if (sparse_) make_experts(mlp, config, part);
+  else mlp_ = SwigluMlp(mlp, config.intermediate_size, h);
 }
 
 std::vector<Parameter*> Qwen3MoeLayer::parameters() {

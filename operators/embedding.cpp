@@ -12,10 +12,8 @@ Tensor embedding(const Tensor& given, Parameter& weight) {
   return record(at::index_select(weight.value.detach(), 0, tokens), {weight.value},
       [tokens, &weight](const Tensor& dy) {
         // Both add in the order of positions; on CUDA index_add would in any order.
-        if (dy.is_cuda())
-          weight.grad.index_put_({tokens}, widen(dy), /*accumulate=*/true);
-        else
-          weight.grad.index_add_(0, tokens, widen(dy));
+        if (dy.is_cuda()) weight.grad.index_put_({tokens}, widen(dy), /*accumulate=*/true);
+        else weight.grad.index_add_(0, tokens, widen(dy));
         return Tensors(1);
       });
 }

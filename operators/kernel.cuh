@@ -37,10 +37,8 @@ template <class T> inline constexpr int kFull = 16 / static_cast<int>(sizeof(T))
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
 template <class T> __device__ inline T from_float(float x) {
-  if constexpr (sizeof(T) == 4)
-    return x;
-  else
-    return __float2bfloat16_rn(x);
+  if constexpr (sizeof(T) == 4) return x;
+  else return __float2bfloat16_rn(x);
 }
 
 template <int N, class T> __device__ inline Vec<T, N> load(const T* p) {

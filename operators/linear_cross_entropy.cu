@@ -53,8 +53,7 @@ template <class T, int N> __global__ __launch_bounds__(kThreads, 2) void cross_e
   const auto place = [&](int64_t base, int u) { return base + (u * kThreads + threadIdx.x) * N; };
   const auto load_tile = [&](int64_t base) {
     for (int u = 0; u < kVectors; ++u)
-      if (const int64_t i = place(base, u); i < vocabulary)
-        x[u] = load<N>(row + i);
+      if (const int64_t i = place(base, u); i < vocabulary) x[u] = load<N>(row + i);
       else
         for (int n = 0; n < N; ++n) x[u].v[n] = from_float<T>(-INFINITY);
   };

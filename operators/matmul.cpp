@@ -14,12 +14,9 @@ std::vector<WeightGradient>* deferred = nullptr;
 
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
   const at::NoGradGuard no_grad;
-  if (widen_first(a))
-    out.copy_(at::mm(a.to(at::kFloat), b.to(at::kFloat)));
-  else if (a.scalar_type() == out.scalar_type())
-    at::mm_out(out, a, b);
-  else
-    at::mm_out(out, a, b, out.scalar_type());
+  if (widen_first(a)) out.copy_(at::mm(a.to(at::kFloat), b.to(at::kFloat)));
+  else if (a.scalar_type() == out.scalar_type()) at::mm_out(out, a, b);
+  else at::mm_out(out, a, b, out.scalar_type());
 }
 
 Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
@@ -33,10 +30,8 @@ void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor&
   Tensor out = gradient;  // a second handle on the same memory
   if (widen_first(x) || widen_first(dy))
     at::addmm_out(out, out, dy.to(at::kFloat).t(), x.to(at::kFloat), 1, alpha);
-  else if (x.scalar_type() == out.scalar_type())
-    at::addmm_out(out, out, dy.t(), x, 1, alpha);
-  else
-    at::addmm_out(out, out, dy.t(), x, out.scalar_type(), 1, alpha);
+  else if (x.scalar_type() == out.scalar_type()) at::addmm_out(out, out, dy.t(), x, 1, alpha);
+  else at::addmm_out(out, out, dy.t(), x, out.scalar_type(), 1, alpha);
 }
 
 void add_weight_gradient(const WeightGradient& job) {
@@ -63,10 +58,8 @@ DeferWeightGradients::DeferWeightGradients(std::vector<WeightGradient>& jobs) {
 DeferWeightGradients::~DeferWeightGradients() { deferred = nullptr; }
 
 void add_or_defer(WeightGradient job) {
-  if (deferred != nullptr)
-    deferred->push_back(std::move(job));
-  else
-    add_weight_gradient(job);
+  if (deferred != nullptr) deferred->push_back(std::move(job));
+  else add_weight_gradient(job);
 }
 
 }  // namespace pith

@@ -110,10 +110,8 @@ template <class Keys> AttentionPart forward(const Tensor& q, Tensor& block, cons
       check_attention(q, k, v);
       const AttentionPart part =
           attention_part(take(q, step.queries), k, v, step.span, /*causal=*/i == 0, scale);
-      if (i > 0)
-        merge(whole, step.queries, part);
-      else
-        whole = {part.out.to(sum_dtype(q, ring)), part.lse.contiguous()};
+      if (i > 0) merge(whole, step.queries, part);
+      else whole = {part.out.to(sum_dtype(q, ring)), part.lse.contiguous()};
     }
     travel.wait();
     block = next;

@@ -48,8 +48,7 @@ template <class T, int N, bool ALTERNATING, bool BACKWARD> __global__ void swigl
   }
   if constexpr (BACKWARD)
     for (int i = 0; i < 2; ++i) store(out + Both::place(row, width, column, i), gradient.half[i]);
-  else
-    store(out + row * width + column, y);
+  else store(out + row * width + column, y);
 }
 
 }  // namespace

@@ -91,10 +91,8 @@ TEST(Pipeline, DocumentsOfARowDoNotSeeEachOther) {
   const Tensor after = pipeline.forward_only(cut(rows, 1), AllLogits()).per_token[0];
   // Not bit-equal: an expert that lost or won a row may sum its other rows in another blocking.
   for (int64_t t = 0; t < 40; ++t) {
-    if (t < 3 || t >= 20)
-      EXPECT_LT(relative_error(after[t], before[t]), 1e-5) << "position " << t;
-    else
-      EXPECT_GT(relative_error(after[t], before[t]), 1e-3) << "position " << t;
+    if (t < 3 || t >= 20) EXPECT_LT(relative_error(after[t], before[t]), 1e-5) << "position " << t;
+    else EXPECT_GT(relative_error(after[t], before[t]), 1e-3) << "position " << t;
   }
 }
 

@@ -43,12 +43,9 @@ void save_again(const std::string& what) {
   words >> from >> root >> shape.pp >> shape.cp >> shape.ep >> shape.head_share;
   PITH_CHECK(!words.fail(), "'{}' is not FROM ROOT PP CP EP HEAD_SHARE", what);
   const nlohmann::json family = read_json(from / "config.json")["model_type"];
-  if (family == "gpt_oss")
-    save_again_as<GptOssModel>(from, root, shape);
-  else if (family == "qwen3_5_moe")
-    save_again_as<Qwen35MoeModel>(from, root, shape);
-  else
-    save_again_as<Qwen3MoeModel>(from, root, shape);
+  if (family == "gpt_oss") save_again_as<GptOssModel>(from, root, shape);
+  else if (family == "qwen3_5_moe") save_again_as<Qwen35MoeModel>(from, root, shape);
+  else save_again_as<Qwen3MoeModel>(from, root, shape);
 }
 
 }  // namespace pith::test
