@@ -27,11 +27,10 @@ enum class Fused { none, rows, columns };
 // One tensor of the Hugging Face folder: a contiguous range of a parameter's elements. A fused
 // parameter (q, k, v; the experts' gate and up) concatenates several.
 struct HfTensor {
-  std::string name;            // "model.layers.0.self_attn.q_proj.weight"
-  std::vector<int64_t> shape;  // as in the Hugging Face checkpoint; dim 0 may hold less
-  int64_t offset;              // first element in the flattened parameter
-  int64_t first_row = 0,
-          rows = 0;  // of a whole dim 0, where this begins; 0: whole
+  std::string name;                 // "model.layers.0.self_attn.q_proj.weight"
+  std::vector<int64_t> shape;       // as in the Hugging Face checkpoint; dim 0 may hold less
+  int64_t offset;                   // first element in the flattened parameter
+  int64_t first_row = 0, rows = 0;  // first of so many rows; 0: dim 0 is whole
   Fused fused = Fused::none;
   UpdateRule rule = {};
 
