@@ -48,8 +48,8 @@ class Comm {
   [[nodiscard]] Work all_reduce_async(Tensor& tensor) const;
   // `in` of member i becomes part i of `out`, equal parts of it seen flat, or is that part itself.
   [[nodiscard]] Work all_gather_async(Tensor& out, const Tensor& in) const;
-  // Sum over members of part i of `in` becomes `out` of member i. float64, float32, bfloat16; `out`
-  // may be float32 where `in` is bfloat16.
+  // Part i of `in`, summed over members, becomes `out` of member i. float64, float32, bfloat16,
+  // also from bfloat16 `in` to float32 `out`.
   [[nodiscard]] Work reduce_scatter_async(Tensor& out, const Tensor& in) const;
   // Rows of dim 0: send_splits[i] rows of `in` go to member i, recv_splits[i] rows of `out` come
   // from it, in order. Any may be zero. On CUDA this holds the group's stream until its partners

@@ -12,7 +12,6 @@ double peak_flops(at::Device device);            // dense BF16, FLOP/s; 0: not k
 
 // Peak so far, GiB, of LibTorch's allocator; on the CPU resident memory.
 double peak_memory_gib(at::Device device);
-// Waits for the current stream, not for transfers.
-void synchronize(at::Device device);
+void synchronize(at::Device device);  // waits for the current stream, not for transfers.
 
 }  // namespace pith

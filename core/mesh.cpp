@@ -25,7 +25,7 @@ std::string to_text(const MeshShape& shape, int64_t world) {
       shape.ep, shape.hsdp ? fmt::format(" hsdp_size {}", shape.hsdp_size) : "");
 }
 
-// The possible layouts that change the fewest factors of the chosen sizes.
+// The possible layouts that change the chosen sizes least, counted in factors.
 std::string nearest(const MeshShape& wanted, int64_t world) {
   std::vector<int64_t> sizes;
   for (int64_t size = 1; size <= world; ++size)

@@ -15,8 +15,7 @@ struct MeshShape {
 };
 
 // World rank = (pp * DP + dp) * CP + cp. The plane is the DP x CP ranks of one stage, plane rank =
-// dp * CP + cp; EP groups are EP consecutive ranks of it. The first stage holds embedding and head
-// (DualPipeV).
+// dp * CP + cp; EP groups: EP consecutive ranks of it. Stage 0 has embedding and head (DualPipeV).
 struct MeshPlace {
   int64_t pp, dp, cp, ep;
 };
@@ -31,8 +30,7 @@ struct MeshGroups {
 int64_t data_parallel(const MeshShape& shape, int64_t world);
 MeshPlace mesh_place(const MeshShape& shape, int64_t world, int64_t rank);
 MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank);
-// A table, one line a rank.
-std::string mesh_table(const MeshShape& shape, int64_t world);
+std::string mesh_table(const MeshShape& shape, int64_t world);  // a table, one line a rank
 
 // Sizes, place, groups; default: one process. Groups are set up at their first collective: unused
 // ones cost nothing. Of world, plane and the last five those of the same members are one.

@@ -43,9 +43,8 @@ struct Halo {
 };
 
 // One packed row set; T tokens on this context-parallel rank. A row is one training sequence of one
-// or more documents. Attention and positions stop at documents; the balance loss counts per row.
-// Tensors lie on the compute device unless stated. Labels, positions and borders are made before
-// split_context.
+// or more documents. Attention and positions stop at documents; the balance loss counts per row. On
+// the compute device unless stated. Labels, positions, borders: made before split_context.
 struct MicroBatch {
   Tensor tokens;               // (T) int64
   Tensor labels;               // (T) int64, the next token; -100 is not trained

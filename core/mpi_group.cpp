@@ -1,5 +1,4 @@
-// MPI, opened at run time: a plain start does not need it. Collectives are made of its messages
-// here.
+// MPI, opened at run time: a plain start needs none. Its messages make the collectives.
 #include <dlfcn.h>
 #include <mpi.h>
 #include <unistd.h>

@@ -46,8 +46,7 @@ struct HfTensor {
   int64_t whole_numel() const { return c10::multiply_integers(whole_shape()); }
 };
 
-// Operators and shard groups keep its address. ShardGroup (engine/sharding.h) binds `value` and
-// `grad` as views into its flat buffers.
+// Operators and shard groups keep its address. `value`, `grad`: views that ShardGroup binds.
 struct Parameter {
   std::string name;  // unique; the Hugging Face name where there is one
   std::vector<int64_t> shape;

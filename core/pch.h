@@ -1,7 +1,6 @@
 // The precompiled header of every room that uses tensors (text: core/std.h); .cpp files do not
 // repeat it. Never ATen/ATen.h or torch/torch.h: a file includes the ATen/ops/*.h it needs. GCC
-// instantiates its pending templates again in every file: autograd's custom functions cost 3 s a
-// file.
+// instantiates pending templates again in each file: autograd's custom functions cost 3 s a file.
 #pragma once
 #include "core/std.h"
 

@@ -13,8 +13,7 @@ uint64_t stream_key(uint64_t seed, std::string_view name);
 int64_t permuted(uint64_t key, int64_t index, int64_t size);
 
 // Fills `out` (contiguous, any float dtype, CPU or CUDA) with std * N(0, 1). Element i is number
-// first + i of the stream: the same on any layout. Box-Muller in FP32; CPU and CUDA differ by the
-// rounding of log, sin, cos.
+// first + i of the stream on any layout. CPU and CUDA differ by FP32 log, sin, cos (Box-Muller).
 void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, int64_t first = 0);
 
 }  // namespace pith

@@ -31,12 +31,10 @@ struct Symbol {
 };
 Symbol find_symbol(const char* library, const char* name);
 
-// Starts MPI; throws when its library or the launcher's environment is unusable.
-void mpi_start();
+void mpi_start();  // throws when its library or the launcher's environment is unusable
 void mpi_finish();
 std::string mpi_broadcast_text(const std::string& text);  // from rank 0 of all
-// Starts messages between these world ranks, this process the rank-th. `tag`: unlike that of other
-// groups of the same members.
+// Starts messages between these ranks, this the rank-th. `tag`: differs for the same ranks.
 void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t rank, int tag);
 // Completes the requests; sleeps between tries: oversubscribed cores serve other ranks.
 void mpi_wait(Operation& operation);

@@ -60,9 +60,8 @@ struct Watch {
   double age_s = 0;
 };
 
-// Of a running job of several processes. Leaked: its threads may outlive main's unwinding. Ages are
-// in ticks, not of a clock: they do not jump when the whole job is stopped and continued (a closed
-// lid, SIGSTOP to all).
+// Of a job of several processes. Leaked: its threads may outlive main's unwinding. Ages are in
+// ticks, not of a clock: no jump when the job is stopped and continued (closed lid, SIGSTOP).
 struct Job {
   int64_t rank = launch_info().rank, size = launch_info().size;
   double heartbeat_s = number_in("PITH_HEARTBEAT_S", 20.0);
@@ -147,8 +146,7 @@ std::string failed_operation(std::vector<Watch>& watches) {
 }
 
 void run_heartbeat() {
-  // Rank 0 looks at all, the others at it.
-  std::vector<std::string> others = job->keys("beat");
+  std::vector<std::string> others = job->keys("beat");  // rank 0 looks at all, the others at it.
   if (job->rank != 0) others.resize(1);
   std::vector<std::string> seen(others.size());
   std::vector<double> ages_s(others.size());
@@ -214,8 +212,7 @@ std::string host_name() {
 }
 
 c10::intrusive_ptr<c10d::Store> open_store() {
-  // C10d's own reports of lost connections would repeat ours.
-  FLAGS_caffe2_log_level = 2;
+  FLAGS_caffe2_log_level = 2;  // C10d's own reports of lost connections would repeat ours.
   c10d::TCPStoreOptions options;
   options.isServer = job->rank == 0;
   options.waitWorkers = false;
@@ -248,8 +245,7 @@ const Launch& launch_info() {
 
 World::World() {
   if (launch_info().size == 1) return;
-  // A kernel loaded at its first use waits for all that runs, also for another rank's transfer
-  // which waits for that kernel.
+  // A kernel's first load waits for all that runs, also a transfer that waits for this kernel.
   setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   job = new Job;
   set_error_context(fmt::format("rank {}", job->rank));
@@ -259,8 +255,7 @@ World::World() {
   // As long as a checkpoint of another rank; heartbeat and guard end waits.
   job->store->setTimeout(std::chrono::hours(24 * 365));
   write_beat(0);
-  // Every beat stands before anyone reads it.
-  store_gather("here", 0, job->rank, job->size, "");
+  store_gather("here", 0, job->rank, job->size, "");  // every beat stands before anyone reads it.
   job->heartbeat = std::thread(run_heartbeat);
   job->guard = std::thread(run_guard);
 }

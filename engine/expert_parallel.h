@@ -14,8 +14,7 @@ namespace pith {
 class ExpertExchange {
  public:
   ExpertExchange() = default;
-  // topk_idx (T, K) int64 global ids; rank i of `group` holds the i-th num_experts / size of them.
-  // Starts the exchange of counts.
+  // topk_idx (T, K) int64 global ids; member i holds the i-th num_experts / size. Sends counts.
   ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_t num_experts);
 
   // Waits (the host too) for counts, sends rows (T, H) and weight (T, K).

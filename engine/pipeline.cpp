@@ -93,9 +93,8 @@ Work transfer(const Comm& pair, Tensor& in, const Tensor& out) {
   return pair.all_to_all_async(in, out, received, sent);
 }
 
-// One-way flows join neighbouring stages: hidden states and gradients of chunk 0 (down the stages),
-// of chunk 1 (up), and of a shared head, each a group of its own in the order of micro-batches, so
-// that no flow ever waits for another.
+// One-way flows between neighbouring stages: hidden states and gradients of chunk 0 (down), chunk 1
+// (up), a shared head; a group each, in order of micro-batches: none waits for another.
 struct StageLink {
   const Comm *from, *to;  // null: not another stage
   at::TensorOptions options;

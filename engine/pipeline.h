@@ -40,9 +40,8 @@ ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
 template <DecoderModel Model> class Pipeline {
  public:
   // `positions`: rotary rows, at least the longest document. `chunks`: the model part's; empty:
-  // everything here. `shards`: where the model is cut. `recompute`: keep only each layer's input
-  // and compute the rest again, with the same routes, in the backward pass (Chen et al. 2016, arXiv
-  // 1604.06174).
+  // all. `shards`: where the model is cut. `recompute`: keep only layers' inputs, compute the rest
+  // again by the same routes in the backward pass (Chen et al. 2016, arXiv 1604.06174).
   Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
       std::vector<int64_t> chunks = {}, const ModelShards* shards = nullptr,
       bool recompute = false);

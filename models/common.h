@@ -49,8 +49,7 @@ struct RopeFields {
 // a configuration that asks for it has a problem.
 RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn);
 
-// Layers of this type by layer_types, the others full attention; without it all but every
-// `interval`-th.
+// Layers of this type by layer_types, else all but every `interval`-th; others: full attention.
 std::vector<bool> layers_of_type(
     Fields& fields, int64_t num_layers, const char* type, int64_t interval);
 
@@ -58,8 +57,8 @@ std::vector<bool> layers_of_type(
 std::shared_ptr<const nlohmann::json> read_config(const fs::path& path);
 std::string text_of(const nlohmann::json& object);
 
-// Reads config.json in any of a family's styles by Family::read(). One Error lists every missing,
-// ill-typed or unsupported field.
+// Reads config.json in any of a family's styles by Family::read(). One Error lists all missing,
+// ill-typed or unsupported fields.
 template <class Family> struct FamilyConfig : ModelConfig {
   static Family parse(const nlohmann::json& object, const std::string& source) {
     Family config;

@@ -64,8 +64,7 @@ inline AttentionSpan span_of(const MicroBatch& batch) {
       batch.max_seqlen, batch.max_seqlen};
 }
 
-// attention() inside documents: over context-parallel ranks where rows are split, with earlier keys
-// while generating.
+// attention() inside documents, over context-parallel ranks or with the cache's earlier keys.
 inline Tensor attend_documents(const LayerContext& context, const Tensor& q, const Tensor& k,
     const Tensor& v, double scale, const AttentionOptions& options = {}) {
   const MicroBatch& batch = context.batch;
@@ -155,13 +154,11 @@ concept DecoderLayer = requires(Layer& layer, const LayerContext& context, const
 struct ModelSize {
   int64_t parameters = 0;         // tied ones once
   int64_t active_parameters = 0;  // that one token passes
-  // Of a token's forward and backward pass: 6 per weight of its matrices (not the embedding) plus
-  // attention, the causal half.
+  // Of a token, forward and backward: 6 per matrix weight (no embedding), causal half of attention.
   double flops_per_token = 0;
   // Elements in compute dtype that a token keeps for the backward pass, all layers.
   int64_t activations_per_token = 0;
-  // The delta rule by LibTorch's operators, a token: bytes a layer needs for a moment; seconds of
-  // all layers on one H200.
+  // Delta rule in LibTorch, a token: bytes for a moment, seconds of all layers on one H200.
   double scratch_per_token = 0, slow_seconds_per_token = 0;
 };
 

@@ -57,8 +57,6 @@ std::vector<Run> runs_of(const AttentionSpan& span, const Mask& mask, int64_t li
   return runs;
 }
 
-// --- The choice of kernel ---
-
 enum class Path { cudnn, flash, cpu, products };
 
 bool equal_documents(const AttentionSpan& span, const Mask& mask) {
@@ -103,8 +101,6 @@ Tensor cut(const Tensor& x, int64_t dim) { return x.narrow(2, 0, dim).contiguous
 bool is_blocked(Path path, const Run& run) {
   return path == Path::cpu && (run.n == run.m || !run.mask.causal);
 }
-
-// --- Heads as batches ---
 
 // (count * n, heads, D) -> (count, heads * repeat, n, D)
 Tensor batch_heads(const Tensor& x, int64_t count, int64_t repeat = 1) {
@@ -208,8 +204,6 @@ AttentionGradients run_backward(Path path, const Tensor& dout, const Tensor& q, 
   }
   return {unbatch_heads(dq), unbatch_heads(dk, repeat), unbatch_heads(dv, repeat)};
 }
-
-// --- All documents ---
 
 Tensor rows_q(const Tensor& x, const Run& r) { return x.narrow(0, r.first_q, r.count * r.n); }
 Tensor rows_k(const Tensor& x, const Run& r) { return x.narrow(0, r.first_k, r.count * r.m); }

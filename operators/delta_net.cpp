@@ -13,9 +13,7 @@
 namespace pith {
 namespace {
 
-// --- parts of rows split over ranks (zigzag) ---
-
-// Own (2 rows, ..) of every rank -> (2 C, rows, ..) in unsplit order.
+// Zigzag parts, own (2 rows, ..) of every rank -> (2 C, rows, ..) in unsplit order.
 Tensor in_order(const Tensor& own, const Comm& context) {
   Tensor all = at::empty({context.size(), own.numel()}, own.options());
   context.all_gather_async(all, own.contiguous()).wait();
@@ -34,8 +32,6 @@ Tensor own_parts(const Tensor& all, const Comm& context, int64_t shift = 0) {
   }
   return at::stack(two, 1).flatten(0, 1);
 }
-
-// --- the delta rule ---
 
 // (T, heads, D) as (N, B, chunk, D): N chunks a part, padded with zeros, B = parts * heads.
 struct Cut {
@@ -151,7 +147,7 @@ Tensor scan_parts(
   return scan(step, add, own_parts(states, rule.context).flatten(0, 1), reverse);
 }
 
-// Of q, k, v, a, b, a_log, dt_bias, the last three in FP32.
+// Of q, k, v, a, b, a_log, the last three in FP32.
 Tensors backward(const Rule& rule, const Tensor& dout) {
   const Chunks c = rule.chunks();
   const Cut& cut = rule.cut;

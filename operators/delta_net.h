@@ -13,8 +13,7 @@ struct TokenParts {
   int64_t count = 1;
   Comm context = {};
 };
-// As many parts as rows of equal length; else 1, or, split over ranks, an Error. cu_seqlens_host:
-// document borders of the unsplit rows.
+// As many parts as rows of equal length; else 1, or, split, an Error. Borders: of unsplit rows.
 TokenParts token_parts(
     const Tensor& positions, const Tensor& cu_seqlens_host, int64_t rows, const Comm& context = {});
 
@@ -30,8 +29,7 @@ struct DeltaCache {
 Tensor causal_convolution(
     const Tensor& x, Parameter& weight, const TokenParts& parts, const Tensor& state = {});
 
-// A head's forgetting and writing: log decay g = -exp(a_log) softplus(a + dt_bias), beta =
-// sigmoid(b).
+// Of a head: log decay g = -exp(a_log) softplus(a + dt_bias), writing beta = sigmoid(b).
 struct DeltaGates {
   Tensor a, b;                 // (T, Hv)
   Parameter &a_log, &dt_bias;  // (Hv)

@@ -26,8 +26,8 @@ inline bool has_kernel(const Tensor& tensor) {
   return tensor.is_cuda() && (is_bf16(tensor) || tensor.scalar_type() == at::kFloat);
 }
 
-// PITH_IF_CUDA(x) { the kernel }: a build without CUDA discards the block with its kernels, which
-// exist nowhere. No `else` may follow.
+// PITH_IF_CUDA(x) { the kernel }: a build without CUDA discards the block and the kernels in it,
+// which exist nowhere. No `else` may follow.
 #define PITH_IF_CUDA(tensor)  \
   if constexpr (!PITH_CUDA) { \
   } else if (::pith::has_kernel(tensor))

@@ -42,8 +42,7 @@ void add_bias(Tensor& y, const Tensor& bias, const ExpertPlan& plan) {
   });
 }
 
-// gradient (E, N) += sums of dy (S, N) by expert: a weight's whose input is 1, in 8 columns, the
-// kernel's fewest.
+// gradient (E, N) += dy (S, N) summed by expert: dy^T ones, in 8 columns, the kernel's fewest.
 void add_bias_gradient(const Tensor& gradient, const Tensor& dy, const ExpertPlan& plan) {
   Parameter columns;
   columns.grad = at::zeros({gradient.size(0), gradient.size(1), 8}, gradient.options());

@@ -15,8 +15,6 @@
 namespace pith::cuda {
 namespace {
 
-// --- biases ---
-
 constexpr int kRows = 8;    // of a block: kWarp x kRows threads
 constexpr int kSplit = 16;  // blocks that share an expert's rows
 
@@ -34,8 +32,6 @@ __global__ void bias_kernel(const T* bias, const int32_t* offsets, T* y, int64_t
     store(y + row * columns + column, out);
   }
 }
-
-// --- weight gradients ---
 
 constexpr int kTileOut = 128, kTileIn = 256, kTileRows = 64, kStages = 4;
 constexpr int kThreads = 3 * 128;  // a warpgroup that copies and two that multiply

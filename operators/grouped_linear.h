@@ -9,8 +9,7 @@ namespace pith {
 // weight.grad in FP32, with no intermediate in the compute dtype.
 Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan);
 
-// With a bias (E, out), added to the rounded product, and weight (E, in, out), as GPT-OSS has it:
-// y[s] = x[s] weight[e] + bias[e].
+// With a bias (E, out), added after rounding, and weight (E, in, out) (GPT-OSS): x weight + bias.
 Tensor grouped_affine(
     const Tensor& x, Parameter& weight, const Parameter& bias, const ExpertPlan& plan);
 // Of permute(rows, plan), made again in the backward, not kept.

@@ -67,8 +67,7 @@ bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<
   return true;
 }
 
-// Calls f<T, N>(), a launch, with T = bf16 or float and N elements of 16 bytes, at most MOST; 1 if
-// unaligned.
+// Calls f<T, N>(): T = bf16 or float, N elements of 16 bytes, at most MOST, or 1 if unaligned.
 template <int MOST = 8, class F> void with_vectors(bool is_bf16,
     std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides, F&& f,
     std::source_location at = std::source_location::current()) {
@@ -86,8 +85,7 @@ inline unsigned num_blocks(int64_t n, int64_t each) {
   return static_cast<unsigned>((n + each - 1) / each);
 }
 
-// A block covers width(columns) columns of several rows. Rows are on grid.x, which alone reaches
-// 2^31.
+// A block: width(columns) columns of several rows. Rows are on grid.x: it alone reaches 2^31.
 struct RowGrid {
   dim3 grid, block;
 };

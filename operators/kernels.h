@@ -1,5 +1,4 @@
-// Launchers of NAME.cu's kernels, for NAME.cpp, on the current stream: raw pointers and sizes, no
-// ATen. Matrices are contiguous.
+// Launchers of NAME.cu's kernels, on the current stream. No ATen. Matrices are contiguous.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -19,7 +18,6 @@ struct Data {
   template <class T> operator T*() const { return static_cast<T*>(pointer); }
 };
 
-// --- adamw ---
 // Computed on the host in FP64.
 template <class T> struct AdamWScalars {
   T decay;         // lr * weight_decay
@@ -34,28 +32,23 @@ void adamw_update(float* master, void* exp_avg, void* exp_avg_sq, const float* g
     int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars, bool is_bf16,
     bool bf16_moments, CUstream_st* stream);
 
-// One number; partial (sum_of_squares_blocks()) is scratch.
-int64_t sum_of_squares_blocks();
+int64_t sum_of_squares_blocks();  // elements of the scratch `partial`
 void sum_of_squares(
     const float* x, int64_t n, double* partial, double* result, CUstream_st* stream);
 
-// --- grouped_linear ---
 // offsets (experts): ends of the experts' rows. y (rows, columns) += bias (experts, columns).
 void add_expert_bias(Data bias, const int32_t* offsets, Data y, int64_t experts, int64_t columns);
 
 // gradient (experts, out, in) float32 += dy^T x by expert; dy (rows, out), x (rows, in) bfloat16.
-// False, and nothing is done, unless on a Hopper GPU, out and in multiples of 8, data at 16-byte
-// addresses.
+// Returns false, with nothing done, unless on Hopper, out and in multiples of 8, 16-byte addresses.
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
     int64_t rows, int64_t experts, int64_t out, int64_t in);
 
-// --- linear_cross_entropy ---
 // logits (rows, V): writes logprobs (rows) and, with `gradient`, softmax - onehot(label) over the
 // logits, 0 for label -100.
 void cross_entropy_rows(Data logits, const int64_t* labels, float* logprobs, int64_t rows,
     int64_t vocabulary, bool gradient);
 
-// --- permute ---
 // out (S, H) = rows[row_of_slot], rows of row_bytes bytes.
 void gather_rows(
     void* out, const void* rows, const int32_t* row_of_slot, int64_t slots, int64_t row_bytes);
@@ -68,7 +61,6 @@ void gather_sum(Data out, Data slots, const float* weight, const int32_t* slot_o
 void unpermute_backward(Data dslots, float* dweight, Data dout, Data slots, const float* weight,
     const int32_t* slot_of, int64_t rows, int64_t k, int64_t hidden);
 
-// --- rms_norm ---
 // Row r of x starts at (r / inner) * outer_stride + (r % inner) * inner_stride, others at r * dim.
 struct NormRows {
   int64_t count, dim, inner, outer_stride, inner_stride;
@@ -76,20 +68,17 @@ struct NormRows {
 // The factor is weight + plus.
 void rms_norm_forward(
     Data x, const NormRows& rows, Data weight, float plus, double eps, Data y, float* rstd);
-// Of `partial`, for the backward.
-int64_t rms_norm_blocks(const NormRows& rows);
+int64_t rms_norm_blocks(const NormRows& rows);  // of `partial`
 // dx (count, dim), dweight (dim) += unless null; partial (rms_norm_blocks, dim) is scratch.
 void rms_norm_backward(Data x, const NormRows& rows, Data weight, float plus, const float* rstd,
     Data dy, Data dx, float* partial, float* dweight);
 
-// --- rotary ---
 // x (rows, heads, dim) with these strides in elements, last dimension contiguous -> y, its rows
 // adjacent; cos and sin (table_rows, dim / 2).
 void rotary(Data x, const int32_t* positions, const float* cos, const float* sin, Data y,
     int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
     int64_t y_head_stride, int64_t table_rows, bool neighbours, bool inverse);
 
-// --- router ---
 // Softmax of logits (rows, E), top-k (or `forced` (rows, k)) and weights.
 void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
     float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize);
@@ -99,9 +88,7 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
     const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
     bool normalize);
 
-// --- swiglu ---
-// g sigmoid(alpha g) (u + plus), gates at most `limit`, ups in -limit .. limit; alternating, or all
-// gates of a row before its ups.
+// g sigmoid(alpha g) (u + plus), g <= limit, |u| <= limit; alternating, or a row's gates first.
 struct SwigluForm {
   float alpha = 1, limit = std::numeric_limits<float>::infinity(), plus = 0;
   bool alternating = false;

@@ -11,8 +11,7 @@ inline Tensor widen(const Tensor& x) { return x.to(wide_dtype(x.scalar_type()));
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
 Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype);
 
-// f(expert, first row, count) for experts with rows; offsets (E) int32: their ends. Waits for a
-// GPU.
+// f(expert, first row, count) where there are rows; offsets (E) int32: ends. Waits for a GPU.
 template <class F> void for_each_expert(const Tensor& offsets, F&& f) {
   const Tensor host = offsets.cpu();
   const int32_t* end = host.const_data_ptr<int32_t>();
@@ -25,8 +24,7 @@ template <class F> void for_each_expert(const Tensor& offsets, F&& f) {
 void add_weight_gradient(
     const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha = 1);
 
-// Into a parameter's buffer; with offsets (E) x and dy hold rows by expert and the gradient is (E,
-// out, in).
+// Into a parameter's buffer; with offsets (E) rows are by expert, the gradient (E, out, in).
 struct WeightGradient {
   Parameter* weight;
   Tensor dy, x, offsets;

@@ -34,8 +34,7 @@ Work pass_on(const Comm& context, const Tensor& sent, Tensor& received, int64_t 
   return context.all_to_all_async(received, sent, from, to);
 }
 
-// at::cat along the last dimension. CUDA moves element by element: in elements of 16 bytes where
-// they fit it is four times as fast.
+// at::cat of the last dimension, in 16-byte elements where they fit: on CUDA four times as fast.
 Tensor cat_last(const Tensor& a, const Tensor& b) {
   const int64_t each = 16 / a.element_size();
   const auto fits = [&](const Tensor& x) {
@@ -165,8 +164,8 @@ template <class Keys> std::array<Tensor, 2> backward(const Tensor& dout, const T
   return {dq.to(q.scalar_type()), dblock.to(q.scalar_type())};
 }
 
-// Attention of q over what `own` becomes by `keys`, differentiable in q and the two parts of `own`,
-// the first of `sources`.
+// Attention over what `own` becomes by `keys`; differentiable in q and own's parts, `sources`'
+// first.
 template <class Keys> Tensor attend(const Tensor& given, const Tensor& own, const Keys& keys,
     const Tensors& sources, const std::vector<RingStep>& ring, double scale, const Comm& context,
     const Parameter* sinks) {

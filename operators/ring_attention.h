@@ -15,14 +15,12 @@ Tensor ring_attention(const Tensor& q, const Tensor& k, const Tensor& v,
     const std::vector<RingStep>& ring, double scale, const Comm& context,
     const Parameter* sinks = nullptr);
 
-// With options.window, without a ring: keys and values that the window reaches come from their
-// holders; their gradients go back and are added in one order. `halo` and `context` must outlive
-// the backward pass.
+// With options.window, no ring: keys and values in the window come from their holders; gradients go
+// back and are added in one order. `halo` and `context` must outlive the backward pass.
 Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Halo& halo,
     double scale, const AttentionOptions& options, const Comm& context);
 
-// Adds in place what these rows of `whole` get from other keys, with weights w = exp(lse): out = (w
-// out + w' out') / (w + w').
+// Adds in place to these rows, by w = exp(lse): out = (w out + w' out') / (w + w').
 void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& part);
 
 // The one step of unsplit rows, for a `context` of one process.

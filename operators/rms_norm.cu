@@ -1,5 +1,4 @@
-// A row lies in the registers of LANES threads of a warp where it is short (per-head norms have
-// millions), else of a whole block.
+// A row is in registers of LANES threads of a warp if short (per-head norms), else of a block.
 #include <algorithm>
 #include <climits>
 
@@ -10,8 +9,7 @@ namespace {
 
 constexpr int kGroupThreads = 128;  // of a block with several rows
 
-// LANES threads a row (0: the whole block, up to MOST), each with PER vectors of N elements, at (k
-// * threads + lane) * N.
+// LANES threads a row (0: a block, up to MOST) with PER vectors of N, at (k * threads + lane) * N.
 template <int N_, int LANES_, int PER_, int MOST_ = kGroupThreads> struct Spread {
   static constexpr int N = N_, LANES = LANES_, PER = PER_, MOST = MOST_;
 };

@@ -30,10 +30,9 @@ RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double th
 enum class RotaryPairs { halves, neighbours };
 
 // x (T, heads, ..), positions (T) int32 in [0, P) -> same shape and dtype: D elements of each head
-// from `first` on are rotated, D that of the table, the others copied. A pair (a, b) becomes (a cos
-// - b sin, b cos + a sin), in FP32, rounded once. x may be a strided view, last dimension
-// contiguous. Backward saves positions and table only. A position outside throws on the CPU; on
-// CUDA its row is NaN.
+// from `first` on are rotated, D that of the table, others copied. A pair (a, b) becomes (a cos - b
+// sin, b cos + a sin), in FP32, rounded once. x may be a strided view, last dimension contiguous.
+// Saves positions and table only. A position outside throws on the CPU; on CUDA its row is NaN.
 Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table,
     RotaryPairs pairs = RotaryPairs::halves, int64_t first = 0);
 

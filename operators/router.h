@@ -38,10 +38,9 @@ struct RouterBalance {
 
 // Summed over rows, which must not be cut between calls: for each row E sum_e share_e * mean_t
 // probability_e, 1 for balanced shares. probabilities (T, E) float32, topk_idx (T, K), row_id (T)
-// int32 in [0, num_rows), or ~row for padding, which does not count; shares (E) float64: of
-// global_batch. Where rows are split over `context`, counts are summed over it (collective, in the
-// forward pass only; they travel until the result is called), and the loss is the local tokens'
-// part.
+// int32 in [0, num_rows), or ~row for padding, not counted; shares (E) float64: of global_batch.
+// Rows split over `context`: counts are summed over it (collective, forward pass only; they travel
+// until the result is called), and the loss is the local tokens' part.
 std::function<RouterBalance()> start_balance_loss(const Tensor& probabilities,
     const Tensor& topk_idx, const Tensor& row_id, int64_t num_rows, const Comm& context = {},
     BalanceKind kind = BalanceKind::sequence, const Tensor& shares = {});

@@ -4,8 +4,7 @@
 
 namespace pith {
 
-// gate_up (S, 2 I), gate block then up block -> (S, I): silu(gate) * up, in FP32, rounded once.
-// Saves gate_up only.
+// gate_up (S, 2 I), gates then ups -> (S, I): silu(gate) * up, FP32, rounded once. Saves gate_up.
 Tensor swiglu(const Tensor& gate_up);
 
 // GPT-OSS' form: gate_up (S, 2 I), alternating -> (S, I): g sigmoid(alpha g) (u + 1), gate g at
