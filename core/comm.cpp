@@ -24,7 +24,6 @@ struct Comm::Impl {
 
 namespace {
 
-// Elements of each member's part, from rows.
 std::vector<int64_t> elements(
     std::span<const int64_t> splits, int64_t members, const Tensor& tensor) {
   PITH_CHECK(tensor.dim() > 0 && std::ssize(splits) == members,
@@ -39,7 +38,7 @@ std::vector<int64_t> elements(
 }  // namespace
 
 void Work::Drop::operator()(Operation* operation) const {
-  // While an exception unwinds its buffers stay: they may still be written until the process ends.
+  // While an exception unwinds its buffers stay: they may still be written.
   if (std::uncaught_exceptions() == 0) Work(operation).wait();
 }
 
@@ -63,7 +62,6 @@ int64_t Comm::rank() const { return impl_->rank; }
 const std::vector<int64_t>& Comm::ranks() const { return impl_->ranks; }
 const std::string& Comm::name() const { return impl_->name; }
 
-// Checks the operation, names it and hands it to the transport of its tensors.
 Work Comm::start(Operation&& given) const {
   const Tensor &out = given.out, &in = given.in;
   const auto type = in.scalar_type();
@@ -108,7 +106,7 @@ Work Comm::start(Operation&& given) const {
   if (device.is_cpu() && launch_info().mpi) {
     if (!group.mpi_tag) {
       const auto watched = watch("setting up MPI for " + operation->what, operation->limit_s);
-      static int64_t groups = 0;  // so that a first member gives each of its groups another tag
+      static int64_t groups = 0;  // another tag for each group of one first member
       const int64_t tag = ++groups * launch_info().size + group.ranks.front();
       group.mpi_tag = std::stoi(all_gather_strings(std::to_string(narrow<int>(tag))).front());
     }

@@ -29,7 +29,7 @@ std::string load_cuda() {
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) return cudaGetErrorString(status);
   if (count == 0) return "no GPU on this machine";
-  // RTLD_GLOBAL: cuDNN and the operators' registration look for each other's symbols.
+  // RTLD_GLOBAL: cuDNN and registration of operators look for each other's symbols.
   if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr) return dlerror();
   return "";
 }
@@ -45,10 +45,10 @@ at::Device select_device(const std::string& wanted) {
       wanted == "auto" || wanted == "cuda", "unknown device '{}': auto, cpu or cuda", wanted);
   static const std::string problem = load_cuda();
   if (problem.empty()) {
-    // Sums of a split product are added in FP32 and rounded once, not in BF16 (LibTorch's default).
+    // Sums of a split product: FP32, rounded once, not BF16 (LibTorch's default).
     at::globalContext().setAllowBF16ReductionCuBLAS(false);
 #if PITH_CUDA
-    int count = 1;  // each process of this machine takes its own GPU
+    int count = 1;  // each process here takes its own GPU
     cudaGetDeviceCount(&count);
     const auto index = static_cast<int>(launch_info().local_rank % count);
     PITH_CHECK(cudaSetDevice(index) == cudaSuccess, "GPU {} cannot be used", index);
@@ -79,7 +79,7 @@ double peak_flops([[maybe_unused]] at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
     const std::string name = properties_of(device).name;
-    // The vendor's datasheets, SXM parts.
+    // Datasheets, SXM parts.
     if (name.find("H200") != name.npos || name.find("H100") != name.npos) return 989e12;
     if (name.find("B200") != name.npos) return 2250e12;
   }

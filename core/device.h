@@ -1,18 +1,17 @@
-// Which device this process computes on, and LibTorch's CUDA half loaded only where a GPU is.
+// The device of this process; LibTorch's CUDA half is loaded only where a GPU is.
 #pragma once
 #include "core/tensor.h"
 
 namespace pith {
 
-// Must run before any other LibTorch call. Loads libtorch_cuda.so where this build has CUDA and the
-// machine a GPU. `wanted`: "auto", "cpu" or "cuda", which throws, saying why it can't be had.
+// Before any other LibTorch call. Loads libtorch_cuda.so where build and machine have CUDA.
+// `wanted`: "auto", "cpu" or "cuda", which throws, saying why it can't be had.
 at::Device select_device(const std::string& wanted);
-std::string describe_device(at::Device device);  // a line: name, memory, which path operators take
+std::string describe_device(at::Device device);  // a line: name, memory, operators' path
 double peak_flops(at::Device device);            // dense BF16, FLOP/s; 0: not known
 
-// Peak so far, GiB, of LibTorch's allocator; on the CPU of resident memory.
+// Peak so far, GiB, of LibTorch's allocator; on the CPU resident memory.
 double peak_memory_gib(at::Device device);
-// Waits for what computes, the current stream. Transfers of other streams go on.
-void synchronize(at::Device device);
+void synchronize(at::Device device);  // waits for the current stream, not for transfers.
 
 }  // namespace pith

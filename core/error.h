@@ -1,10 +1,10 @@
-// The one error layer: what failed, where, what to do next. Provides Error, PITH_CHECK, PITH_FAIL.
+// The one error layer: what failed, where, what to do next.
 #pragma once
 
 namespace pith {
 
-// Wrong input and faults of the program share this type. what() is the whole text for a person:
-// message, hint, file:line, statement, rank; apps/main.cpp prints it and exits with 1.
+// Wrong input and faults of the program alike. what(): message, hint, file:line, statement, rank;
+// apps/main.cpp prints it and exits with 1.
 class Error : public std::runtime_error {
  public:
   Error(const char* file, int line, std::string_view statement, const std::string& message,
@@ -14,17 +14,17 @@ class Error : public std::runtime_error {
   std::string message_;
 };
 
-// Names this process in every later error, e.g. "rank 3 (pp 0, dp 1, cp 1)". Empty for one process.
+// Names this process in later errors: "rank 3 (pp 0, dp 1, cp 1)". Empty for one process.
 void set_error_context(std::string context);
 
 }  // namespace pith
 
-// PITH_FAIL("corpus {}: document {} ends at byte {}", path, i, end): always throws pith::Error.
+// PITH_FAIL("corpus {}: document {} ends at byte {}", path, i, end): throws pith::Error.
 #define PITH_FAIL(...) throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__))
-// PITH_FAIL_HINT("what to do next", "message {}", ...): the same with advice.
+// PITH_FAIL_HINT("what to do next", "message {}", ...)
 #define PITH_FAIL_HINT(advice, ...) \
   throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__), advice)
-// PITH_CHECK(a == b, "rows {} differ from {}", a, b): throws pith::Error unless it holds.
+// PITH_CHECK(a == b, "rows {} differ from {}", a, b): throws unless it holds.
 #define PITH_CHECK(condition, ...)                                                     \
   do {                                                                                 \
     if (!(condition)) [[unlikely]]                                                     \

@@ -129,7 +129,7 @@ Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device) {
   }
   mesh.context = world.group(groups.context, "context");
   mesh.expert = world.group(groups.expert, "expert");
-  // Nothing inside a layer waits for the others: those of the same members share connections.
+  // Groups of the same members share connections: nothing inside a layer waits for the others.
   std::map<std::vector<int64_t>, Comm> shared{{mesh.world.ranks(), mesh.world}};
   const auto share = [&](const std::vector<int64_t>& ranks, const std::string& name) {
     const auto [at, is_new] = shared.try_emplace(ranks);

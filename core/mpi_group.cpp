@@ -1,5 +1,4 @@
-// MPI, opened at run time: a program started plainly does not need it. Only its messages are used;
-// collectives are made of them here. Provides mpi_*, find_symbol.
+// MPI, opened at run time: a plain start needs none. Its messages make the collectives.
 #include <dlfcn.h>
 #include <mpi.h>
 #include <unistd.h>
@@ -61,7 +60,7 @@ Tensor sum_in_order(const Tensor& parts) {
 }  // namespace
 
 void mpi_start() {
-  Dl_info info;  // the wheel's library was moved: tell it where its plug-ins are
+  Dl_info info;  // the wheel's library was moved: its plug-ins
   if (dladdr(reinterpret_cast<void*>(mpi().init), &info) != 0) {
     const std::string folder(info.dli_fname, std::string_view(info.dli_fname).rfind('/'));
     if (access((folder + "/openmpi/libpmix.so.2").c_str(), R_OK) == 0)

@@ -1,4 +1,4 @@
-// NCCL, opened at run time beside libtorch_cuda. Provides nccl_*.
+// NCCL, opened at run time beside libtorch_cuda.
 #include "core/transport.h"
 
 #if PITH_CUDA
@@ -8,7 +8,7 @@
 namespace pith {
 namespace {
 
-// NCCL 2's functions and numbers in use, declared here so that nothing of it is needed to build.
+// NCCL 2's functions and numbers, declared here: the build needs nothing of it.
 struct UniqueId {
   char bytes[128];
 };

@@ -32,7 +32,7 @@ Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {
           end <= flat_or_shaped.numel(),
       "elements {} to {} cannot be taken out of {}", part.offset, end,
       describe(flat_or_shaped, part.name));
-  // Detached: the view of an autograd leaf can be written without being recorded.
+  // Detached: writes into an autograd leaf's view are not recorded.
   return flat_or_shaped.detach().view({-1}).narrow(0, part.offset, part.numel()).view(part.shape);
 }
 

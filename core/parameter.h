@@ -6,11 +6,10 @@
 
 namespace pith {
 
-// output_normal: std / sqrt(2 layers). log_decay: log of a number from 0.01 to 16, all as likely.
+// output_normal: std / sqrt(2 layers). log_decay: log of a uniform number in 0.01 .. 16.
 enum class Init { normal, output_normal, ones, zeros, log_decay };
 
-// Decides weight decay: matrices, experts and embeddings decay. `expert`: of one expert each along
-// dim 0; their biases (E, n) do not decay.
+// Decides weight decay: matrices, experts, embeddings decay; experts' biases (E, n) do not.
 enum class ParameterGroup { matrix, expert, embedding, router, norm, bias };
 
 // How a tensor is updated (engine/optimizer.h).
@@ -26,13 +25,12 @@ struct UpdateRule {
 enum class Fused { none, rows, columns };
 
 // One tensor of the Hugging Face folder: a contiguous range of a parameter's elements. A fused
-// parameter (q, k, v; the experts' gate and up) is the concatenation of several.
+// parameter (q, k, v; the experts' gate and up) concatenates several.
 struct HfTensor {
-  std::string name;            // "model.layers.0.self_attn.q_proj.weight"
-  std::vector<int64_t> shape;  // as in the Hugging Face checkpoint; dim 0 may hold less
-  int64_t offset;              // first element, counted in the flattened parameter
-  int64_t first_row = 0,
-          rows = 0;  // where dim 0 starts in a tensor of so many rows; 0: it is whole
+  std::string name;                 // "model.layers.0.self_attn.q_proj.weight"
+  std::vector<int64_t> shape;       // as in the Hugging Face checkpoint; dim 0 may hold less
+  int64_t offset;                   // first element in the flattened parameter
+  int64_t first_row = 0, rows = 0;  // first of so many rows; 0: dim 0 is whole
   Fused fused = Fused::none;
   UpdateRule rule = {};
 
@@ -48,29 +46,28 @@ struct HfTensor {
   int64_t whole_numel() const { return c10::multiply_integers(whole_shape()); }
 };
 
-// Operators and shard groups keep its address. `value` and `grad` are views into the flat buffers
-// of its ShardGroup (engine/sharding.h), which binds them.
+// Operators and shard groups keep its address. `value`, `grad`: views that ShardGroup binds.
 struct Parameter {
-  std::string name;  // unique in the model; the Hugging Face name where there is only one
+  std::string name;  // unique; the Hugging Face name where there is one
   std::vector<int64_t> shape;
-  std::vector<HfTensor> tensors;  // in order, gap-free, covering all elements
+  std::vector<HfTensor> tensors;  // in order, gap-free, all elements
   ParameterGroup group = ParameterGroup::matrix;
   Init init = Init::normal;
 
-  Tensor value;  // compute dtype, an autograd leaf whose .grad() is never allocated
-  Tensor grad;   // FP32 (FP64 where value is FP64), same shape; operators' backward adds into it
-  uint64_t version = 0;  // counts updates of value, for cached copies derived from it
+  Tensor value;          // compute dtype, an autograd leaf whose .grad() is never allocated
+  Tensor grad;           // FP32 (FP64 for FP64), same shape; operators' backward adds into it
+  uint64_t version = 0;  // updates of value, for cached copies
 
   Parameter() = default;
-  // Of exactly one Hugging Face tensor, or of several concatenated along the first dimension.
+  // One Hugging Face tensor, or several concatenated along the first dimension.
   Parameter(std::string hf_name, std::vector<int64_t> shape, ParameterGroup group, Init init);
   Parameter(std::string name, std::vector<int64_t> shape, std::vector<HfTensor> tensors,
       ParameterGroup group, Init init);
-  Parameter(Parameter&&) = default;  // and no copies
+  Parameter(Parameter&&) = default;
   Parameter& operator=(Parameter&&) = default;
 
   int64_t numel() const { return c10::multiply_integers(shape); }
-  // A view of what belongs to one Hugging Face tensor, in its shape.
+  // A view of one Hugging Face tensor's part, in its shape.
   static Tensor view_of(const Tensor& flat_or_shaped, const HfTensor& part);
 };
 

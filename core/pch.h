@@ -1,7 +1,6 @@
-// The precompiled header of every room that uses tensors (text has core/std.h); their .cpp files do
-// not repeat what is listed here. Never ATen/ATen.h or torch/torch.h, here or elsewhere: a file
-// includes the ATen/ops/*.h it needs. GCC instantiates pending templates of a precompiled header
-// again in every file, so what is listed costs time: autograd's custom functions 3 s a file.
+// The precompiled header of every room that uses tensors (text: core/std.h); .cpp files do not
+// repeat it. Never ATen/ATen.h or torch/torch.h: a file includes the ATen/ops/*.h it needs. GCC
+// instantiates pending templates again in each file: autograd's custom functions cost 3 s a file.
 #pragma once
 #include "core/std.h"
 

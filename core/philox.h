@@ -31,7 +31,6 @@ PITH_HOST_DEVICE inline Philox4 philox_4x32_10(Philox4 counter, uint64_t key) {
   return counter;
 }
 
-// The words of one counter value of the stream `key`.
 PITH_HOST_DEVICE inline Philox4 philox(uint64_t key, uint64_t counter) {
   return philox_4x32_10(
       {{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0}}, key);
@@ -41,13 +40,13 @@ struct Normal4 {
   float value[4];
 };
 
-// Normal numbers 4 * counter .. 4 * counter + 3 of the stream. Host and device agree up to logf,
-// sinf and cosf: all else is exact or rounded once, with or without fused multiply-add.
+// Numbers 4 * counter .. 4 * counter + 3 of the stream. Host and device agree up to logf, sinf,
+// cosf: all else is exact or rounded once, with or without fused multiply-add.
 PITH_HOST_DEVICE inline Normal4 normal4(uint64_t key, uint64_t counter) {
   const Philox4 bits = philox(key, counter);
   Normal4 normal;
   for (int pair = 0; pair < 2; ++pair) {
-    // (0, 1]: never 0, whose logarithm has no end. The largest radius is 6.8.
+    // (0, 1]: 0 has no logarithm. The largest radius is 6.8.
     const float uniform = static_cast<float>(bits.word[2 * pair]) * 0x1p-32f + 0x1p-33f;
     const float turn = static_cast<float>(bits.word[2 * pair + 1] >> 8) * 0x1p-24f;
     const float radius = sqrtf(-2.0f * logf(uniform));

@@ -1,6 +1,6 @@
-// The standard library, fmt and errors: precompiled for every room, whose files do not repeat them.
+// The standard library, fmt and errors, precompiled for every room: files do not repeat them.
 #pragma once
-#include <bits/stdc++.h>  // libstdc++'s own header for this; LibTorch's wheel needs libstdc++
+#include <bits/stdc++.h>  // libstdc++, as LibTorch's wheel
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -9,7 +9,6 @@
 namespace pith {
 
 namespace fs = std::filesystem;
-// A count as containers and as floating-point code want it.
 constexpr size_t index(std::integral auto number) { return static_cast<size_t>(number); }
 constexpr double real(std::integral auto number) { return static_cast<double>(number); }
 

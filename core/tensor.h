@@ -1,4 +1,4 @@
-// Shared by every room: the Tensor name, checks of shape and dtype, exact integer arithmetic.
+// Shared by every room.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -8,16 +8,15 @@ using at::Tensor;
 
 // "hidden: bfloat16 (4096, 2048) on cuda:0", or "hidden: undefined".
 std::string describe(const Tensor& tensor, std::string_view name);
-std::string dtype_name(at::ScalarType dtype);  // "float32", "bfloat16", "int64", ...
+std::string dtype_name(at::ScalarType dtype);  // "float32", "bfloat16", ...
 
-// Throw unless tensor is defined and has this shape (-1 allows any size in that place), this dtype,
-// or both.
+// Throw unless tensor is defined and has this shape (-1: any size), this dtype, or both.
 void check_shape(const Tensor& tensor, std::string_view name, std::initializer_list<int64_t> shape);
 void check_dtype(const Tensor& tensor, std::string_view name, at::ScalarType dtype);
 void check_tensor(const Tensor& tensor, std::string_view name, at::ScalarType dtype,
     std::initializer_list<int64_t> shape);
 
-// Dtype of sums, logits and gradients of `dtype` tensors: FP64 for FP64, otherwise FP32.
+// Dtype of sums, logits and gradients: FP64 for FP64, otherwise FP32.
 inline at::ScalarType wide_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -28,7 +27,7 @@ inline int64_t div_exact(int64_t a, int64_t b) {
   return a / b;
 }
 
-// Integer conversion that throws when the value does not fit.
+// Throws when the value does not fit.
 template <class To, class From> To narrow(From value) {
   static_assert(std::is_integral_v<To> && std::is_integral_v<From>);
   const auto result = static_cast<To>(value);

@@ -1,6 +1,6 @@
-// The job: how its processes were started, the store they meet at, and the two threads that end all
-// of them when one is lost. The heartbeat talks to the store and looks after collectives; the guard
-// only looks at the heartbeat, so that a store that hangs cannot stop it.
+// The job: how its processes started, their store, and the two threads that end all when one is
+// lost. The heartbeat talks to the store and looks after collectives; the guard only looks at the
+// heartbeat, so that a hanging store cannot stop it.
 #include <c10/util/Exception.h>
 #include <c10/util/Flags.h>
 #include <unistd.h>
@@ -38,7 +38,7 @@ Launch read_launch() {
     PITH_CHECK(launch.rank < launch.size, "rank {} of {} processes", launch.rank, launch.size);
     return launch.size > 1 ? launch : Launch{};
   };
-  if (is_set("OMPI_COMM_WORLD_SIZE"))  // mpirun
+  if (is_set("OMPI_COMM_WORLD_SIZE"))
     return read("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", true);
   if (is_set("RANK") && is_set("WORLD_SIZE")) {  // torchrun
     const Launch launch = read("RANK", "WORLD_SIZE", "LOCAL_RANK", false);
@@ -60,14 +60,13 @@ struct Watch {
   double age_s = 0;
 };
 
-// What a running job of several processes has. Leaked: its threads may outlive main's unwinding.
-// Ages are counted in ticks, not by a clock: they do not jump when the whole job is stopped and
-// continued (a closed lid, SIGSTOP to all).
+// Of a job of several processes. Leaked: its threads may outlive main's unwinding. Ages are in
+// ticks, not of a clock: no jump when the job is stopped and continued (closed lid, SIGSTOP).
 struct Job {
   int64_t rank = launch_info().rank, size = launch_info().size;
   double heartbeat_s = number_in("PITH_HEARTBEAT_S", 20.0);
   double tick_s = std::min(heartbeat_s, comm_timeout_s()) / 10;
-  c10::intrusive_ptr<c10d::Store> store, beats;  // main thread's and heartbeat's connection
+  c10::intrusive_ptr<c10d::Store> store, beats;  // main thread's, heartbeat's
   std::thread heartbeat, guard;
 
   std::mutex mutex;  // guards what follows
@@ -105,7 +104,7 @@ void print_failure(const std::string& text) {
   _exit(1);
 }
 
-// Who failed first has said it. Rank 0 stays until the others have read it in its store.
+// Who failed first has said it. Rank 0 stays until the others have read it.
 [[noreturn]] void leave_quietly() {
   if (job->rank == 0) std::this_thread::sleep_for(seconds(2.5 * job->tick_s));
   _exit(1);
@@ -118,7 +117,7 @@ void write_beat(int64_t beat) {
   job->beats->set(fmt::format("beat/{}", job->rank), text);
 }
 
-// Makes `text` the first cause if there is none yet, and ends this process.
+// `text` becomes the first cause if there is none yet; ends this process.
 [[noreturn]] void fail_through_store(std::string text) {
   if (text.starts_with("timeout")) {
     const std::vector<std::string> keys = job->keys("beat");
@@ -131,7 +130,7 @@ void write_beat(int64_t beat) {
   leave_quietly();
 }
 
-// One tick of age for all of these; what has failed or is late, or "".
+// One tick of age; what has failed or is late, or "".
 std::string failed_operation(std::vector<Watch>& watches) {
   std::string text;
   try {
@@ -147,8 +146,7 @@ std::string failed_operation(std::vector<Watch>& watches) {
 }
 
 void run_heartbeat() {
-  // Rank 0 looks at all, the others at it.
-  std::vector<std::string> others = job->keys("beat");
+  std::vector<std::string> others = job->keys("beat");  // rank 0 looks at all, the others at it.
   if (job->rank != 0) others.resize(1);
   std::vector<std::string> seen(others.size());
   std::vector<double> ages_s(others.size());
@@ -214,15 +212,14 @@ std::string host_name() {
 }
 
 c10::intrusive_ptr<c10d::Store> open_store() {
-  // The C10d library reports lost connections in its own way as well; ours is enough.
-  FLAGS_caffe2_log_level = 2;
+  FLAGS_caffe2_log_level = 2;  // C10d's own reports of lost connections would repeat ours.
   c10d::TCPStoreOptions options;
   options.isServer = job->rank == 0;
   options.waitWorkers = false;
   options.timeout = std::chrono::minutes(5);
   if (!launch_info().mpi) {
     options.port = narrow<uint16_t>(number_in<int64_t>("MASTER_PORT", 0));
-    // torchrun's agent already serves a store at this address, also for earlier attempts.
+    // torchrun's agent already serves a store here, also for earlier attempts.
     if (environment("TORCHELASTIC_USE_AGENT_STORE") == "True") options.isServer = false;
     return c10::make_intrusive<c10d::PrefixStore>(
         "pith" + environment("TORCHELASTIC_RESTART_COUNT"),
@@ -248,19 +245,17 @@ const Launch& launch_info() {
 
 World::World() {
   if (launch_info().size == 1) return;
-  // A kernel loaded at its first use waits for all that runs, also for a transfer of another rank
-  // which waits for that kernel.
+  // A kernel's first load waits for all that runs, also a transfer that waits for this kernel.
   setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   job = new Job;
   set_error_context(fmt::format("rank {}", job->rank));
   if (launch_info().mpi) mpi_start();
   job->store = open_store();
   job->beats = job->store->clone();
-  // Waits may last as long as a checkpoint of another rank; heartbeat and guard end them.
+  // As long as a checkpoint of another rank; heartbeat and guard end waits.
   job->store->setTimeout(std::chrono::hours(24 * 365));
   write_beat(0);
-  // Every beat stands in the store before anyone reads it.
-  store_gather("here", 0, job->rank, job->size, "");
+  store_gather("here", 0, job->rank, job->size, "");  // every beat stands before anyone reads it.
   job->heartbeat = std::thread(run_heartbeat);
   job->guard = std::thread(run_guard);
 }
@@ -269,7 +264,7 @@ World::~World() {
   if (job == nullptr || std::uncaught_exceptions() > 0) return;
   try {
     note_operation("the end");
-    store_gather("bye", 0, job->rank, job->size, "");  // the heartbeat goes on meanwhile
+    store_gather("bye", 0, job->rank, job->size, "");  // the heartbeat goes on
     {
       const std::lock_guard lock(job->mutex);
       job->stopping = true;
@@ -286,13 +281,13 @@ World::~World() {
 
 void end_all_ranks(const std::string& text) {
   if (job == nullptr) return;
-  if (!job->heartbeat.joinable()) leave_without_store(text);  // it did not come to that
+  if (!job->heartbeat.joinable()) leave_without_store(text);  // it did not start
   {
     const std::lock_guard lock(job->mutex);
     if (job->failure.empty()) job->failure = text;
   }
   job->changed.notify_all();
-  for (;;) pause();  // the heartbeat ends the process, or, where that is stuck, the guard
+  for (;;) pause();  // the heartbeat or the guard ends the process
 }
 
 void set_comm_context(const std::string& context) {
@@ -339,7 +334,7 @@ std::vector<std::string> store_gather(
     job->store->set(key(round, rank), mine);
     for (const auto& value : job->store->multiGet(keys))
       result.emplace_back(value.begin(), value.end());
-    // Every member is in this round, so every member has read the one before.
+    // All members are in this round: they have read the one before.
     if (round > 0) job->store->deleteKey(key(round - 1, rank));
   } catch (const c10::Error&) { end_all_ranks(kStoreLost); }
   return result;

@@ -27,9 +27,8 @@ std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
 }
 
 // Calls f(queries, keys) for each document with queries on `rank` that see keys of `peer`: its
-// local tokens that take part. On the same rank both are all that it has there, and causal; a rank
-// before this one gives its low chunk, and to ranks after this one only the high chunk's queries
-// come later.
+// local tokens that take part. On the same rank both are all it has there, and causal; a rank
+// before gives its low chunk; after it only the high chunk's queries come.
 template <class F> void for_each_piece(const MicroBatch& whole, const std::vector<int64_t>& rows,
     int64_t rank, int64_t peer, int64_t size, F&& f) {
   const int32_t* cu = whole.cu_seqlens_host.const_data_ptr<int32_t>();
@@ -57,7 +56,6 @@ template <class F> void for_each_piece(const MicroBatch& whole, const std::vecto
   }
 }
 
-// The queries or the keys of a ring step, document after document.
 struct Side {
   std::vector<int64_t> index, cu{0};
   int64_t longest = 0;
@@ -81,7 +79,7 @@ AttentionSpan span_between(const Side& queries, const Side& keys, at::Device dev
   return {upload(cu_q, device), upload(cu_k, device), cu_q, cu_k, queries.longest, keys.longest};
 }
 
-// Where a rank's tokens are in the unsplit rows, in their order.
+// A rank's tokens in the unsplit rows, in order.
 std::vector<int64_t> tokens_of(const std::vector<int64_t>& rows, int64_t rank, int64_t size) {
   std::vector<int64_t> tokens;
   for (size_t i = 0; i + 1 < rows.size(); ++i) {

@@ -19,7 +19,7 @@ ExpertExchange::ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_
   const Tensor owner = destination_;
   destination_ = destination_.masked_fill(repeated, -1);
 
-  // One count for each (rank, rows or expert); repeated entries count into a cell of their own.
+  // By (rank, rows or expert); repeated entries count into a cell of their own.
   const int64_t width = 1 + local_experts_, cells = ranks * width;
   const Tensor rows = at::where(repeated, cells, owner * width).view({-1});
   const Tensor slots = (topk_idx + owner + 1).view({-1});  // rank * width + 1 + local expert
@@ -92,7 +92,7 @@ void ExpertExchange::dispatch(const Tensor& rows, const Tensor& weight) {
   send(copies(rows));
   const Tensor row = by_rank_.row_of_slot;
   send(weight.index_select(0, row));
-  // Each copy carries the ids of its rank's experts, counted from that rank's first.
+  // Copies carry ids of their rank's experts, from its first on.
   const Tensor slot = at::arange(by_rank_.num_slots(), by_rank_.offsets.options());
   const Tensor rank = at::searchsorted(by_rank_.offsets, slot, /*out_int32=*/false, /*right=*/true);
   const Tensor local = topk_idx_.index_select(0, row) - rank.unsqueeze(1) * local_experts_;

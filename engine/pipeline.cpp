@@ -22,7 +22,7 @@ Tensor leaf(const Tensor& tensor) {
   return detached;
 }
 
-// Backward through one stage: the gradient flows from its output to its leaves.
+// Backward through one stage, from its output to its leaves.
 void backward_stage(const Tensor& output, const Tensor& gradient) {
   torch::autograd::backward({output}, {gradient});
 }
@@ -37,13 +37,13 @@ void accumulate(Tensor& total, const Tensor& part) {
   if (part.defined()) total = total.defined() ? total + part : part;
 }
 
-// Everything one layer of one micro-batch keeps from its forward to its backward pass.
+// What one layer of one micro-batch keeps for its backward pass.
 struct LayerRun {
   int64_t layer;
-  Tensor hidden;       // (T, H) leaf; where layers are recomputed only this and topk_idx are kept
-  Attended attended;   // outputs of stage 1, inside its graph
-  Tensor aux;          // balance loss times its coefficient, a root of stage 1, or undefined
-  Attended joined;     // the same values as leaves of the later stages
+  Tensor hidden;       // (T, H) leaf; where layers are recomputed only this and topk_idx stay
+  Attended attended;   // in the graph of stage 1
+  Tensor aux;          // balance loss times coefficient, a root of stage 1, or undefined
+  Attended joined;     // the same as leaves of later stages
   Tensor shared_rows;  // (T, H) leaf of shared()
   ExpertExchange exchange;
   ExpertExchange::Arrived arrived;  // leaves of stage 3
@@ -62,15 +62,14 @@ struct Run {
   RoutingTape* tape;
   int chunk;
   int64_t microbatch;
-  Tensor embedded = {};               // (T, H) output of the embedding, inside its graph
-  std::vector<LayerRun> layers = {};  // emptied from the back by the backward pass
+  Tensor embedded = {};               // (T, H), in the embedding's graph
+  std::vector<LayerRun> layers = {};  // the backward pass pops the last
   Tensor hidden = {};                 // (T, H) leaf of the head
   Tensor loss = {};                   // root of the head
   Tensor handed_over = {};  // where both chunks meet on the last stage: hidden, then gradient
   std::vector<WeightGradient> deferred = {};
 };
 
-// Layers of a rank's two chunks.
 std::array<std::vector<int64_t>, 2> layers_of_rank(
     const std::vector<int64_t>& chunks, int64_t ranks, int64_t rank) {
   PITH_CHECK(std::ssize(chunks) == 2 * ranks,
@@ -84,9 +83,9 @@ std::array<std::vector<int64_t>, 2> layers_of_rank(
   return {layers(rank), layers(2 * ranks - 1 - rank)};
 }
 
-// --- transfers of hidden states and their gradients between neighbouring stages ---
+// --- transfers between neighbouring stages ---
 
-// In a group of two: `in` arrives from the other member, `out` goes there.
+// In a group of two: `out` goes to the other, `in` comes from it.
 Work transfer(const Comm& pair, Tensor& in, const Tensor& out) {
   std::vector<int64_t> received(2), sent(2);
   received[index(1 - pair.rank())] = in.size(0);
@@ -94,18 +93,17 @@ Work transfer(const Comm& pair, Tensor& in, const Tensor& out) {
   return pair.all_to_all_async(in, out, received, sent);
 }
 
-// One-way flows join a stage with the next one: hidden states and gradients of chunk 0 (which runs
-// down the stages) and of chunk 1 (which runs up), and of a shared head, each a group of its own
-// and in the order of micro-batches, so that no flow ever waits for another.
+// One-way flows between neighbouring stages: hidden states and gradients of chunk 0 (down), chunk 1
+// (up), a shared head; a group each, in order of micro-batches: none waits for another.
 struct StageLink {
-  const Comm *from, *to;  // null: it does not come from, or go to, another stage
+  const Comm *from, *to;  // null: not another stage
   at::TensorOptions options;
   int64_t hidden_size;
   size_t ahead;  // messages that may be under way
   std::deque<Work> sent = {};
 
-  // (tokens, H). Asked for only when it is needed: NCCL holds processors while it waits, and a GPU
-  // that computes meanwhile loses more by that than the transfer takes.
+  // (tokens, H). Asked for only when needed: NCCL holds processors while it waits, and a GPU that
+  // computes meanwhile loses more by that than the transfer takes.
   Tensor receive(int64_t tokens) {
     Tensor tensor = at::empty({tokens, hidden_size}, options);
     transfer(*from, tensor, tensor.narrow(0, 0, 0)).wait();
@@ -126,13 +124,13 @@ struct StageLink {
   }
 };
 
-// [2 * chunk + (1 for gradients)], the head as a third chunk where the first two stages share it.
+// [2 * chunk + (1 for gradients)]; a shared head is a third chunk.
 std::deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, at::ScalarType dtype) {
   const auto options = at::TensorOptions(mesh.device);
   const bool first = mesh.place.pp == 0, last = mesh.place.pp + 1 == mesh.shape.pp;
   std::deque<StageLink> links;
   for (size_t i = 0; i < (mesh.shape.head_share > 0 ? 6U : 4U); ++i) {
-    // Groups connect at their first message, which waits for the other side: here, not behind one.
+    // Groups connect at their first message and wait for the other side: here, not behind one.
     for (const Comm& group : {mesh.previous[i], mesh.next[i]}) {
       if (group.size() == 1) continue;
       Tensor in = at::empty({1}, options.dtype(at::kFloat));
@@ -141,7 +139,7 @@ std::deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, at::Sca
     const Comm *from = first ? nullptr : &mesh.previous[i], *to = last ? nullptr : &mesh.next[i];
     const bool down = i == 0 || i == 3 || i == 4;
     if (!down) std::swap(from, to);
-    // A stage is at most 2 P + 1 micro-batches ahead of its neighbour: older messages have arrived.
+    // A stage is at most 2 P + 1 micro-batches ahead: older messages have arrived.
     links.push_back({from, to, options.dtype(dtype), hidden_size, index(2 * mesh.shape.pp + 1)});
   }
   return links;
@@ -174,11 +172,11 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   std::deque<StageLink> links_;
   ModelShards shards_;
   bool recompute_;
-  bool defers_;  // weight gradients over several actions: not where they are resharded
+  bool defers_;  // weight gradients over several actions: not if resharded
   StageObserver observer_ = {};
 
   // Of the call under way.
-  bool last_ = false;  // is the backward under way the last one of its layers?
+  bool last_ = false;                          // is this the last backward of its layers?
   std::array<std::vector<Run>, 2> runs_ = {};  // [chunk][micro-batch]
   BatchResult result_ = {};
 
@@ -199,7 +197,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   const std::vector<int64_t>& layers_of(const Run& run) const { return layers_[index(run.chunk)]; }
   StageLink& hidden_link(const Run& run) { return links_[run.chunk == 0 ? 0 : 2]; }
   StageLink& gradient_link(const Run& run) { return links_[run.chunk == 0 ? 1 : 3]; }
-  // Tokens of a micro-batch, its last ones, whose head the second stage computes in training.
+  // A micro-batch's last tokens, whose head the second stage computes in training.
   int64_t shared_tokens(const MicroBatch& batch) const {
     if (!c10::GradMode::is_enabled()) return 0;
     return std::llround(mesh_.shape.head_share * real(batch.num_tokens()));
@@ -275,7 +273,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   void aggregate_stage(const Run& run, LayerRun& layer) {
     const c10::AutoGradMode keeps(grad_of(layer));
     if (layer.attended.balance) balance(*run.batch, layer);
-    // Its gradients don't depend on its values, so what came back need not travel again.
+    // Its gradients don't depend on its values: what came back need not travel again.
     if (layer.attended.topk_idx.defined())
       layer.returned = leaf(layer.again ? layer.attended.residual : layer.exchange.combined());
     layer.output =
@@ -283,7 +281,6 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
             .aggregate(context(run, layer), layer.returned, layer.joined, layer.shared_leaf);
   }
 
-  // The router's own losses.
   void balance(const MicroBatch& batch, LayerRun& layer) {
     const auto [loss, counts] = std::exchange(layer.attended.balance, {})();
     const Tensor& z = layer.attended.z_sum;
@@ -300,7 +297,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     result_.expert_counts[layer.layer] += counts;
   }
 
-  // The forward pass again for its graphs: by the same routes, counted and recorded no second time.
+  // The forward pass again, for its graphs: same routes, not counted or recorded again.
   void recompute(const Run& run, LayerRun& layer) {
     layer.again = layer.routes.replay = true;
     layer.routes.topk_idx.resize(index(layer.layer) + 1);
@@ -378,7 +375,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     head(run, hidden.slice(0, 0, tokens - shared), 0, objective);
   }
 
-  // The head of the tokens from `first` on, whose hidden states are given.
+  // The head of the tokens from `first` on.
   template <class Objective>
   void head(Run& run, const Tensor& hidden, int64_t first, const Objective& objective) {
     MicroBatch batch = *run.batch;
@@ -427,8 +424,8 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     shards_.embedding.after_backward(last_);
   }
 
-  // Layers of one micro-batch forward against layers of another backward: while one waits for rows
-  // on their way, the other computes. `hidden` and `grad` move through as many layers as both have.
+  // Forward of one micro-batch against backward of another: while one waits for rows, the other
+  // computes. `hidden` and `grad` move through as many layers as both have.
   void overlap(Run& forward, Tensor& hidden, Run& backward, Tensor& grad) {
     const size_t pairs = std::min(layers_of(forward).size(), backward.layers.size());
     for (size_t i = 0; i < pairs; ++i) {
@@ -444,7 +441,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
       for (const WeightGradient& job : weights) add_weight_gradient(job);
       experts(forward, f);  // results come back during the next line
       grad = attend_backward(b);
-      backward.layers.pop_back();  // frees its activations
+      backward.layers.pop_back();
       hidden = aggregate(forward, f);
     }
   }
@@ -469,7 +466,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
       aggregate_backward(run, layer, grad);
       experts_backward(layer);
       grad = attend_backward(layer);
-      run.layers.pop_back();  // frees its activations
+      run.layers.pop_back();
     }
     backward_end(run, grad);
   }
@@ -510,7 +507,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
       if (pass.kind != Pass::weight) continue;
       for (const WeightGradient& job : run.deferred) add_weight_gradient(job);
       run.deferred.clear();
-      if (last_ && defers_)  // otherwise the backward was the last
+      if (last_ && defers_)  // else the backward was last
         for (const int64_t layer : layers_of(run)) shards_of(layer).after_backward(true);
     }
     for (StageLink& link : links_) link.finish();

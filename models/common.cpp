@@ -191,7 +191,7 @@ json config_for_export(const std::string& source_json, const char* architecture,
   object["architectures"] = {architecture};
   object["num_hidden_layers"] = num_layers;
   object.erase("router_state");  // of the weights that were read: with_router_state()
-  object.erase("torch_dtype");   // the older name of dtype
+  object.erase("torch_dtype");   // older name of dtype
   object["dtype"] = dtype_name(dtype);
   if (object.contains("layer_types") && object["layer_types"].is_array()) {
     json& types = object["layer_types"];

@@ -1,4 +1,4 @@
-// What families share: fields of config.json, parameters in Hugging Face's layouts, routes.
+// What families share.
 #pragma once
 #include <nlohmann/json_fwd.hpp>
 
@@ -8,7 +8,7 @@
 
 namespace pith {
 
-// Reads typed fields of a config.json and collects what is wrong instead of stopping at the first.
+// Reads fields of a config.json; collects what is wrong instead of stopping at the first.
 class Fields {
  public:
   explicit Fields(const nlohmann::json& object, std::string prefix = "")
@@ -22,7 +22,7 @@ class Fields {
   }
   double number(const char* key, double fallback);  // positive
   bool flag(const char* key, bool fallback);
-  // A problem unless the field is absent or has this value: what is not supported otherwise.
+  // A problem unless the field is absent or this: else unsupported.
   void only(const char* key, const nlohmann::json& value);
 
   void problem(const std::string& key, const std::string& text) {
@@ -35,32 +35,30 @@ class Fields {
   std::string prefix_, problems_;
 };
 
-// Checks and reads what all families say in the same way; the keys of the number of experts and of
-// their width.
+// Reads what all families say alike; keys of the experts' number and width.
 void read_common(Fields& fields, ModelConfig& config, const char* family,
     const char* num_experts = "num_experts", const char* width = "moe_intermediate_size");
-// num_key_value_heads and head_dim; without them these.
+// Reads num_key_value_heads and head_dim; without them these.
 void read_heads(Fields& fields, ModelConfig& config, int64_t num_kv_heads, int64_t head_dim);
 
 struct RopeFields {
-  double partial = 0.25;      // share of a head, in families that rotate a part of it
-  double softmax_factor = 1;  // of the softmax scale: the mscale of mscale_all_dim, squared
+  double partial = 0.25;      // of a head, in families that rotate a part
+  double softmax_factor = 1;  // the mscale of mscale_all_dim, squared
 };
-// rope_theta at the top level or inside rope_parameters, and YaRN in rope_scaling or there. Without
-// `yarn`, a configuration that asks for it has a problem.
+// rope_theta at the top level or in rope_parameters, YaRN in rope_scaling or there. Without `yarn`
+// a configuration that asks for it has a problem.
 RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn);
 
-// Which layers have this type by layer_types, the others having full attention; without the field
-// all but every `interval`-th.
+// Layers of this type by layer_types, else all but every `interval`-th; others: full attention.
 std::vector<bool> layers_of_type(
     Fields& fields, int64_t num_layers, const char* type, int64_t interval);
 
-// The object in a config.json or in the one of a folder, and back to text.
+// The object in a config.json or a folder's, and back to text.
 std::shared_ptr<const nlohmann::json> read_config(const fs::path& path);
 std::string text_of(const nlohmann::json& object);
 
-// Reads a Hugging Face config.json in any of the styles that its family has had. Every missing,
-// ill-typed or unsupported field is listed in one Error. Family::read() does the reading.
+// Reads config.json in any of a family's styles by Family::read(). One Error lists all missing,
+// ill-typed or unsupported fields.
 template <class Family> struct FamilyConfig : ModelConfig {
   static Family parse(const nlohmann::json& object, const std::string& source) {
     Family config;
@@ -76,7 +74,7 @@ template <class Family> struct FamilyConfig : ModelConfig {
   }
 };
 
-// config.json of a checkpoint: the one that was read, with these changes.
+// The config.json that was read, with these changes.
 nlohmann::json config_for_export(const std::string& source_json, const char* architecture,
     int64_t num_layers, at::ScalarType dtype);
 // The same with the state of its router's balancing, as read_common() reads it.
@@ -84,7 +82,6 @@ std::string with_router_state(const std::string& config_json, const RouterState&
 
 Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred = false);
 
-// The layers of a family and what surrounds them; no step of a layer is here.
 template <class ItsConfig, class ItsLayer> class Decoder {
  public:
   using Config = ItsConfig;
@@ -124,12 +121,11 @@ template <class ItsConfig, class ItsLayer> class Decoder {
  private:
   Config config_;
   ModelPart part_;
-  Parameter embedding_, norm_, head_;  // (V, H), (H), (V, H), as far as the part holds them
-  std::deque<Layer> layers_;           // a deque: operators keep the addresses of parameters
+  Parameter embedding_, norm_, head_;  // (V, H), (H), (V, H), as the part holds them
+  std::deque<Layer> layers_;           // a deque: operators keep addresses of parameters
 };
 
-// The size of a model by its parameters. mixing: floating-point operations of a token's attention,
-// forward and backward pass.
+// mixing: floating-point operations of a token's attention, forward and backward.
 template <class Model>
 ModelSize size_of(const typename Model::Config& config, double mixing, int64_t activations) {
   Model model(config, whole_model(config.num_layers, config.num_experts));
@@ -149,15 +145,15 @@ ModelSize size_of(const typename Model::Config& config, double mixing, int64_t a
   return size;
 }
 
-// Those that a layer has, of all that its family's layers may have.
+// Those that this layer has.
 std::vector<Parameter*> existing(std::initializer_list<Parameter*> parameters);
 
 // A projection's matrix (out, in).
 Parameter matrix(const std::string& name, int64_t out, int64_t in, Init init = Init::normal);
-// Query, key and value projections as one parameter (q_size + 2 kv_size, hidden).
+// One parameter (q_size + 2 kv_size, hidden).
 Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden);
 
-// A dense MLP or shared experts; without parameters its result is undefined.
+// A dense MLP or shared experts; without parameters: undefined.
 struct SwigluMlp {
   Parameter gate_up, down;  // (2 width, hidden): gate rows, then up rows; (hidden, width)
 
@@ -166,8 +162,7 @@ struct SwigluMlp {
   Tensor operator()(const Tensor& rows);  // (T, H) -> (T, H)
 };
 
-// Stages 3 and 5 of a layer of SwiGLU experts, on disk one tensor for each expert's gate, up and
-// down.
+// Stages 3 and 5 with SwiGLU experts; on disk each expert's gate, up and down.
 class SwigluMoe : public SumOfParts {
  public:
   Tensor experts(
@@ -180,10 +175,10 @@ class SwigluMoe : public SumOfParts {
 struct RouteChoice {
   int64_t k, num_experts;
   bool normalize;                       // norm_topk_prob
-  int64_t groups = 1, topk_groups = 1;  // group_limited_topk() where some are left out
+  int64_t groups = 1, topk_groups = 1;  // fewer: group_limited_topk()
   double scale = 1;                     // of the weights
 };
-// Routes (or the context's: replayed, balanced), weights and balance loss of logits (T, E) -> out.
+// Routes (or the context's: replayed, balanced), weights, balance loss of logits (T, E).
 void choose_routes(
     const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
 

@@ -8,7 +8,7 @@
 
 namespace pith {
 
-constexpr double kLatentEps = 1e-6;  // of the latents' norms, whatever rms_norm_eps says
+constexpr double kLatentEps = 1e-6;  // of the latents' norms, despite rms_norm_eps
 
 void DeepseekV2Config::read(Fields& fields) {
   read_common(fields, *this, kName, "n_routed_experts");
@@ -58,12 +58,12 @@ ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
     const int64_t slots = sparse ? experts_per_token : 0;
     const int64_t always = sparse ? shared_experts * moe_intermediate_size : intermediate_size;
     // hidden, norm output, residual, rows, sums of experts and shared experts, output; latents
-    // before and after their norms, queries, rotary key, attention output; each slot's row, gate
-    // and up, activation, result; the same of what every token passes.
+    // before and after norms, queries, rotary key, attention output; of each slot: row, gate and
+    // up, activation, result; the same of what every token passes.
     activations += 7 * h + 2 * (q_rank + kv_rank) + q + rotary_dim + out +
         slots * (2 * h + 3 * moe_intermediate_size) + 3 * always;
   }
-  // Attention: 2 (length / 2) heads (Dqk + Dv) forward, three times that with the backward pass.
+  // 2 (length / 2) heads (Dqk + Dv) forward, three times that with the backward.
   const double attention = 3.0 * real(sequence_length * (q + out) * num_layers);
   return size_of<DeepseekV2Model>(*this, attention, activations);
 }
@@ -75,8 +75,7 @@ DeepseekV2Layer::DeepseekV2Layer(
   const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
   const int64_t h = config.hidden_size, heads = config.num_heads;
   input_norm_ = norm_weight(prefix + "input_layernorm.weight", h);
-  // One projection: queries or their latent, then the latent of keys and values with the rotary
-  // key.
+  // Queries or their latent, then the latent of keys and values with the rotary key.
   const int64_t kv = config.kv_rank + config.rotary_dim;
   const int64_t q = config.q_rank > 0 ? config.q_rank : heads * config.qk_dim();
   in_ = Parameter(attention + "in_proj.weight", {q + kv, h},
@@ -106,14 +105,14 @@ std::vector<Parameter*> DeepseekV2Layer::parameters() {
       &router_, &experts_gate_up_, &experts_down_, &mlp_.gate_up, &mlp_.down});
 }
 
-// normed (T, H) -> (T, heads Dv)
+// (T, H) -> (T, heads Dv)
 Tensor DeepseekV2Layer::mix_tokens(const LayerContext& context, const Tensor& normed) {
   const DeepseekV2Config& c = config_;
   const int64_t tokens = normed.size(0), heads = c.num_heads;
   const MicroBatch& batch = context.batch;
   const std::vector<Tensor> parts = at::split_with_sizes(
       linear(normed, in_), {in_.shape[0] - c.kv_rank - c.rotary_dim, c.kv_rank, c.rotary_dim}, 1);
-  // A copy is normalised, so that the backward pass does not keep the whole projection.
+  // A copy is normalised: the backward pass does not keep the whole projection.
   const auto latent_norm = [](const Tensor& x, Parameter& weight) {
     return rms_norm(x.contiguous(), weight, kLatentEps);
   };

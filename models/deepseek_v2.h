@@ -1,5 +1,5 @@
-// DeepSeek-V2 (arXiv 2405.04434): multi-head latent attention with a rotary part of its own (YaRN),
-// softmax top-k routing with or without groups, shared experts, first layers dense.
+// DeepSeek-V2 (arXiv 2405.04434): multi-head latent attention with its own rotary part (YaRN),
+// softmax top-k routing, in groups or not, shared experts, first layers dense.
 #pragma once
 #include "models/common.h"
 
@@ -7,11 +7,11 @@ namespace pith {
 
 struct DeepseekV2Config : FamilyConfig<DeepseekV2Config> {
   static constexpr const char* kName = "deepseek_v2";
-  int64_t q_rank, kv_rank;      // of the latents; q_rank 0: queries without one
-  int64_t plain_dim, v_dim;     // a head's query and key: plain_dim + rotary_dim
+  int64_t q_rank, kv_rank;      // q_rank 0: queries have no latent
+  int64_t plain_dim, v_dim;     // a query's or key's head: plain_dim + rotary_dim
   int64_t dense_layers;         // the first
   int64_t shared_experts;       // each as wide as an expert
-  int64_t groups, topk_groups;  // of experts; equal: the choice is not limited
+  int64_t groups, topk_groups;  // of experts; equal: no limit
   double routed_scale, softmax_scale;
 
   void read(Fields& fields);
@@ -34,10 +34,10 @@ class DeepseekV2Layer : public SwigluMoe {
   DeepseekV2Config config_;
   bool sparse_;
   Parameter input_norm_, post_norm_, o_;  // (H), (H), (H, heads Dv)
-  Parameter in_;               // queries, or their latent; latent of keys and values; rotary key
+  Parameter in_;               // queries or their latent; latent of keys, values; rotary key
   Parameter q_norm_, q_up_;    // with a query latent: (Rq), (heads Dqk, Rq)
   Parameter kv_norm_, kv_up_;  // (R), (heads (Dn + Dv), R)
-  SwigluMlp mlp_;              // dense, or the shared experts as one
+  SwigluMlp mlp_;              // dense, or all shared experts
 };
 
 using DeepseekV2Model = Decoder<DeepseekV2Config, DeepseekV2Layer>;

@@ -15,7 +15,7 @@ using nlohmann::json;
 void GptOssConfig::read(Fields& fields) {
   read_common(fields, *this, kName, "num_local_experts", "intermediate_size");
   read_heads(fields, *this, 8, 64);
-  intermediate_size = moe_intermediate_size;  // no layer is dense
+  intermediate_size = moe_intermediate_size;  // none is dense
   rms_norm_eps = fields.number("rms_norm_eps", 1e-5);
   max_positions = fields.count_or("max_position_embeddings", 131072);
   window = fields.count_or("sliding_window", 128);
@@ -34,21 +34,21 @@ void GptOssConfig::read(Fields& fields) {
 
 std::string GptOssConfig::to_json(at::ScalarType dtype) const {
   json object = config_for_export(source_json, "GptOssForCausalLM", num_layers, dtype);
-  object.erase("quantization_config");  // of what was read; what is written is not packed
+  object.erase("quantization_config");  // what is written is not packed
   return object.dump(2) + "\n";
 }
 
 ModelSize GptOssConfig::size(int64_t sequence_length) const {
   const int64_t h = hidden_size, q = num_heads * head_dim, kv = num_kv_heads * head_dim;
   // hidden, norm output, residual, rows, experts' sum, output; q and k before and after rotary, v,
-  // attention output; each slot's gate and up, activation, result (its row is made again).
+  // attention output; of each slot: gate and up, activation, result (its row is made again).
   const int64_t activations =
       6 * h + 3 * q + 3 * kv + experts_per_token * (h + 3 * moe_intermediate_size);
-  double keys = 0;  // that a token meets, the mean over positions, all layers
+  double keys = 0;  // that a token meets: mean over positions, all layers
   const double length = real(sequence_length), w = real(window);
   for (size_t i = 0; i < index(num_layers); ++i)
     keys += windowed[i] && w < length ? w - w * w / (2 * length) : length / 2;
-  // Attention: 2 x 2 x keys x heads x head_dim forward, three times that with the backward pass.
+  // 2 x 2 x keys x heads x head_dim forward, three times that with the backward.
   return size_of<GptOssModel>(*this, 12.0 * keys * real(q), num_layers * activations);
 }
 
@@ -109,7 +109,7 @@ Attended GptOssLayer::attend(const LayerContext& context, const Tensor& hidden) 
   Attended out;
   out.residual = hidden + linear(mixed.reshape({tokens, q_size}), o_, &o_bias_);
   out.rows = rms_norm(out.residual, post_norm_, config_.rms_norm_eps);
-  // The softmax over the chosen logits is that over all, divided by the sum of the chosen.
+  // The softmax over chosen logits is that over all, over the sum of the chosen.
   choose_routes(context, linear_fp32(out.rows, router_, &router_bias_),
       {.k = config_.experts_per_token, .num_experts = config_.num_experts, .normalize = true}, out);
   return out;

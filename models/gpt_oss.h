@@ -1,5 +1,5 @@
 // GPT-OSS (arXiv 2508.10925): attention with sinks and, in some layers, a sliding window, YaRN,
-// biases, softmax over the chosen experts, clamped SwiGLU.
+// biases, softmax over chosen experts, clamped SwiGLU.
 #pragma once
 #include "models/common.h"
 
@@ -30,7 +30,7 @@ class GptOssLayer : public SumOfParts {
   int64_t window_;  // 0: none
   Parameter input_norm_, qkv_, qkv_bias_, sinks_, o_, o_bias_, post_norm_;
   Parameter router_, router_bias_;  // (E, H), (E)
-  // Gates and ups alternate: (E, H, 2 I), (E, 2 I), (E, I, H), (E, H); of E the experts held.
+  // Gates and ups alternate: (E, H, 2 I), (E, 2 I), (E, I, H), (E, H); E: of experts held.
   Parameter gate_up_, gate_up_bias_, down_, down_bias_;
 };
 

@@ -21,32 +21,30 @@
 
 namespace pith {
 
-// What generation keeps of one layer between calls.
+// What generation keeps of one layer.
 struct LayerCache {
   KvCache kv;
   DeltaCache delta;
 };
 
-// The routes of one micro-batch, one entry per layer (undefined in dense layers).
+// One micro-batch's routes, a layer an entry (undefined in dense layers).
 struct RoutingTape {
-  bool replay = false;                        // take topk_idx from here instead of choosing
+  bool replay = false;                        // take topk_idx from here
   std::vector<Tensor> topk_idx, topk_weight;  // (T, K) int64, float32
 };
 
 // What balancing carries from step to step, one row a layer; in config.json as "router_state".
 struct RouterState {
-  Tensor bias;    // (layers, E) float32: added to probabilities where experts are chosen (Wang et
-                  // al. 2024, arXiv 2408.15664), or undefined
-  Tensor shares;  // (layers, E) float64: of the last step's choices, or undefined
+  Tensor bias;    // (layers, E) float32: added in the choice (Wang et al., 2408.15664)
+  Tensor shares;  // (layers, E) float64: of the last step's choices. Both: or undefined
 };
 
-// How the router is trained, from the run configuration.
+// Router training, from the run configuration.
 struct RouterTraining {
-  double balance_loss = 0;     // coefficient of the load-balance loss; 0 = only measured
-  bool force_balance = false;  // balanced_routes() instead of the router's choice
+  double balance_loss = 0;     // its coefficient; 0: only measured
+  bool force_balance = false;  // balanced_routes() instead of the router
   BalanceKind kind = BalanceKind::sequence;
-  double z_loss =
-      0;  // coefficient of the mean of logsumexp(logits)^2 (Zoph et al. 2022, 2202.08906)
+  double z_loss = 0;  // times the mean of logsumexp(logits)^2 (Zoph et al., 2202.08906)
   RouterState state = {};
 };
 
@@ -56,18 +54,17 @@ struct LayerContext {
   const RotaryTable& rotary;
   const RouterTraining& router;
   int64_t layer;      // index in the whole model
-  LayerCache* cache;  // of this layer while generating, else null
+  LayerCache* cache;  // this layer's in generation, else null
   RoutingTape* tape;  // records or replays routes, or null
 };
 
-// Documents as attention() takes them, queries and keys alike.
+// The same for queries and keys.
 inline AttentionSpan span_of(const MicroBatch& batch) {
   return {batch.cu_seqlens, batch.cu_seqlens, batch.cu_seqlens_host, batch.cu_seqlens_host,
       batch.max_seqlen, batch.max_seqlen};
 }
 
-// attention() inside the micro-batch's documents: over context-parallel ranks where rows are split,
-// with the keys of earlier positions while generating.
+// attention() inside documents, over context-parallel ranks or with the cache's earlier keys.
 inline Tensor attend_documents(const LayerContext& context, const Tensor& q, const Tensor& k,
     const Tensor& v, double scale, const AttentionOptions& options = {}) {
   const MicroBatch& batch = context.batch;
@@ -88,21 +85,20 @@ inline Tensor attend_documents(const LayerContext& context, const Tensor& q, con
 
 // Result of stage 1.
 struct Attended {
-  Tensor rows;                             // (T, H) what the experts and shared() see
+  Tensor rows;                             // (T, H) for experts and shared()
   Tensor residual;                         // (T, H)
   Tensor topk_idx;                         // (T, K) int64; undefined in a dense layer
   Tensor topk_weight;                      // (T, K) float32; undefined in a dense layer
   std::function<RouterBalance()> balance;  // empty in a dense layer
-  Tensor z_sum;  // scalar float32: sum of logsumexp(logits)^2, or undefined
+  Tensor z_sum;                            // scalar float32, of logsumexp(logits)^2, or undefined
 };
 
-// Which part of a model this process holds.
+// The part of a model that this process holds.
 struct ModelPart {
   std::vector<int64_t> layers;  // indices in the whole model, ascending
   bool embedding = true, head = true;
   int64_t expert_begin, expert_end;  // of every MoE layer
 
-  // Where a layer stands in `layers`.
   size_t place_of(int64_t layer) const {
     const auto at = std::ranges::lower_bound(layers, layer);
     PITH_CHECK(at != layers.end() && *at == layer, "layer {} is not on this process", layer);
@@ -110,27 +106,27 @@ struct ModelPart {
   }
 };
 
-// What the configuration of every family holds.
+// What every family has.
 struct ModelConfig {
   int64_t vocab_size, hidden_size, num_layers, num_heads, max_positions;
-  int64_t num_kv_heads = 0, head_dim = 0;  // of grouped-query attention
+  int64_t num_kv_heads = 0, head_dim = 0;  // grouped-query attention
   int64_t num_experts, experts_per_token, moe_intermediate_size;
   int64_t intermediate_size;  // of dense layers
   double rms_norm_eps, rope_theta;
-  int64_t rotary_dim;         // of a head, or of the part that is turned
+  int64_t rotary_dim;         // of a head, or of its turned part
   Yarn yarn = {};             // of families that have it
   bool zero_centred = false;  // norms multiply by 1 + weight
   bool tie_embeddings;
-  int64_t window = 0;             // of the layers that have one, the token itself included
-  std::string prefix = "model.";  // of the names on disk, but lm_head.weight
-  std::string source_json;        // the config.json it was read from: nothing is lost on export
+  int64_t window = 0;             // of layers that have one, the token included
+  std::string prefix = "model.";  // of names on disk but lm_head.weight
+  std::string source_json;        // as read: nothing is lost on export
   RouterState router_state;
 
   void cut_layers(int64_t layers);      // keeps the first
-  std::string generation_json() const;  // generation_config.json of a checkpoint
+  std::string generation_json() const;  // of a checkpoint
 };
 
-// Stage 5 of every family so far.
+// Stage 5 of all families so far.
 struct SumOfParts {
   static Tensor aggregate(
       const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor& shared) {
@@ -144,9 +140,9 @@ struct SumOfParts {
 template <class Layer>
 concept DecoderLayer = requires(Layer& layer, const LayerContext& context, const Tensor& tensor,
     const Attended& attended, const ExpertPlan& plan) {
-  // hidden (T, H) -> Attended
+  // hidden (T, H)
   { layer.attend(context, tensor) } -> std::same_as<Attended>;
-  // (T, H), or undefined where the layer has nothing of the kind
+  // (T, H), or undefined where there is none
   { layer.shared(context, attended) } -> std::same_as<Tensor>;
   // rows (R, H), row_weight (R, K) float32, plan over local experts -> (R, H) weighted sums
   { layer.experts(context, tensor, tensor, plan) } -> std::same_as<Tensor>;
@@ -154,17 +150,15 @@ concept DecoderLayer = requires(Layer& layer, const LayerContext& context, const
   { layer.aggregate(context, tensor, attended, tensor) } -> std::same_as<Tensor>;
 };
 
-// Numbers that describe a model, for --dry-run, inspect and MFU.
+// For --dry-run, inspect and MFU.
 struct ModelSize {
-  int64_t parameters = 0;         // every weight, tied ones once
-  int64_t active_parameters = 0;  // weights one token passes through
-  // Floating-point operations of one token's forward and backward pass: 6 per weight of the
-  // matrices it passes through (not the embedding) plus attention, the causal half of it.
+  int64_t parameters = 0;         // tied ones once
+  int64_t active_parameters = 0;  // that one token passes
+  // Of a token, forward and backward: 6 per matrix weight (no embedding), causal half of attention.
   double flops_per_token = 0;
-  // Elements in the compute dtype that one token keeps for its backward pass, all layers.
+  // Elements in compute dtype that a token keeps for the backward pass, all layers.
   int64_t activations_per_token = 0;
-  // Of the delta rule as LibTorch's operators do it: bytes that a layer needs for a moment, and
-  // seconds of all layers on one H200, a token.
+  // Delta rule in LibTorch, a token: bytes for a moment, seconds of all layers on one H200.
   double scratch_per_token = 0, slow_seconds_per_token = 0;
 };
 
@@ -177,15 +171,15 @@ concept DecoderModel = requires(Model& model, const Model& constant, const Tenso
   { constant.config() } -> std::same_as<const typename Model::Config&>;
   // tokens (T) -> hidden (T, H)
   { model.embed(tensor) } -> std::same_as<Tensor>;
-  { model.layer(i) } -> std::same_as<typename Model::Layer&>;  // i: index in the whole model
-  // hidden (T, H) -> (T, H): the last norm; objectives multiply with the head's weight
+  { model.layer(i) } -> std::same_as<typename Model::Layer&>;  // i: in the whole model
+  // hidden (T, H) -> (T, H): the last norm; objectives multiply by the head's weight
   { model.final_norm(tensor) } -> std::same_as<Tensor>;
   { model.head_weight() } -> std::same_as<Parameter&>;          // (V, H)
-  { constant.rotary(i, device) } -> std::same_as<RotaryTable>;  // i: number of positions
-  // One list per unit of sharding (embedding, each layer, head), in order of the forward pass.
+  { constant.rotary(i, device) } -> std::same_as<RotaryTable>;  // i: positions
+  // One list a unit of sharding (embedding, each layer, head), in forward order.
   { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
   { Model::Config::parse_file(fs::path()) } -> std::same_as<typename Model::Config>;
-  { config.to_json(at::kBFloat16) } -> std::same_as<std::string>;  // config.json of a checkpoint
+  { config.to_json(at::kBFloat16) } -> std::same_as<std::string>;  // of a checkpoint
   { config.size(i) } -> std::same_as<ModelSize>;                   // i: sequence length
 };
 

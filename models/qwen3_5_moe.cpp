@@ -16,7 +16,7 @@ using nlohmann::json;
 
 constexpr const char *kText = "text_config", *kNested = "model.language_model.";
 
-// The beginning of a folder's index or only weight file, where names stand; "" where there is none.
+// The start of a folder's index or only weight file, where names stand; "" without.
 std::string names_of_weights(const fs::path& folder) {
   std::ifstream listing(folder / "model.safetensors.index.json"),
       file(folder / "model.safetensors");
@@ -41,7 +41,7 @@ void Qwen35MoeConfig::read(Fields& outer) {
   read_heads(fields, *this, 2, 256);
   zero_centred = true;
   max_positions = fields.count_or("max_position_embeddings", 32768);
-  intermediate_size = moe_intermediate_size;  // no layer is dense
+  intermediate_size = moe_intermediate_size;  // none is dense
   shared_width = fields.count("shared_expert_intermediate_size");
   taps = fields.count_or("linear_conv_kernel_dim", 4);
   key_heads = fields.count_or("linear_num_key_heads", 16);
@@ -50,7 +50,7 @@ void Qwen35MoeConfig::read(Fields& outer) {
   value_dim = fields.count_or("linear_value_head_dim", 128);
   delta = layers_of_type(
       fields, num_layers, "linear_attention", fields.count_or("full_attention_interval", 4));
-  // Positions of text are the same on all axes of mrope: its sections change nothing.
+  // Text positions are the same on all axes of mrope: its sections change nothing.
   const double partial = std::min(read_rope(fields, *this, /*yarn=*/false).partial, 2.0);
   rotary_dim = static_cast<int64_t>(partial * real(head_dim));
   if (rotary_dim < 2 || rotary_dim % 2 != 0 || rotary_dim > head_dim)
@@ -94,11 +94,11 @@ ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
   double mixing = 0;
   for (int64_t layer = 0; layer < num_layers; ++layer) {
     const bool is_delta = delta[index(layer)];
-    // Delta rule, token by token: three products with the state forward, twice that backward.
+    // Token by token: three products with the state forward, twice that backward.
     mixing += is_delta ? 18.0 * real(values() * key_dim) : 6.0 * real(sequence_length * q);
     // hidden, norm output, residual, rows, sums of experts and shared expert, output; projections,
     // then convolved q, k, v, result, normed, gated, or normed and turned q and k, result, gated;
-    // each slot's row, gate and up, activation, result; the same of the shared expert.
+    // of each slot: row, gate and up, activation, result; the same of the shared expert.
     activations += 7 * h + (is_delta ? in + channels() + 3 * values() : 6 * q + 4 * kv) +
         experts_per_token * (2 * h + 3 * moe_intermediate_size) + 3 * shared_width;
   }
@@ -158,7 +158,7 @@ std::vector<Parameter*> Qwen35MoeLayer::parameters() {
       &shared_.down, &shared_gate_});
 }
 
-// normed (T, H) -> (T, Hq D)
+// (T, H) -> (T, Hq D)
 Tensor Qwen35MoeLayer::attention(const LayerContext& context, const Tensor& normed) {
   const int64_t d = config_.head_dim, q_size = config_.num_heads * d;
   const int64_t kv_size = config_.num_kv_heads * d;
@@ -175,7 +175,7 @@ Tensor Qwen35MoeLayer::attention(const LayerContext& context, const Tensor& norm
   return (mixed * at::sigmoid(q_gate.narrow(2, d, d))).flatten(1);
 }
 
-// normed (T, H) -> (T, Hv Dv)
+// (T, H) -> (T, Hv Dv)
 Tensor Qwen35MoeLayer::delta_net(const LayerContext& context, const Tensor& normed) {
   const Qwen35MoeConfig& c = config_;
   const MicroBatch& batch = context.batch;
@@ -192,7 +192,7 @@ Tensor Qwen35MoeLayer::delta_net(const LayerContext& context, const Tensor& norm
         heads(qkv[2], c.value_heads), {in[3], in[2], a_log_, dt_bias_}, parts, cache.state);
     const Tensor normed_out = rms_norm(out, norm_, c.rms_norm_eps);
     const Tensor gate_up = at::cat({heads(in[1], c.value_heads), normed_out}, 2);
-    return swiglu(gate_up.flatten(0, 1)).view({count, c.values()});  // times SiLU of z
+    return swiglu(gate_up.flatten(0, 1)).view({count, c.values()});  // times SiLU(z)
   };
   const int64_t tokens = normed.size(0), sequences = batch.cu_seqlens_host.numel() - 1;
   if (context.cache == nullptr)

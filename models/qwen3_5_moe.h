@@ -1,5 +1,5 @@
-// Qwen3.5-MoE (text): layers of gated delta nets (arXiv 2412.06464) and, every few, of attention
-// with an output gate and partly rotated heads; zero-centred RMSNorm; a gated shared expert.
+// Qwen3.5-MoE (text): gated delta nets (arXiv 2412.06464) and, every few layers, attention with
+// output gate and partly rotated heads; zero-centred RMSNorm; a gated shared expert.
 #pragma once
 #include "models/common.h"
 
@@ -9,11 +9,11 @@ struct Qwen35MoeConfig : FamilyConfig<Qwen35MoeConfig> {
   static constexpr const char* kName = "qwen3_5_moe";
   int64_t key_heads, value_heads, key_dim, value_dim, taps;  // of delta nets
   int64_t shared_width;
-  std::vector<bool> delta;  // per layer (before cut_layers): delta net or attention
-  bool fused_experts;       // on disk: one tensor of all experts, or one each
+  std::vector<bool> delta;  // per layer (before cut_layers), or attention
+  bool fused_experts;       // on disk: one tensor of all, or one each
 
-  // Of the whole released model (text_config inside) or of its text part. A folder's weights, where
-  // there are any, decide on names and layout, else the kind of configuration.
+  // Of the released model (text_config inside) or its text part. Weights in the folder decide on
+  // names and layout, else the kind of configuration.
   void read(Fields& fields);
   static Qwen35MoeConfig parse_file(const fs::path& path);
   std::string to_json(at::ScalarType dtype) const;
@@ -37,7 +37,7 @@ class Qwen35MoeLayer : public SwigluMoe {
 
   Qwen35MoeConfig config_;
   bool delta_;
-  Parameter input_norm_, post_norm_, in_, out_;  // projections of either kind of layer
+  Parameter input_norm_, post_norm_, in_, out_;  // projections of either kind
   Parameter q_norm_, k_norm_;                    // attention; in_: q and gate by head, k, v
   Parameter conv_, a_log_, dt_bias_, norm_;      // delta net; in_: q k v, z, b, a
   SwigluMlp shared_;

@@ -61,12 +61,12 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
   for (int64_t layer = 0; layer < num_layers; ++layer) {
     const bool is_sparse = sparse[index(layer)];
     // hidden, norm output, residual, rows, experts' sum, output; q and k before and after norm, v,
-    // attention output; each slot's row, gate and up, activation, result.
+    // attention output; of each slot: row, gate and up, activation, result.
     const int64_t slots = is_sparse ? experts_per_token : 1;
     const int64_t width = is_sparse ? moe_intermediate_size : intermediate_size;
     activations += 6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width);
   }
-  // Attention: 2 x 2 x (length / 2) x heads x head_dim forward, three times that with the backward.
+  // 2 x 2 x (length / 2) x heads x head_dim forward, three times that with the backward.
   const double attention = 6.0 * real(sequence_length * q * num_layers);
   return size_of<Qwen3MoeModel>(*this, attention, activations);
 }

@@ -1,5 +1,5 @@
-// Qwen3-MoE (arXiv 2505.09388): grouped-query attention with per-head RMSNorm on queries and keys,
-// rotary embedding, softmax top-k routing, SwiGLU experts; some layers may be dense.
+// Qwen3-MoE (arXiv 2505.09388): grouped-query attention with RMSNorm of query and key heads, rotary
+// embedding, softmax top-k routing, SwiGLU experts; some layers may be dense.
 #pragma once
 #include "models/common.h"
 
@@ -7,7 +7,7 @@ namespace pith {
 
 struct Qwen3MoeConfig : FamilyConfig<Qwen3MoeConfig> {
   static constexpr const char* kName = "qwen3_moe";
-  std::vector<bool> sparse;  // per layer (before cut_layers): experts or a dense MLP
+  std::vector<bool> sparse;  // per layer (before cut_layers), or dense
   bool norm_topk_prob;
 
   void read(Fields& fields);

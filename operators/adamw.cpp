@@ -14,8 +14,7 @@ template <class W> cuda::AdamWScalars<W> scalars_of(const AdamWStep& step) {
       static_cast<W>(1 / std::sqrt(1 - std::pow(step.beta2, power)))};
 }
 
-// The order of operations is that of PyTorch's fused AdamW. W: the dtype of computing, M: of the
-// moments.
+// In the order of PyTorch's fused AdamW. W: the dtype of computing, M: of the moments.
 template <class W, class M> void update_cpu(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq,
     const Tensor& grad, const Tensor& grad_scale, const AdamWStep& step) {
   const cuda::AdamWScalars<W> s = scalars_of<W>(step);

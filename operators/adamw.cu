@@ -13,7 +13,7 @@ __device__ inline float update(float w, float& m, float& v, float g, const AdamW
   return w - s.rate * m / (sqrtf(v) * s.inverse_correction2 + s.epsilon);
 }
 
-// N elements a thread; moments of type M.
+// N elements a thread.
 template <class T, class M, int N> __global__ void __launch_bounds__(kThreads)
     adamw_kernel(float* master, M* exp_avg, M* exp_avg_sq, const float* grad, T* value, int64_t n,
         const float* grad_scale, AdamWScalars<float> scalars) {
@@ -37,9 +37,9 @@ template <class T, class M, int N> __global__ void __launch_bounds__(kThreads)
   store(value + i, rounded);
 }
 
-constexpr int kSumBlocks = 1056;  // of no device, so that the order of summation is one on all
+constexpr int kSumBlocks = 1056;  // of no device: one order of summation on all
 
-// Sum over the threads of a block in a fixed order, valid in thread 0.
+// In a fixed order, valid in thread 0.
 __device__ double block_sum(double x) {
   __shared__ double warp_sums[kThreads / 32];
   x = lanes_sum<32>(x);

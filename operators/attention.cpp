@@ -20,11 +20,11 @@ namespace {
 
 // Which of a document's keys a query sees.
 struct Mask {
-  bool causal;          // none after its own; otherwise all
-  int64_t before = -1;  // with causal: at most so many before its own; -1: all
+  bool causal;          // none after its own; else all
+  int64_t before = -1;  // with causal: at most so many before; -1: all
 };
 
-// A run of consecutive documents of one shape, computed as a batch.
+// Consecutive documents of one shape, computed as a batch.
 struct Run {
   int64_t first_q, first_k;  // rows where it starts
   int64_t count, n, m;       // documents; queries and keys of each
@@ -39,7 +39,7 @@ template <class F> void for_documents(const AttentionSpan& span, F&& f) {
     f(d, q[d], q[d + 1] - q[d], k[d], k[d + 1] - k[d]);
 }
 
-// Documents with queries, neighbours of one shape together, at most `limit` scores (n * m) a run.
+// Documents with queries, neighbours of one shape together; at most `limit` scores (n * m) a run.
 std::vector<Run> runs_of(const AttentionSpan& span, const Mask& mask, int64_t limit) {
   std::vector<Run> runs;
   for_documents(span, [&](int64_t, int64_t first_q, int64_t n, int64_t first_k, int64_t m) {
@@ -56,8 +56,6 @@ std::vector<Run> runs_of(const AttentionSpan& span, const Mask& mask, int64_t li
   });
   return runs;
 }
-
-// --- The choice of kernel ---
 
 enum class Path { cudnn, flash, cpu, products };
 
@@ -76,21 +74,21 @@ Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, co
   const bool fits = dim % 8 == 0 && v_dim % 8 == 0 && widest <= 256;
   if (!half || !fits || q.size(0) == 0) return Path::products;
   // cuDNN is the fastest, but its backward is not deterministic, and LibTorch builds a plan (about
-  // 70 ms) for each new shape: so only for the fixed, round lengths of packed pretraining rows. It
-  // takes the two head sizes of DeepSeek's latent attention as they are.
+  // 70 ms) for each new shape: only for the fixed, round lengths of packed pretraining rows. It
+  // takes both head sizes of DeepSeek's latent attention.
   const bool cudnn = (widest <= 128 || (dim == 192 && v_dim == 128)) && round_length(span.max_q) &&
       round_length(span.max_k) && equal_documents(span, mask) && mask.before < 0 &&
       !at::globalContext().deterministicAlgorithms();
   return cudnn ? Path::cudnn : Path::flash;
 }
 
-// Scores that a run may hold: products keep all of them (256 MiB in FP32), the others none.
+// Scores a run may hold: products keep all (256 MiB in FP32), the others none.
 std::vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span, const Mask& mask) {
   return runs_of(span, mask,
       path == Path::products ? (int64_t{1} << 26) / std::max<int64_t>(1, q.size(1)) : INT64_MAX);
 }
 
-// FlashAttention and the blocked CPU kernel know one head size: zeros fill up the smaller ones.
+// FlashAttention and the blocked CPU kernel know one head size: zeros fill smaller ones.
 bool needs_padding(Path path, const Tensor& q, const Tensor& v) {
   return (path == Path::flash || path == Path::cpu) && q.size(2) != v.size(2);
 }
@@ -104,9 +102,7 @@ bool is_blocked(Path path, const Run& run) {
   return path == Path::cpu && (run.n == run.m || !run.mask.causal);
 }
 
-// --- Heads as batches ---
-
-// (count * n, heads, D) -> (count, heads * repeat, n, D), each head repeated.
+// (count * n, heads, D) -> (count, heads * repeat, n, D)
 Tensor batch_heads(const Tensor& x, int64_t count, int64_t repeat = 1) {
   Tensor view = x.view({count, -1, x.size(1), x.size(2)}).transpose(1, 2);
   if (repeat == 1) return view;
@@ -115,26 +111,26 @@ Tensor batch_heads(const Tensor& x, int64_t count, int64_t repeat = 1) {
       .reshape({count, -1, view.size(2), x.size(2)});
 }
 
-// (count, heads * repeat, n, D) -> (count * n, heads, D), repeated heads summed.
+// The inverse; repeated heads are summed.
 Tensor unbatch_heads(const Tensor& x, int64_t repeat = 1) {
   const Tensor heads =
       repeat == 1 ? x : x.view({x.size(0), -1, repeat, x.size(2), x.size(3)}).sum(2);
   return heads.transpose(1, 2).reshape({-1, heads.size(1), heads.size(3)});
 }
 
-// --- Matrix products: decoding on a CPU, FP32 on a GPU. The heads of a group are stacked. ---
+// --- Products: decoding on a CPU, FP32 on a GPU. The heads of a group are stacked. ---
 
 // (count * n, heads, D) -> (count, groups, heads / groups * n, D)
 Tensor stack_heads(const Tensor& x, int64_t count, int64_t groups) {
   return widen(batch_heads(x, count).reshape({count, groups, -1, x.size(2)}));
 }
 
-// The inverse of stack_heads, into rows of `heads` heads.
+// The inverse, into rows of `heads` heads.
 Tensor unstack_heads(const Tensor& x, int64_t heads) {
   return unbatch_heads(x.reshape({x.size(0), heads, -1, x.size(3)}));
 }
 
-// q, k stacked -> scale * q k^T, -inf where the mask says: (count, groups, q's rows, m).
+// q, k stacked -> scale * q k^T, -inf where masked: (count, groups, q's rows, m).
 Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double scale) {
   Tensor scores = at::matmul(q, k.transpose(2, 3)).mul_(scale);
   const int64_t n = run.n, m = run.m;
@@ -169,7 +165,7 @@ AttentionGradients products_backward(const Tensor& dout, const Tensor& q, const 
       unstack_heads(at::matmul(p.transpose(2, 3), d), k.size(1))};
 }
 
-// --- One run; LibTorch's blocked kernel on the CPU, cuDNN ---
+// --- One run: LibTorch's blocked CPU kernel, cuDNN ---
 
 AttentionPart run_forward(
     Path path, const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
@@ -209,12 +205,10 @@ AttentionGradients run_backward(Path path, const Tensor& dout, const Tensor& q, 
   return {unbatch_heads(dq), unbatch_heads(dk, repeat), unbatch_heads(dv, repeat)};
 }
 
-// --- All documents ---
-
 Tensor rows_q(const Tensor& x, const Run& r) { return x.narrow(0, r.first_q, r.count * r.n); }
 Tensor rows_k(const Tensor& x, const Run& r) { return x.narrow(0, r.first_k, r.count * r.m); }
 
-// `record`: there will be a backward pass.
+// `record`: a backward pass will follow.
 AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor& v,
     const AttentionSpan& span, const Mask& mask, double scale, bool record) {
   const at::NoGradGuard no_grad;
@@ -268,7 +262,7 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
   const auto runs = runs_for(path, q, span, mask);
   if (runs.size() == 1 && runs[0].count * runs[0].m == k.size(0))
     return run_backward(path, dout, q, k, v, whole, runs[0], scale);
-  // Zeros where no run will write: keys of documents without queries.
+  // Zeros: no run writes keys of documents without queries.
   const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
   AttentionGradients all{
       at::empty(q.sizes(), wide), at::zeros(k.sizes(), wide), at::zeros(v.sizes(), wide)};
@@ -282,7 +276,7 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
   return all;
 }
 
-// Keeps the flash kernels from empty documents, whose backward has read out of bounds in the past.
+// The flash kernels' backward has read out of bounds at empty documents: they get none.
 AttentionSpan span_for(Path path, const AttentionSpan& span, bool record) {
   if (path != Path::flash) return span;
   std::vector<int32_t> cu_q{0}, cu_k{0};
@@ -332,7 +326,7 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
       "attention: {} query heads over {} key heads", q.size(1), k.size(1));
 }
 
-// In the dtype and the shape of lse (Tq, Hq, 1).
+// In lse's dtype and shape (Tq, Hq, 1).
 Tensor sink_logits(const Parameter& sinks, const Tensor& lse) {
   check_shape(sinks.value, sinks.name, {lse.size(1)});
   return sinks.value.detach().to(lse.scalar_type()).view({1, -1, 1});
@@ -377,7 +371,7 @@ Tensor attention(const Tensor& given_q, const Tensor& given_k, const Tensor& giv
   });
 }
 
-// On the CPU parts are computed in FP32, since more than one will be added up.
+// More than one part will be added up: FP32 on the CPU.
 Tensor of_part(const Tensor& x) { return x.is_cpu() ? widen(x) : x; }
 
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,

@@ -13,9 +13,7 @@
 namespace pith {
 namespace {
 
-// --- parts of rows that are split over ranks (zigzag) ---
-
-// own (2 rows, ..) of every rank -> (2 C, rows, ..) in the order of the unsplit rows.
+// Zigzag parts, own (2 rows, ..) of every rank -> (2 C, rows, ..) in unsplit order.
 Tensor in_order(const Tensor& own, const Comm& context) {
   Tensor all = at::empty({context.size(), own.numel()}, own.options());
   context.all_gather_async(all, own.contiguous()).wait();
@@ -25,7 +23,7 @@ Tensor in_order(const Tensor& own, const Comm& context) {
   all = all.view(shape);
   return at::cat({all.select(2, 0), all.select(2, 1).flip(0)});
 }
-// This rank's parts of such a tensor, or those `shift` places further on; none there: zeros.
+// This rank's parts of it, or those `shift` places on; none there: zeros.
 Tensor own_parts(const Tensor& all, const Comm& context, int64_t shift = 0) {
   Tensors two;
   for (const int64_t part : {context.rank(), 2 * context.size() - 1 - context.rank()}) {
@@ -35,9 +33,7 @@ Tensor own_parts(const Tensor& all, const Comm& context, int64_t shift = 0) {
   return at::stack(two, 1).flatten(0, 1);
 }
 
-// --- the delta rule ---
-
-// (T, heads, D) as (N, B, chunk, D): N chunks of each part, padded with zeros, B = parts * heads.
+// (T, heads, D) as (N, B, chunk, D): N chunks a part, padded with zeros, B = parts * heads.
 struct Cut {
   int64_t parts, length, chunk, count;
 
@@ -61,12 +57,12 @@ struct Cut {
 
 Tensor inverse_norm(const Tensor& x) { return x.square().sum(-1, true).add_(1e-6).rsqrt_(); }
 
-// All of a chunk that no state is needed for, (N, B, C, ..).
+// What of a chunk needs no state, (N, B, C, ..).
 struct Chunks {
   Tensor g;                   // (T, Hv)
   Tensor q, k, v, beta;       // q and k normalised
-  Tensor decay;               // (C, C) from a token to later ones of its document, else 0
-  Tensor from_start, to_end;  // (C, 1) decay since the chunk before, and until the chunk's end
+  Tensor decay;               // (C, C) to later tokens of the document, else 0
+  Tensor from_start, to_end;  // (C, 1) decay since the chunk before, until its end
   Tensor keys, scores;        // k k^T decay below the diagonal; q k^T decay
   Tensor system;              // beta keys: (1 + system) [u w] = beta [v, from_start k]
   Tensor u, w, written;       // with the state S before it a chunk writes u - w S at k to_end
@@ -90,7 +86,7 @@ struct Rule {
     c.v = cut.split(v);
     c.beta = cut.split(at::sigmoid(widen(b)).unsqueeze(2));
     c.g = at::softplus(widen(a) + widen(dt_bias)).mul_(widen(a_log).exp().neg_());
-    // Sums in FP64: what counts are small differences of large ones.
+    // In FP64: small differences of large sums count.
     const Tensor sum = cut.split(c.g.to(at::kDouble).unsqueeze(2)).cumsum(2);
     const Tensor begins = positions.eq(0).to(at::kFloat).view({-1, 1, 1});
     const Tensor document = cut.split(begins.expand({-1, v.size(1), 1})).cumsum(2);  // of the chunk
@@ -132,8 +128,8 @@ Tensor scan(const Tensor& step, const Tensor& add, const Tensor& start, bool rev
   return x;
 }
 
-// The scan over a rank's chunks. Where rows are split, it starts with what the parts before (in
-// reverse: behind) it leave: all ranks' transitions and ends from zero are gathered and scanned.
+// Over a rank's chunks. Where rows are split, it starts with what the parts before (in reverse:
+// behind) leave: all ranks' transitions and ends from zero are gathered and scanned.
 Tensor scan_parts(
     const Rule& rule, const Tensor& step, const Tensor& add, Tensor start, bool reverse = false) {
   if (!start.defined()) start = at::zeros_like(add.sum(0));
@@ -151,7 +147,7 @@ Tensor scan_parts(
   return scan(step, add, own_parts(states, rule.context).flatten(0, 1), reverse);
 }
 
-// Gradients of q, k, v, a, b, a_log, those of the last three in FP32.
+// Of q, k, v, a, b, a_log, the last three in FP32.
 Tensors backward(const Rule& rule, const Tensor& dout) {
   const Chunks c = rule.chunks();
   const Cut& cut = rule.cut;
@@ -179,7 +175,7 @@ Tensors backward(const Rule& rule, const Tensor& dout) {
   const Tensor dk = at::matmul(t(dqk), c.q).add_(at::matmul(dkk + t(dkk), c.k));
   dk.addcmul_(dk_start, c.from_start).addcmul_(dwritten, c.to_end);
 
-  // Of the decays' logarithms, then of g, whose running sums they are differences of. What cancels
+  // Of the decays' logarithms, then of g, of whose running sums they are differences. What cancels
   // (a token's decay to itself) is left out, the rest summed in FP64: strong decays leave little.
   const auto sum = [](const Tensor& of, int64_t dim) { return of.sum(dim, true, at::kDouble); };
   const Tensor pairs = (dsystem * c.system).add_(dscores * c.scores).tril_(-1);
@@ -211,7 +207,7 @@ TokenParts token_parts(
     const Tensor& positions, const Tensor& cu_seqlens_host, int64_t rows, const Comm& context) {
   const int64_t tokens = positions.size(0) * context.size(), borders = cu_seqlens_host.numel();
   const int32_t* border = cu_seqlens_host.const_data_ptr<int32_t>();
-  int64_t found = 0;  // ends of rows, were all of them equally long
+  int64_t found = 0;  // ends of rows if equally long
   for (int64_t i = 0; i < borders && rows > 0; ++i)
     if (border[i] == tokens / rows * (found + 1)) ++found;
   const bool equal = rows > 0 && tokens % rows == 0 && found == rows;
@@ -231,7 +227,7 @@ Tensor causal_convolution(
   PITH_CHECK(!split || length >= kept,
       "{}: context parallelism cuts rows into parts of {} tokens; the convolution needs {}",
       weight.name, length, kept);
-  // The parts behind the tokens before them, (parts, K - 1 + L, C).
+  // Parts behind the tokens before them, (parts, K - 1 + L, C).
   const auto extend = [=] {
     const Tensor own = widen(x).reshape({parts.count, length, x.size(1)});
     Tensor before = at::zeros({parts.count, kept, x.size(1)}, own.options());
@@ -241,7 +237,7 @@ Tensor causal_convolution(
           own_parts(in_order(own.narrow(1, length - kept, kept), parts.context), parts.context, -1);
     return at::cat({before, own}, 1);
   };
-  // Tap j: the tokens j before, their weights, and whether they are of the document.
+  // The tokens j before, their weights, and whether the document is the same.
   const auto rows = [=](const Tensor& of, int64_t j) { return of.narrow(1, kept - j, length); };
   const auto column = [=, &weight](int64_t j) {
     return widen(weight.value.detach()).select(2, kept - j).squeeze(1);
@@ -273,7 +269,7 @@ Tensor causal_convolution(
             .add_((seen * rows(extended, j)).flatten(0, 1).sum(0).unsqueeze(1));
     }
     const Tensor dx = dextended.narrow(1, kept, length);
-    if (split)  // what later parts read of these
+    if (split)  // what later parts read
       dx.narrow(1, length - kept, kept)
           .add_(own_parts(in_order(dextended.narrow(1, 0, kept), parts.context), parts.context, 1));
     return Tensors{dx.reshape(x.sizes()).to(x.scalar_type()), Tensor()};

@@ -11,7 +11,7 @@ Tensor embedding(const Tensor& given, Parameter& weight) {
   const Tensor tokens = given.contiguous();
   return record(at::index_select(weight.value.detach(), 0, tokens), {weight.value},
       [tokens, &weight](const Tensor& dy) {
-        // Both add in the order of positions; on CUDA index_add would in any order.
+        // In the order of positions; on CUDA index_add would add in any.
         if (dy.is_cuda()) weight.grad.index_put_({tokens}, widen(dy), /*accumulate=*/true);
         else weight.grad.index_add_(0, tokens, widen(dy));
         return Tensors(1);

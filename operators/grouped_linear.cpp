@@ -7,7 +7,7 @@
 namespace pith {
 namespace {
 
-// at::_grouped_mm wants rows of 16-byte multiples at 16-byte addresses in every operand and result.
+// at::_grouped_mm wants rows of 16-byte multiples at 16-byte addresses everywhere.
 bool grouped_mm_fits(const Tensor& x, const Tensor& matrices) {
   auto aligned = [](const Tensor& t) {
     return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
@@ -16,7 +16,7 @@ bool grouped_mm_fits(const Tensor& x, const Tensor& matrices) {
       aligned(x) && aligned(matrices);
 }
 
-// x (S, K) times its expert's matrix of matrices (E, K, N) -> (S, N).
+// x (S, K) times matrices (E, K, N) by expert -> (S, N).
 Tensor multiply_grouped(const Tensor& x, const Tensor& matrices, const ExpertPlan& plan) {
   const at::NoGradGuard no_grad;
   if (x.size(0) > 0 && grouped_mm_fits(x, matrices))
@@ -29,7 +29,7 @@ Tensor multiply_grouped(const Tensor& x, const Tensor& matrices, const ExpertPla
   return y;
 }
 
-// Each row of y (S, N) += its expert's of bias (E, N).
+// y (S, N) += bias (E, N) by expert.
 void add_bias(Tensor& y, const Tensor& bias, const ExpertPlan& plan) {
   const at::NoGradGuard no_grad;
   PITH_IF_CUDA (y) {
@@ -42,8 +42,7 @@ void add_bias(Tensor& y, const Tensor& bias, const ExpertPlan& plan) {
   });
 }
 
-// gradient (E, N) += the sum of each expert's rows of dy (S, N): that of a weight whose input is 1,
-// in 8 columns, as many as the kernel takes at least.
+// gradient (E, N) += dy (S, N) summed by expert: dy^T ones, in 8 columns, the kernel's fewest.
 void add_bias_gradient(const Tensor& gradient, const Tensor& dy, const ExpertPlan& plan) {
   Parameter columns;
   columns.grad = at::zeros({gradient.size(0), gradient.size(1), 8}, gradient.options());
@@ -52,7 +51,7 @@ void add_bias_gradient(const Tensor& gradient, const Tensor& dy, const ExpertPla
   gradient.add_(columns.grad.select(2, 0));
 }
 
-// Matrices of `weight` are (out, in), or, with a bias, (in, out). permuted: `given` are rows.
+// `weight` is (out, in), or, with a bias, (in, out). permuted: `given` are rows.
 Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Parameter* bias,
     const ExpertPlan& plan, bool permuted = false) {
   check_shape(weight.value, weight.name, {plan.offsets.numel(), -1, -1});

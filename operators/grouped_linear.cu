@@ -1,13 +1,11 @@
-// Grouped linear maps: biases, and weight gradients on Hopper: gradient[e] += dy[e]^T x[e] for
-// every expert e, dy[e] and x[e] being its rows, with BF16 operands and sums in FP32.
-//
+// Grouped linear maps: biases, and weight gradients on Hopper: gradient[e] += dy[e]^T x[e] over
+// expert e's rows, BF16 operands, sums in FP32.
 // A persistent block computes tiles of kTileOut x kTileIn of an expert's gradient. One thread
 // copies kTileRows rows of dy and x at a time into a ring of shared-memory stages (TMA); two
-// warpgroups multiply (wgmma), each half of the tile, and hand their sums in boxes to the copy
-// engine, which adds them in the L2 cache. Each element is added to once: the same bits always.
-//
+// warpgroups multiply (wgmma), each half of the tile, and hand sums in boxes to the copy engine,
+// which adds them in the L2 cache. Each element is added to once: the same bits always.
 // At 512 rows an expert the products take less than half of the time: the gradient is read and
-// written once, 8 bytes for 512 multiply-adds. Measured alternatives: docs/performance.md.
+// written once, 8 bytes for 512 multiply-adds. Alternatives: docs/performance.md.
 #include <cuda.h>
 
 #include <cuda/ptx>
@@ -17,10 +15,8 @@
 namespace pith::cuda {
 namespace {
 
-// --- biases ---
-
-constexpr int kRows = 8;    // of a block side by side: kWarp x kRows threads
-constexpr int kSplit = 16;  // blocks that share the rows of an expert
+constexpr int kRows = 8;    // of a block: kWarp x kRows threads
+constexpr int kSplit = 16;  // blocks that share an expert's rows
 
 // Block (columns, expert, part of its rows).
 template <class T, int N>
@@ -37,16 +33,14 @@ __global__ void bias_kernel(const T* bias, const int32_t* offsets, T* y, int64_t
   }
 }
 
-// --- weight gradients ---
-
 constexpr int kTileOut = 128, kTileIn = 256, kTileRows = 64, kStages = 4;
 constexpr int kThreads = 3 * 128;  // a warpgroup that copies and two that multiply
-// A box of a copy: kTileRows rows of 128 bytes, swizzled by the hardware in groups of 8 rows.
+// A copy's box: kTileRows rows of 128 bytes, swizzled in groups of 8 rows.
 constexpr int kBoxColumns = 64, kBoxBytes = kTileRows * 128;
 [[maybe_unused]] constexpr int kGroupBytes = 8 * 128;
 constexpr int kOutBoxes = kTileOut / kBoxColumns, kInBoxes = kTileIn / kBoxColumns;
 constexpr int kStageBytes = (kOutBoxes + kInBoxes) * kBoxBytes;
-// Boxes of sums: 64 rows of 128 bytes; a warpgroup keeps so many until they are copied.
+// 64 rows of 128 bytes; a warpgroup keeps so many until they are copied.
 constexpr int kSumColumns = 32, kWaiting = 2;
 
 struct Shared {
@@ -54,10 +48,10 @@ struct Shared {
   float sums[2][kWaiting][64][kSumColumns];  // of both warpgroups
   uint64_t full[kStages], empty[kStages];
 };
-constexpr int kSharedBytes = sizeof(Shared) + 1024;  // the swizzle wants stages at 1024 bytes
+constexpr int kSharedBytes = sizeof(Shared) + 1024;  // stages at 1024 bytes, for the swizzle
 
 struct Problem {
-  const int32_t* offsets;  // (experts): where each expert's rows end
+  const int32_t* offsets;  // (experts): the ends of their rows
   int experts, out, in;
 };
 
@@ -66,7 +60,7 @@ struct Tile {
   int begin, rows;      // of dy and x
 };
 
-// Other GPUs' passes of the compiler do not know the instructions.
+// Other GPUs' compiler passes do not know the instructions.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define PITH_HOPPER 1
 #else
@@ -74,7 +68,7 @@ struct Tile {
 #endif
 
 #if PITH_HOPPER
-// Calls f(tile) for this block's share of the tiles whose expert has rows.
+// This block's share of the tiles whose expert has rows.
 template <class F> __device__ void for_each_tile(const Problem& p, F&& f) {
   const int across = (p.in + kTileIn - 1) / kTileIn;
   const int per_expert = across * ((p.out + kTileOut - 1) / kTileOut);
@@ -98,15 +92,15 @@ __device__ void wait(uint64_t* barrier, uint32_t parity) {
   while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {}
 }
 
-// Starts to copy the box at (row, column) of `map`; columns and rows outside of it become zeros.
+// Starts to copy the box at (row, column); what lies outside becomes zeros.
 __device__ void copy_box(
     const CUtensorMap& map, void* box, int column, int row, uint64_t* barrier) {
   const int place[] = {column, row};
   ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, box, &map, place, barrier);
 }
 
-// A matrix whose rows (the products' inner dimension) are 128 bytes of each box, for wgmma: boxes
-// follow each other at kBoxBytes, groups of 8 rows at kGroupBytes, 128-byte swizzle.
+// Rows (the products' inner dimension) of 128 bytes a box, for wgmma: boxes every kBoxBytes, groups
+// of 8 rows every kGroupBytes, 128-byte swizzle.
 __device__ uint64_t matrix_descriptor(const void* p) {
   return (shared_address(p) & 0x3FFFF) >> 4 | uint64_t{kBoxBytes >> 4} << 16 |
       uint64_t{kGroupBytes >> 4} << 32 | uint64_t{1} << 62;
@@ -161,7 +155,7 @@ __device__ void copy_tiles(
   });
 }
 
-// Zeroes the rows of a stage from `first` on: they belong to the next expert. `thread` of 256.
+// Zeroes a stage's rows from `first` on, the next expert's. `thread` of 256.
 __device__ void clear_rows(uint8_t* stage, int first, int thread) {
   const int vectors = (kTileRows - first) * 8;  // of 16 bytes in each box
   for (int i = thread; i < vectors * (kOutBoxes + kInBoxes); i += 256)
@@ -171,7 +165,7 @@ __device__ void clear_rows(uint8_t* stage, int first, int thread) {
   asm volatile("bar.sync 1, 256;" ::: "memory");
 }
 
-// Adds a warpgroup's sums to the gradient from row `row` of the expert on, box by box.
+// Adds sums to the gradient from the expert's `row` on, box by box.
 __device__ void add_sums(const float (&sum)[128], const CUtensorMap& gradient, const Tile& tile,
     int row, float (&boxes)[kWaiting][64][kSumColumns], int barrier, int thread) {
 #pragma unroll
@@ -203,7 +197,7 @@ __device__ void multiply_tiles(
   uint32_t parity = 0;
   for_each_tile(p, [&](const Tile& tile) {
     float sum[128];
-    int reading = -1;  // the stage whose products may still be under way
+    int reading = -1;  // its products may still be under way
     for (int row = 0; row < tile.rows; row += kTileRows) {
       wait(&shared.full[stage], parity);
       uint8_t* boxes = shared.stages[stage];
@@ -255,7 +249,7 @@ __global__ __launch_bounds__(kThreads, 1) void weight_gradient_kernel(
 #endif
 }
 
-// A contiguous tensor of `rank` dimensions in boxes, sizes innermost first; 128 bytes swizzled.
+// A contiguous tensor in boxes, sizes innermost first; 128 bytes swizzled.
 CUtensorMap tensor_map(CUtensorMapDataType type, const void* data, cuuint32_t rank,
     const cuuint64_t* sizes, const cuuint32_t* box) {
   static const auto encode = [] {

@@ -1,4 +1,3 @@
-// One linear map per expert over rows sorted by expert.
 #pragma once
 #include "core/parameter.h"
 #include "operators/permute.h"
@@ -6,15 +5,14 @@
 namespace pith {
 
 // x (S, in) sorted by expert as in plan, weight (E, out, in) -> (S, out) in x's dtype: y[s] =
-// weight[e] x[s] for the slots s of expert e. Experts may be empty. Backward adds each expert's
-// dy^T x into weight.grad in FP32 without an intermediate in the compute dtype.
+// weight[e] x[s] for slots s of expert e. Experts may be empty. Backward adds dy^T x of each into
+// weight.grad in FP32, with no intermediate in the compute dtype.
 Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan);
 
-// The same with a bias (E, out) for each expert, added to the rounded product, and the weight as
-// (E, in, out), which is how GPT-OSS keeps it: y[s] = x[s] weight[e] + bias[e].
+// With a bias (E, out), added after rounding, and weight (E, in, out) (GPT-OSS): x weight + bias.
 Tensor grouped_affine(
     const Tensor& x, Parameter& weight, const Parameter& bias, const ExpertPlan& plan);
-// Of permute(rows, plan), which is made again in the backward instead of kept.
+// Of permute(rows, plan), made again in the backward, not kept.
 Tensor permuted_affine(
     const Tensor& rows, Parameter& weight, const Parameter& bias, const ExpertPlan& plan);
 

@@ -1,5 +1,4 @@
-// What the kernels share: 16-byte vectors of float or bfloat16, sums over a warp, launch shapes,
-// errors of the CUDA runtime. nvcc unrolls short loops of constant length without being told.
+// What the kernels share. nvcc unrolls short loops of constant length without being told.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -20,13 +19,13 @@ inline void check(cudaError_t error, const char* what,
   if (error != cudaSuccess) fail(what, cudaGetErrorString(error), at.file_name(), at.line());
 }
 
-// After a kernel launch: reports a bad configuration; faults inside appear at a later call.
+// Reports a bad configuration; faults inside appear at a later call.
 inline void launch_check(
     const char* kernel, std::source_location at = std::source_location::current()) {
   check(cudaGetLastError(), kernel, at);
 }
 
-// N neighbouring elements, moved by one instruction where they fill 4, 8 or 16 bytes.
+// N neighbours, moved by one instruction where they fill 4, 8 or 16 bytes.
 template <class T, int N> struct alignas(sizeof(T) * N) Vec {
   T v[N];
 };
@@ -48,7 +47,7 @@ template <int N, class T> __device__ inline void store(T* p, const Vec<T, N>& x)
   *reinterpret_cast<Vec<T, N>*>(p) = x;
 }
 
-// f over LANES (a power of two up to 32) neighbouring threads; each of them gets the same bits.
+// f over LANES (a power of two up to 32) neighbouring threads; each gets the same bits.
 template <int LANES, class T, class F> __device__ inline T lanes_reduce(T x, F&& f) {
   for (int distance = LANES / 2; distance > 0; distance /= 2)
     x = f(x, __shfl_xor_sync(0xffffffffu, x, distance));
@@ -58,7 +57,7 @@ template <int LANES, class T> __device__ inline T lanes_sum(T x) {
   return lanes_reduce<LANES>(x, [](T a, T b) { return a + b; });
 }
 
-// Whether vectors of N elements of T reach every row: pointers and strides are multiples.
+// Whether pointers and strides allow vectors of N elements of T.
 template <class T, int N>
 bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides) {
   for (const void* p : pointers)
@@ -68,8 +67,7 @@ bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<
   return true;
 }
 
-// Calls f<T, N>(), which launches a kernel, with T = bf16 or float and N elements of 16 bytes, at
-// most MOST; 1 if unaligned.
+// Calls f<T, N>(): T = bf16 or float, N elements of 16 bytes, at most MOST, or 1 if unaligned.
 template <int MOST = 8, class F> void with_vectors(bool is_bf16,
     std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides, F&& f,
     std::source_location at = std::source_location::current()) {
@@ -87,8 +85,7 @@ inline unsigned num_blocks(int64_t n, int64_t each) {
   return static_cast<unsigned>((n + each - 1) / each);
 }
 
-// Threads over (rows, columns): a block covers width(columns) columns of several rows. Rows lie on
-// grid.x, the only grid dimension that reaches 2^31.
+// A block: width(columns) columns of several rows. Rows are on grid.x: it alone reaches 2^31.
 struct RowGrid {
   dim3 grid, block;
 };

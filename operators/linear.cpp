@@ -5,7 +5,7 @@
 namespace pith {
 namespace {
 
-// dy (T, out) -> dx, where it is needed; x (T, in), where defined, for the gradient of the weight.
+// dy (T, out) -> dx, where needed; x (T, in), where defined, for the weight's gradient.
 Tensor backward(const Tensor& x, Parameter& weight, const Tensor& dy, bool needs_dx) {
   const Tensor& value = weight.value;  // (out, in)
   Tensor dx;
@@ -17,7 +17,7 @@ Tensor backward(const Tensor& x, Parameter& weight, const Tensor& dy, bool needs
   // From here on dy is FP32, x and W are BF16.
   PITH_IF_CUDA (dy) {
     // dy is exactly the sum of three BF16 numbers (3 x 8 bits of significand): one product on
-    // tensor cores with three times the columns has the precision of FP32.
+    // tensor cores with three times the columns has FP32's precision.
     const int64_t out = value.size(0), in = value.size(1);
     const Tensor first = dy.to(at::kBFloat16), rest = dy - first, second = rest.to(at::kBFloat16);
     const Tensor parts = at::cat({first, second, (rest - second).to(at::kBFloat16)}, 1);

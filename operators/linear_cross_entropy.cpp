@@ -9,20 +9,19 @@ namespace {
 
 constexpr int64_t kIgnored = -100;
 
-// Rows of logits that exist at a time. Every chunk reads and writes the whole FP32 gradient of the
-// head, so on a GPU few large chunks win; on a CPU the logits should stay in its cache.
+// Every chunk reads and writes the head's whole FP32 gradient: few large chunks win on a GPU; on a
+// CPU the logits should stay in its cache.
 int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
   const int64_t budget_bytes = hidden.is_cuda() ? int64_t{5} << 28 : int64_t{16} << 20;
   const int64_t granularity = hidden.is_cuda() ? 128 : 16;
   const int64_t row_bytes = vocabulary * (hidden.is_cuda() ? hidden.element_size() : 4);
   const int64_t limit = std::max(granularity, budget_bytes / row_bytes);
   const int64_t chunks = std::max<int64_t>(1, (hidden.size(0) + limit - 1) / limit);
-  const int64_t rows = (hidden.size(0) + chunks - 1) / chunks;  // of nearly equal size
+  const int64_t rows = (hidden.size(0) + chunks - 1) / chunks;  // nearly equal
   return (rows + granularity - 1) / granularity * granularity;
 }
 
-// logits (C, V) -> logprobs (C) and, with `gradient`, logits <- softmax - onehot, 0 in ignored
-// rows.
+// logits (C, V) -> logprobs (C) and, with `gradient`, logits <- softmax - onehot, 0 if ignored.
 void logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient) {
   PITH_IF_CUDA (logits) {
     cuda::cross_entropy_rows(write(logits), read<int64_t>(labels), write<float>(logprobs),
@@ -49,7 +48,7 @@ CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const 
   const bool hidden_gradient = at::GradMode::is_enabled() && given.requires_grad();
   const bool weight_gradient = at::GradMode::is_enabled() && weight.value.requires_grad();
   const bool gradient = hidden_gradient || weight_gradient;
-  // CPU: BF16 operands are widened once here instead of once per chunk.
+  // CPU: BF16 operands are widened once, not in every chunk.
   const auto widened = [&](const Tensor& x) { return given.is_cuda() ? x : widen(x); };
   const Tensor hidden = widened(given.detach().contiguous());
   const Tensor matrix = widened(weight.value.detach());
@@ -75,12 +74,12 @@ CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const 
     }
     if (weight_gradient) add_weight_gradient(weight.grad, logits, hidden_chunk, scale);
   }
-  const Tensor sum = result.logprobs.sum(at::kDouble);  // FP64: no digits lost over many tokens
+  const Tensor sum = result.logprobs.sum(at::kDouble);  // FP64: no digits lost
   result.loss_sum = sum.neg().to(wide);
   result.loss = (sum * -scale).to(wide);
   if (hidden_gradient) dhidden = dhidden.to(given.scalar_type());
   record(result.loss, {given, weight.value}, [dhidden](const Tensor& dloss) {
-    // Reading it on CUDA would wait for the device.
+    // On CUDA reading it would wait.
     PITH_CHECK(dloss.is_cuda() || dloss.item().toDouble() == 1.0,
         "linear_cross_entropy: loss got the gradient {} instead of 1; it must be a root of the "
         "backward, since dW was added in the forward: put factors into scale",

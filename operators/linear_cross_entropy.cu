@@ -7,7 +7,7 @@ namespace {
 constexpr int kThreads = 512, kWarps = kThreads / kWarp;
 constexpr int64_t kIgnored = -100;
 
-// exp(x - top) summed, relative to the largest x so far.
+// exp(x - top) summed; top: the largest x so far.
 struct SoftmaxSum {
   float top = -INFINITY, sum = 0;
 };
@@ -18,7 +18,7 @@ __device__ inline SoftmaxSum combine(SoftmaxSum a, SoftmaxSum b) {
   return {top, a.sum * __expf(a.top - top) + b.sum * __expf(b.top - top)};
 }
 
-// Over the block, in a fixed order; every thread gets the same bits.
+// Over the block, in a fixed order; all get the same bits.
 __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
   __shared__ SoftmaxSum part[kWarps];
   for (int distance = 16; distance > 0; distance /= 2)
@@ -32,8 +32,8 @@ __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
   return all;
 }
 
-// One block a row, twice over it: the second time backwards, since its end is what L2 still holds.
-// N logits are read, and N numbers of the gradient written, by one instruction.
+// A block a row, twice over it: the second time backwards, since L2 still holds its end. N logits
+// are read, or numbers of the gradient written, by one instruction.
 template <class T, int N> __global__ __launch_bounds__(kThreads, 2) void cross_entropy_kernel(
     T* __restrict__ logits, const int64_t* __restrict__ labels, float* __restrict__ logprobs,
     int64_t vocabulary, bool gradient) {

@@ -5,7 +5,7 @@
 namespace pith {
 namespace {
 
-// LibTorch's products with an FP32 result exist on CUDA only; elsewhere the operands are widened.
+// LibTorch has products with an FP32 result on CUDA only; elsewhere operands are widened.
 bool widen_first(const Tensor& a) { return !a.is_cuda() && a.scalar_type() == at::kBFloat16; }
 
 std::vector<WeightGradient>* deferred = nullptr;
@@ -27,7 +27,7 @@ Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
 
 void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha) {
   if (x.size(0) == 0) return;
-  Tensor out = gradient;  // a second handle on the same memory
+  Tensor out = gradient;  // the same memory
   if (widen_first(x) || widen_first(dy))
     at::addmm_out(out, out, dy.to(at::kFloat).t(), x.to(at::kFloat), 1, alpha);
   else if (x.scalar_type() == out.scalar_type()) at::addmm_out(out, out, dy.t(), x, 1, alpha);

@@ -1,4 +1,4 @@
-// Matrix products with an FP32 result from BF16 operands: logits and weight gradients.
+// FP32 products of BF16 operands: logits and weight gradients.
 #pragma once
 #include "core/parameter.h"
 
@@ -6,13 +6,12 @@ namespace pith {
 
 inline Tensor widen(const Tensor& x) { return x.to(wide_dtype(x.scalar_type())); }
 
-// out (M, N) = a (M, K) b (K, N), summed in FP32 (FP64 for FP64) and rounded once, to out's dtype:
-// that of the operands, or their wide_dtype. Not differentiable.
+// out (M, N) = a (M, K) b (K, N), summed in FP32 (FP64 for FP64), rounded once to out's dtype: the
+// operands', or their wide_dtype. Not differentiable.
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
 Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype);
 
-// Calls f(expert, first row, count) for experts with rows; offsets (E) int32: their ends. Waits for
-// a GPU.
+// f(expert, first row, count) where there are rows; offsets (E) int32: ends. Waits for a GPU.
 template <class F> void for_each_expert(const Tensor& offsets, F&& f) {
   const Tensor host = offsets.cpu();
   const int32_t* end = host.const_data_ptr<int32_t>();
@@ -21,20 +20,19 @@ template <class F> void for_each_expert(const Tensor& offsets, F&& f) {
     if (end[e] > begin) f(e, begin, end[e] - begin);
 }
 
-// gradient (out, in) in wide_dtype += alpha * dy^T x, with dy (T, out) and x (T, in); T may be 0.
+// gradient (out, in) in wide_dtype += alpha * dy^T x; dy (T, out), x (T, in); T may be 0.
 void add_weight_gradient(
     const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha = 1);
 
-// The same into a parameter's buffer; with offsets (E) x and dy hold rows by expert
-// and the gradient is (E, out, in).
+// Into a parameter's buffer; with offsets (E) rows are by expert, the gradient (E, out, in).
 struct WeightGradient {
   Parameter* weight;
   Tensor dy, x, offsets;
 };
 void add_weight_gradient(const WeightGradient& job);
 
-// While one lives, backward passes collect their weight gradients in `jobs` instead of computing
-// them: the caller can fill waits with them. One at a time, for all threads (autograd has its own).
+// While one lives, backward passes leave weight gradients in `jobs`, uncomputed, for the caller to
+// fill waits with. One at a time, for all threads (autograd has its own).
 class DeferWeightGradients {
  public:
   explicit DeferWeightGradients(std::vector<WeightGradient>& jobs);
@@ -42,7 +40,6 @@ class DeferWeightGradients {
   DeferWeightGradients(const DeferWeightGradients&) = delete;
   DeferWeightGradients& operator=(const DeferWeightGradients&) = delete;
 };
-// Computes the gradient, now or later.
 void add_or_defer(WeightGradient job);
 
 }  // namespace pith

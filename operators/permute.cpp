@@ -8,7 +8,7 @@
 namespace pith {
 namespace {
 
-// out (R, H) = sum over j of weight(r, j) * slots(slot_of(r, j)), on CUDA; weights may be missing.
+// On CUDA; weights may be missing.
 Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_of) {
   Tensor out = at::empty({slot_of.size(0), slots.size(1)}, slots.options());
   PITH_IF_CUDA (slots) {
@@ -20,7 +20,7 @@ Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_
 
 }  // namespace
 
-// A stable sort by expert leaves an expert's entries sorted by row; those of -1 come first.
+// A stable sort keeps an expert's entries in order of rows; those of -1 come first.
 ExpertPlan make_expert_plan(
     const Tensor& topk_idx, int64_t num_experts, std::optional<int64_t> num_slots) {
   at::NoGradGuard no_grad;
@@ -87,7 +87,7 @@ Tensor unpermute(const Tensor& given, const Tensor& given_weight, const ExpertPl
           return Tensors{dslots, dweight};
         });
   }
-  const Tensor entry = slot_of.view(-1).ge(0).nonzero().squeeze(1);  // of those with a slot
+  const Tensor entry = slot_of.view(-1).ge(0).nonzero().squeeze(1);  // with a slot
   const Tensor factor = weight.view(-1).index_select(0, entry).unsqueeze(1);
   const Tensor rows = widen(slots).index_select(0, slot_of.view(-1).index_select(0, entry));
   return at::zeros({slot_of.size(0), slots.size(1)}, rows.options())

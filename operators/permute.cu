@@ -4,7 +4,7 @@
 namespace pith::cuda {
 namespace {
 
-// Each thread copies one unit of kRowsInFlight slots; a block's rows are neighbours.
+// A thread copies one unit of kRowsInFlight slots; a block's rows are neighbours.
 constexpr int kRowsInFlight = 4;
 
 template <class T> __global__ void gather_kernel(T* __restrict__ out, const T* __restrict__ rows,
@@ -23,7 +23,7 @@ template <class T> __global__ void gather_kernel(T* __restrict__ out, const T* _
   }
 }
 
-// A thread owns N columns of one row and sums the row's slots, four loads at a time.
+// A thread owns N columns of a row and sums its slots, four loads at a time.
 template <class T, int N> __global__ void gather_sum_kernel(T* __restrict__ out,
     const T* __restrict__ slots, const float* __restrict__ weight,
     const int32_t* __restrict__ slot_of, int64_t rows, int64_t k, int64_t hidden) {
@@ -53,8 +53,8 @@ template <class T, int N> __global__ void gather_sum_kernel(T* __restrict__ out,
   store(out + r * hidden + h, result);
 }
 
-// A warp owns one entry (row, j): scales dout's row into the slot and takes the dot product. The
-// warps of a row's entries run side by side: dout's row is read from memory once.
+// A warp owns one entry (row, j): scales dout's row into the slot and takes the dot product. A
+// row's warps run side by side: dout's row is read from memory once.
 template <class T, int N> __global__ void unpermute_backward_kernel(T* __restrict__ dslots,
     float* __restrict__ dweight, const T* __restrict__ dout, const T* __restrict__ slots,
     const float* __restrict__ weight, const int32_t* __restrict__ slot_of, int64_t entries,

@@ -10,12 +10,12 @@
 namespace pith {
 namespace {
 
-// A view where the rows are neighbours, else a copy.
+// A view of neighbours, else a copy.
 Tensor take(const Tensor& x, const RowSet& rows) {
   return rows.index.defined() ? x.index_select(0, rows.index) : x.narrow(0, rows.first, rows.count);
 }
 
-// After rows from take(x, rows) were changed in place.
+// After take(x, rows) was changed in place.
 void put_back(Tensor x, const RowSet& rows, const Tensor& taken) {
   if (rows.index.defined()) x.index_copy_(0, rows.index, taken);
 }
@@ -25,7 +25,7 @@ void add_rows(const Tensor& x, const RowSet& rows, const Tensor& values) {
   put_back(x, rows, sum.add_(values));
 }
 
-// Sends a block `by` members on while that of the one as far behind arrives in `received`.
+// Sends a block `by` members on; that from as far behind arrives in `received`.
 Work pass_on(const Comm& context, const Tensor& sent, Tensor& received, int64_t by) {
   const int64_t size = context.size(), rank = context.rank() + size;
   std::vector<int64_t> to(index(size)), from(index(size));
@@ -34,8 +34,7 @@ Work pass_on(const Comm& context, const Tensor& sent, Tensor& received, int64_t 
   return context.all_to_all_async(received, sent, from, to);
 }
 
-// at::cat along the last dimension. On CUDA it moves element by element, so in elements of 16 bytes
-// where they fit: four times as fast.
+// at::cat of the last dimension, in 16-byte elements where they fit: on CUDA four times as fast.
 Tensor cat_last(const Tensor& a, const Tensor& b) {
   const int64_t each = 16 / a.element_size();
   const auto fits = [&](const Tensor& x) {
@@ -48,7 +47,7 @@ Tensor cat_last(const Tensor& a, const Tensor& b) {
       .view(a.scalar_type());
 }
 
-// What goes round, a row a token: keys of `dim` elements, then values, (T, Hkv, D + Dv) ...
+// What goes round, a row a token: keys of `dim` elements and values, (T, Hkv, D + Dv) ...
 struct PlainKeys {
   int64_t dim;
 
@@ -56,13 +55,12 @@ struct PlainKeys {
     return {rows.narrow(2, 0, dim), rows.narrow(2, dim, rows.size(2) - dim)};
   }
   std::array<Tensor, 2> expand(const Tensor& rows) const { return parts(rows); }
-  // The gradient of rows.
   static Tensor contract(const Tensor&, const Tensor& dk, const Tensor& dv, at::ScalarType dtype) {
     return at::cat({dk.to(dtype), dv.to(dtype)}, 2);
   }
 };
 
-// ... or latents and rotary keys, (T, R + Dr), of which every rank makes keys and values itself.
+// ... or latents and rotary keys, (T, R + Dr), of which every rank makes keys and values.
 struct LatentRows {
   Parameter* up;
   int64_t heads, v_dim;
@@ -86,12 +84,12 @@ struct LatentRows {
   }
 };
 
-// Sums in FP32. The GPU kernels give BF16: of two ranks' parts the sum in BF16 is the same.
+// In FP32. The GPU kernels give BF16: of two ranks' parts the sum in BF16 is the same.
 at::ScalarType sum_dtype(const Tensor& q, const std::vector<RingStep>& ring) {
   return q.is_cuda() && ring.size() <= 2 ? q.scalar_type() : wide_dtype(q.scalar_type());
 }
 
-// Out and lse over all keys. block: the rows of this rank, afterwards the last that came round.
+// Over all keys. block: this rank's rows, then the last that came round.
 template <class Keys> AttentionPart forward(const Tensor& q, Tensor& block, const Keys& keys,
     const std::vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
   PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
@@ -121,13 +119,13 @@ template <class Keys> AttentionPart forward(const Tensor& q, Tensor& block, cons
   return whole;
 }
 
-// Gradients of q and of this rank's rows, by the forward's way back from `last`, where it ended: so
-// the own rows come last, and while theirs is computed, what others add to their gradient arrives.
+// Of q and of this rank's rows, by the forward's way back from `last`, where it ended: the own rows
+// come last, and while theirs is computed, what others add to it arrives.
 template <class Keys> std::array<Tensor, 2> backward(const Tensor& dout, const Tensor& q,
     const Tensor& own, const Tensor& last, const AttentionPart& whole, const Keys& keys,
     const std::vector<RingStep>& ring, double scale, const Comm& context) {
   const at::ScalarType sums = sum_dtype(q, ring);
-  Tensor block = last, dq, dblock;  // dblock: what was added on its way here
+  Tensor block = last, dq, dblock;  // what was added on its way here
   Work travel_back;
   for (size_t i = ring.size(); i-- > 0;) {
     const RingStep& step = ring[i];
@@ -166,8 +164,8 @@ template <class Keys> std::array<Tensor, 2> backward(const Tensor& dout, const T
   return {dq.to(q.scalar_type()), dblock.to(q.scalar_type())};
 }
 
-// The attention of q over what `own` becomes by `keys`, differentiable in q and the two parts of
-// `own`, which are the first of `sources`.
+// Attention over what `own` becomes by `keys`; differentiable in q and own's parts, `sources`'
+// first.
 template <class Keys> Tensor attend(const Tensor& given, const Tensor& own, const Keys& keys,
     const Tensors& sources, const std::vector<RingStep>& ring, double scale, const Comm& context,
     const Parameter* sinks) {
@@ -188,7 +186,7 @@ template <class Keys> Tensor attend(const Tensor& given, const Tensor& own, cons
   });
 }
 
-// Rows to the ranks and from them; their gradients go the other way.
+// Rows to and from ranks; gradients go the other way.
 Tensor exchange(const Tensor& rows, const Halo& halo, const Comm& context) {
   const auto travel = [&context](const Tensor& in, const std::vector<int64_t>& received,
                           const std::vector<int64_t>& sent) {

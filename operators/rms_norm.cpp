@@ -11,10 +11,10 @@ cuda::NormRows rows_of(const Tensor& x) {
   return {count, dim, 1, x.dim() == 2 ? x.stride(0) : dim, 0};
 }
 
-// Whether rows_of describes x: up to three dimensions, the last one contiguous.
+// Does rows_of describe x? Up to three dimensions, the last contiguous.
 bool has_rows(const Tensor& x) { return x.is_contiguous() || (x.dim() <= 3 && x.stride(-1) == 1); }
 
-// The factor is weight + plus. -> y, and rstd = 1 / sqrt(mean(x^2) + eps), a number a row.
+// The factor is weight + plus. -> y, rstd = 1 / sqrt(mean(x^2) + eps) by row.
 std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, double eps, float plus) {
   const at::NoGradGuard no_grad;
   PITH_IF_CUDA (x) {
@@ -29,8 +29,7 @@ std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, double 
   return {(wide * rstd.unsqueeze(-1)).mul_(widen(weight) + plus).to(x.scalar_type()), rstd};
 }
 
-// With n = x rstd, g = dy (w + plus): dx = rstd (g - n mean(g n)); dweight, where defined, += sum
-// of dy n.
+// n = x rstd, g = dy (w + plus): dx = rstd (g - n mean(g n)); dweight, where defined, += sum dy n.
 Tensor backward(const Tensor& x, const Tensor& rstd, const Tensor& weight, const Tensor& dy,
     Tensor dweight, float plus) {
   Tensor dx;

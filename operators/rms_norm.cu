@@ -1,5 +1,4 @@
-// RMSNorm forward and backward. A row lies in the registers of a group of threads: LANES of a warp
-// for short rows (per-head norms have millions of them), a whole block for long ones.
+// A row is in registers of LANES threads of a warp if short (per-head norms), else of a block.
 #include <algorithm>
 #include <climits>
 
@@ -8,10 +7,9 @@
 namespace pith::cuda {
 namespace {
 
-constexpr int kGroupThreads = 128;  // of a block that takes several rows
+constexpr int kGroupThreads = 128;  // of a block with several rows
 
-// How a row is spread: LANES threads (0: the whole block, up to MOST threads), each with PER
-// vectors of N elements, at (k * threads + lane) * N.
+// LANES threads a row (0: a block, up to MOST) with PER vectors of N, at (k * threads + lane) * N.
 template <int N_, int LANES_, int PER_, int MOST_ = kGroupThreads> struct Spread {
   static constexpr int N = N_, LANES = LANES_, PER = PER_, MOST = MOST_;
 };
@@ -24,7 +22,7 @@ template <class S> __device__ inline int lane() {
   return S::LANES == 0 ? threadIdx.x : threadIdx.x % group_size<S>();
 }
 
-// Calls f(k, j) for the vectors of this thread, the k-th of which begins at element j.
+// f(k, j) for this thread's vectors; the k-th begins at element j.
 template <class S, class F> __device__ inline void for_vectors(int64_t dim, F&& f) {
   for (int k = 0; k < S::PER; ++k) {
     const int j = (k * group_size<S>() + lane<S>()) * S::N;
@@ -32,14 +30,14 @@ template <class S, class F> __device__ inline void for_vectors(int64_t dim, F&& 
   }
 }
 
-// Sum over the threads of a row; each gets the same bits.
+// Over a row's threads; each gets the same bits.
 template <int LANES> __device__ inline float row_sum(float x) {
   if constexpr (LANES > 0) {
     return lanes_sum<LANES>(x);
   } else {
     __shared__ float warp_sums[32];
     x = lanes_sum<32>(x);
-    __syncthreads();  // the sums of the row before have been read
+    __syncthreads();  // sums before have been read
     if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = x;
     __syncthreads();
     x = threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : 0.0f;
@@ -60,7 +58,7 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST) forward_k
     const T* x, NormRows rows, const T* weight, float plus, float eps, T* y, float* rstd) {
   const int rows_per_block = blockDim.x / group_size<S>();
   const int64_t r = blockIdx.x * int64_t{rows_per_block} + threadIdx.x / group_size<S>();
-  const bool valid = r < rows.count;  // threads past the end stay for the shuffles
+  const bool valid = r < rows.count;  // others stay for the shuffles
   const T* from = x + row_start(rows, valid ? r : 0);
   Vec<T, S::N> cached[S::PER];
   float squares = 0;
@@ -80,7 +78,7 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST) forward_k
   });
 }
 
-// A block takes rows a grid apart, keeps sums for dweight in registers, writes a row of `partial`.
+// A block takes rows a grid apart, keeps dweight's sums in registers, writes a row of `partial`.
 template <class T, class S> __global__ void __launch_bounds__(S::MOST)
     backward_kernel(const T* x, NormRows rows, const T* weight, float plus, const float* rstd,
         const T* dy, T* dx, float* partial) {
@@ -99,7 +97,7 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST)
       a[k] = load<N>(from + j);
       d[k] = load<N>(gradient + j);
     });
-    float projection = 0;  // sum of dy w n, where n = x rstd
+    float projection = 0;  // sum of dy w n, n = x rstd
     for_vectors<S>(valid ? rows.dim : 0, [&](int k, int j) {
       const Vec<T, N> w = load<N>(weight + j);
       for (int i = 0; i < N; ++i) {
@@ -120,7 +118,7 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST)
       store(dx + r * rows.dim + j, out);
     });
   }
-  // The groups of the block add up one after the other: a fixed order.
+  // The block's groups add up one after the other: a fixed order.
   extern __shared__ float columns[];
   for (int turn = 0; turn < num_groups; ++turn) {
     for_vectors<S>(group == turn ? rows.dim : 0, [&](int k, int j) {
@@ -133,7 +131,7 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST)
     partial[blockIdx.x * rows.dim + j] = columns[j];
 }
 
-// dweight (dim) += the column sums of partial (blocks, dim), in a fixed order.
+// dweight (dim) += column sums of partial (blocks, dim), in a fixed order.
 __global__ void add_columns_kernel(
     const float* partial, int64_t blocks, int64_t dim, float* dweight) {
   __shared__ float part[32][33];
@@ -151,7 +149,7 @@ __global__ void add_columns_kernel(
   dweight[column] += sum;
 }
 
-// Calls f(Spread{}, threads of a block) with the smallest spread that holds a row.
+// f(Spread{}, threads of a block) with the smallest spread that holds a row.
 template <int N, class F> void with_spread(int64_t dim, F&& f) {
   const auto whole_block = [&](auto spread) {
     f(spread, num_blocks(dim, kWarp * N * spread.PER) * kWarp);
@@ -185,8 +183,8 @@ void rms_norm_forward(
 }
 
 int64_t rms_norm_blocks(const NormRows& rows) {
-  // Constants of no device, so that the order of summation is the same on all: as many
-  // blocks as an H200 runs at once (eight or ten on each multiprocessor); at least 16 rows a block.
+  // Of no device: one order of summation on all. As many blocks as an H200 runs at once (eight or
+  // ten a multiprocessor); at least 16 rows a block.
   const int64_t by_rows = (rows.count + 15) / 16, most = rows.dim <= 128 ? 1320 : 1056;
   return by_rows < most ? by_rows : most;
 }

@@ -9,7 +9,7 @@
 namespace pith {
 namespace {
 
-// x (T, heads, ..) turned by the angles of its positions, or back. -> contiguous
+// x (T, heads, ..) turned by its positions' angles, or back; contiguous.
 Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table, RotaryPairs pairs,
     int64_t first, bool inverse) {
   const at::NoGradGuard no_grad;
@@ -40,7 +40,7 @@ Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table
   return dim == x.size(2) ? y : at::cat({before, y, after}, 2);
 }
 
-// The frequency (a real number between them) that turns `turns` times over the original positions.
+// The frequency (real) that turns `turns` times over the original positions.
 double frequency_of(double turns, int64_t head_dim, double theta, const Yarn& yarn) {
   return real(head_dim) * std::log(yarn.original_positions / (turns * 2 * std::numbers::pi)) /
       (2 * std::log(theta));

@@ -1,10 +1,10 @@
-// Rotary embedding: every thread turns N pairs of one head.
+// A thread turns N pairs of one head.
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
 namespace {
 
-// Two vectors hold N pairs: N elements of each half, or 2 N neighbours.
+// Two vectors hold N pairs: N of each half, or 2 N neighbours.
 template <class T, int N, bool NEIGHBOURS> __global__ void rotary_kernel(const T* x,
     const int32_t* positions, const float* cos, const float* sin, T* y, int64_t rows, int heads,
     int half, int64_t row_stride, int64_t head_stride, int64_t y_head_stride, int64_t table_rows,

@@ -9,7 +9,7 @@
 namespace pith {
 namespace {
 
-// Ids of the k largest logits of each row, on the CPU.
+// On the CPU.
 Tensor select_topk(const Tensor& logits, int64_t k) {
   const Tensor wide = logits.to(at::kDouble).masked_fill(at::isnan(logits), -INFINITY);
   const double* row = wide.const_data_ptr<double>();
@@ -25,7 +25,7 @@ Tensor select_topk(const Tensor& logits, int64_t k) {
   return idx;
 }
 
-// Scores are FP32; FP64 is taken on the CPU, for finite differences.
+// FP32; FP64 on the CPU, for finite differences.
 void check_scores(const Tensor& scores, const char* name) {
   check_shape(scores, name, {-1, -1});
   const bool fits = scores.scalar_type() == at::kFloat ||
@@ -103,9 +103,9 @@ std::function<RouterBalance()> start_balance_loss(const Tensor& given, const Ten
   check_tensor(row_id, "balance loss: row_id", at::kInt, {p.size(0)});
   const int64_t num_experts = p.size(1), k = topk_idx.size(1), width = num_experts + 1;
   check_ids(topk_idx, "balance loss: topk_idx", num_experts);
-  const Tensor row = at::where(row_id.lt(0), num_rows, row_id);  // padding is one more row
+  const Tensor row = at::where(row_id.lt(0), num_rows, row_id);  // padding: one more row
   check_ids(row, "balance loss: row_id", num_rows + 1);
-  // Choices of each expert in each row and, last, the row's tokens.
+  // Choices of each expert in each row and, last, its tokens.
   const at::NoGradGuard no_grad;
   const Tensor cells = at::cat({topk_idx, at::full_like(topk_idx.narrow(1, 0, 1), num_experts)}, 1)
                            .add_(row.unsqueeze(1), width)

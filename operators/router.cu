@@ -1,4 +1,4 @@
-// Router kernels: one warp a row of expert scores, held in registers.
+// A warp a row of expert scores, held in registers.
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
@@ -14,7 +14,7 @@ __device__ inline uint64_t order_key(float score, int id) {
   return uint64_t{bits} << 32 | (0xffffffffu - static_cast<uint32_t>(id));
 }
 
-// score[i] of lane l belongs to expert l + 32 i. Calls chosen(j, id) for the k best, in order.
+// score[i] of lane l: expert l + 32 i. Calls chosen(j, id) for the k best, in order.
 template <int N, class F>
 __device__ inline void select_topk(const float (&score)[N], int num_experts, int k, F&& chosen) {
   const int lane = threadIdx.x % kWarp;
@@ -54,7 +54,7 @@ template <int N> __global__ void route_forward_kernel(const float* __restrict__ 
     const int id = lane + kWarp * i;
     if (id < num_experts) out[id] = p[i] *= scale;
   }
-  __syncwarp();  // below, lanes read probabilities that other lanes wrote
+  __syncwarp();  // other lanes' probabilities are read below
   if (forced == nullptr) {
     select_topk<N>(logit, num_experts, k, [&](int j, int id) {
       if (lane == 0) idx[row * k + j] = id;
@@ -72,10 +72,10 @@ template <int N> __global__ void route_forward_kernel(const float* __restrict__ 
   }
 }
 
-// dlogits = p (dp - <p, dp>), with dp the gradient of the probabilities plus, at the chosen
-// experts, that of the weights: w_j = p_j, or p_j / s with s the sum of the chosen, whose gradient
-// is (dw_j - <w, dw>) / s. The gradient of the chosen probabilities is added lane by lane in the
-// order of j, so that an expert forced twice into a row still has one order of addition.
+// dlogits = p (dp - <p, dp>), dp the gradient of the probabilities plus, at chosen experts, that of
+// the weights: w_j = p_j, or p_j / s with s the sum of the chosen, whose gradient is (dw_j - <w,
+// dw>) / s. Those of chosen probabilities are added lane by lane in the order of j: an expert
+// forced twice into a row still has one order.
 template <int N> __global__ void route_backward_kernel(const float* __restrict__ probabilities,
     const int64_t* __restrict__ idx, const float* __restrict__ dprobabilities,
     const float* __restrict__ dweight, float* __restrict__ dlogits, int64_t rows, int num_experts,
@@ -116,7 +116,7 @@ template <int N> __global__ void route_backward_kernel(const float* __restrict__
   }
 }
 
-// Calls f.operator()<N>() with N registers a lane, enough for num_experts <= 1024.
+// f.operator()<N>() with N registers a lane, enough for num_experts <= 1024.
 template <class F> void with_registers(int64_t num_experts, F&& f) {
   if (num_experts <= 32) return f.template operator()<1>();
   if (num_experts <= 64) return f.template operator()<2>();

@@ -1,13 +1,13 @@
-// SwiGLU forward and backward: one pass each, bound by memory.
+// Bound by memory.
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
 namespace {
 
-// Fast forms, relative error about 1e-6: exact ones would take as long as the memory.
+// Relative error about 1e-6: exact forms would take as long as the memory.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
-// N gates and N ups from column on: of two blocks, or alternating.
+// From column on: of two blocks, or alternating.
 template <class T, int N, bool ALTERNATING> struct Pairs {
   Vec<T, N> half[2];
   __device__ T& gate(int j) { return ALTERNATING ? half[2 * j / N].v[2 * j % N] : half[0].v[j]; }
@@ -21,7 +21,7 @@ template <class T, int N, bool ALTERNATING> struct Pairs {
 
 __device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }  // or NaN
 
-// out: the activation, or, BACKWARD, the gradient of gate_up.
+// out: the activation, or, BACKWARD, gate_up's gradient.
 template <class T, int N, bool ALTERNATING, bool BACKWARD> __global__ void swiglu_kernel(
     const T* gate_up, const T* dy, T* out, int64_t rows, int64_t width, SwigluForm form) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;

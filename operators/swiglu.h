@@ -4,13 +4,11 @@
 
 namespace pith {
 
-// gate_up (S, 2 I), gate block then up block -> (S, I): silu(gate) * up, in FP32, rounded once.
-// Saves gate_up only; the backward recomputes the activation.
+// gate_up (S, 2 I), gates then ups -> (S, I): silu(gate) * up, FP32, rounded once. Saves gate_up.
 Tensor swiglu(const Tensor& gate_up);
 
-// GPT-OSS' form of it: gate_up (S, 2 I), gates and ups alternating -> (S, I): g sigmoid(alpha g)
-// (u + 1), where g is the gate, at most `limit`, and u the up, between -limit and limit; what is
-// clamped has no gradient. In FP32, rounded once.
+// GPT-OSS' form: gate_up (S, 2 I), alternating -> (S, I): g sigmoid(alpha g) (u + 1), gate g at
+// most `limit`, up u in -limit .. limit; what is clamped has no gradient. FP32, rounded once.
 Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit);
 
 }  // namespace pith
