@@ -129,6 +129,9 @@ template <class Model> static void print_plan_of(const RunConfig& config, int64_
       human(real(size.parameters)), human(real(size.active_parameters)),
       human(size.flops_per_token), training.global_batch, config.data.sequence_length,
       micro_batches, training.micro_batch, dp);
+  Model whole(model, whole_model(model.num_layers, model.num_experts));
+  for (const std::string& rule : set_update_rules(whole, training))
+    fmt::print("# optimizer   {}\n", rule);
   const StepPlan plan = plan_step(
       config, model, size, dp, chunks, stage_sizes<Model>(model, shape, world, chunks, training));
   for (size_t stage = 0; stage < plan.stages.size(); ++stage) {
@@ -203,9 +206,6 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
               config.parallel.weights = weights;
               config.parallel.recompute = recompute;
               config.training.micro_batch = rows;
-              Model whole(model, whole_model(model.num_layers, model.num_experts));
-              for (const std::string& rule : set_update_rules(whole, training))
-                fmt::print("# optimizer   {}\n", rule);
               const StepPlan plan = plan_step(config, model, size, dp, chunks, sizes);
               least = std::min(least, plan.worst());
               if (plan.worst() <= o.memory * kGiB * (1 - o.reserve))
