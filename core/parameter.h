@@ -25,8 +25,7 @@ struct UpdateRule {
 // Gate and up projection in one tensor: halves of a matrix's rows, or every other column.
 enum class Fused { none, rows, columns };
 
-// One tensor of the Hugging Face folder: a contiguous range of a parameter's elements. A fused
-// parameter (q, k, v; the experts' gate and up) is the concatenation of several.
+// One tensor of the Hugging Face folder: a contiguous range of a parameter's elements.
 struct HfTensor {
   std::string name;            // "model.layers.0.self_attn.q_proj.weight"
   std::vector<int64_t> shape;  // as in the Hugging Face checkpoint; dim 0 may hold less
@@ -48,8 +47,8 @@ struct HfTensor {
   int64_t whole_numel() const { return c10::multiply_integers(whole_shape()); }
 };
 
-// Operators and shard groups keep its address. `value` and `grad` are views into the flat buffers
-// of its ShardGroup (engine/sharding.h), which binds them.
+// Operators and shard groups keep its address. `value` and `grad` are views into the buffers of its
+// ShardGroup (engine/sharding.h).
 struct Parameter {
   std::string name;  // unique in the model; the Hugging Face name where there is only one
   std::vector<int64_t> shape;
