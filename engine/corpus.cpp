@@ -192,7 +192,7 @@ const Corpus::Shard& Corpus::locate(int64_t& document) const {
 void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const {
   int64_t local = document;
   const Shard& shard = locate(local);
-  const auto count = static_cast<int64_t>(out.size());
+  const auto count = std::ssize(out);
   const int64_t first = shard.index.begin(local), size = shard.index.begin(local + 1) - first;
   PITH_CHECK(begin >= 0 && begin <= size && count <= size - begin,
       "{}: document {} has {} tokens, not those from {} to {}", prefix_, document, size, begin,
@@ -275,7 +275,7 @@ void CorpusWriter::add_document(std::span<const int32_t> ids) {
         at_.documents, i, ids[i], vocab_size_);
   PITH_CHECK(ids.size() <= INT32_MAX, "corpus {}: document {} has {} tokens; the format ends at {}",
       prefix_, at_.documents, ids.size(), INT32_MAX);
-  const auto count = static_cast<int64_t>(ids.size());
+  const auto count = std::ssize(ids);
   if (shard_tokens_ > 0 && at_.documents > 0 && at_.tokens + count > shard_tokens_) {
     close_shard();
     at_ = {.shard = at_.shard + 1};

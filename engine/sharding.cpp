@@ -107,7 +107,7 @@ void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTenso
     int64_t first, uint64_t seed, double init_std, int64_t num_layers) {
   const Init init = parameter.init;
   const bool output = init == Init::output_normal, decay = init == Init::log_decay;
-  const double output_std = init_std / std::sqrt(2.0 * static_cast<double>(num_layers));
+  const double output_std = init_std / std::sqrt(2.0 * real(num_layers));
   if (output || decay || init == Init::normal)
     fill_normal(target, seed, tensor.name, decay ? 1 : output ? output_std : init_std, first);
   else
@@ -240,9 +240,8 @@ ModelShards::ModelShards(
     std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight) {
   if (groups.empty()) return;
   const int64_t last = groups.front().unit();
-  std::vector<UnitShards> units(static_cast<size_t>(last) + 1);
-  for (ShardGroup& group : groups)
-    units[static_cast<size_t>(last - group.unit())].groups.push_back(&group);
+  std::vector<UnitShards> units(index(last + 1));
+  for (ShardGroup& group : groups) units[index(last - group.unit())].groups.push_back(&group);
   if (part.head) {
     head = std::move(units.back());
     units.pop_back();
