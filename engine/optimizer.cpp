@@ -199,15 +199,14 @@ double learning_rate(const RunConfig::Training& training, int64_t step) {
 }
 
 std::map<std::string, std::string> schedule_settings(const RunConfig::Training& t) {
-  std::map<std::string, std::string> settings = {{"training.lr", fmt::format("{}", t.lr)},
-      {"training.schedule", t.schedule},
-      {"training.warmup_steps", fmt::format("{}", t.warmup_steps)}};
+  std::map<std::string, std::string> settings;
+  const auto add = [&](const char* key, const auto& value) {
+    settings[fmt::format("training.{}", key)] = fmt::format("{}", value);
+  };
+  add("lr", t.lr), add("schedule", t.schedule), add("warmup_steps", t.warmup_steps);
   if (t.schedule == "constant") return settings;
-  settings["training.steps"] = fmt::format("{}", t.steps);
-  settings["training.min_lr_ratio"] = fmt::format("{}", t.min_lr_ratio);
-  if (t.schedule != "wsd") return settings;
-  settings["training.decay_steps"] = fmt::format("{}", t.decay_steps);
-  settings["training.decay_shape"] = t.decay_shape;
+  add("steps", t.steps), add("min_lr_ratio", t.min_lr_ratio);
+  if (t.schedule == "wsd") add("decay_steps", t.decay_steps), add("decay_shape", t.decay_shape);
   return settings;
 }
 

@@ -84,12 +84,9 @@ SafetensorsHeader parse_safetensors_header(
   PITH_CHECK(head.size() >= 8 && file_size >= head.size(),
       "{}: {} bytes are too few for a safetensors file", source, file_size);
   const auto length = load<uint64_t>(&head.front());
-  PITH_CHECK(length <= file_size - 8, "{}: the header of {} bytes is longer than the file of {}",
-      source, length, file_size);
-  PITH_CHECK(length <= kLargestHeader, "{}: a header of {} bytes is longer than the format allows",
-      source, length);
-  PITH_CHECK(length <= head.size() - 8, "{}: only {} of the header's {} bytes were given", source,
-      head.size() - 8, length);
+  PITH_CHECK(length <= std::min(head.size() - 8, kLargestHeader),
+      "{}: the header of {} bytes is longer than the file of {}, or than the format allows", source,
+      length, file_size);
   const json document = parse_json(head.substr(8, length), source + ": header");
   PITH_CHECK(document.is_object(), "{}: the header is not an object of tensors", source);
   SafetensorsHeader header;
