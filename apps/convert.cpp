@@ -193,7 +193,7 @@ void compare(const CompareOptions& o) {
   if (good < std::ssize(differences)) throw CLI::RuntimeError(1);
 }
 
-}  // namespace
+}
 
 void add_convert_command(CLI::App& app) {
   const auto [sub, o] = add_command<ConvertOptions>(app, "convert",
@@ -230,4 +230,4 @@ void add_convert_command(CLI::App& app) {
       "Example: pithtrain compare runs/a runs/b --tolerance 1e-3");
 }
 
-}  // namespace pith
+}

@@ -403,7 +403,7 @@ Example: pithtrain corpus build --out data/train --tokenizer qwen3/ --shard-size
            --validation-share 0.001 --validation-out data/validation 'raw/*.jsonl.zst')");
 }
 
-}  // namespace
+}
 
 void add_corpus_command(CLI::App& app) {
   CLI::App* corpus = app.add_subcommand("corpus", "Make corpora of text, explain them");
@@ -426,4 +426,4 @@ void add_corpus_command(CLI::App& app) {
   sub->add_option("--tokenizer", o->tokenizer, "instead of the one beside it");
 }
 
-}  // namespace pith
+}

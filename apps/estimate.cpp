@@ -262,7 +262,7 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
         plan.seconds, human(tokens / plan.seconds));
 }
 
-}  // namespace
+}
 
 void print_plan(const RunConfig& config, int64_t processes) {
   with_family(
@@ -290,4 +290,4 @@ void add_estimate_command(CLI::App& app) {
       "Example: pithtrain estimate examples/qwen3_30b_a3b.toml --gpus 8 --memory 139");
 }
 
-}  // namespace pith
+}

@@ -52,4 +52,4 @@ template <class Model> struct LoadedModel {
   std::vector<ShardGroup> groups;
 };
 
-}  // namespace pith
+}

@@ -109,7 +109,7 @@ template <class Model> void generate(const GenerateOptions& options) {
       real(produced) / seconds);
 }
 
-}  // namespace
+}
 
 void add_generate_command(CLI::App& app) {
   const auto [sub, o] = add_command<GenerateOptions>(app, "generate",
@@ -134,4 +134,4 @@ void add_generate_command(CLI::App& app) {
       "--temperature 0.7");
 }
 
-}  // namespace pith
+}

@@ -143,7 +143,7 @@ void inspect(const Inspection& options) {
       fs::exists(path) ? "is none that this program knows" : "does not exist");
 }
 
-}  // namespace
+}
 
 std::string read_model_type(const fs::path& path) {
   const auto file = fs::is_directory(path) ? path / "config.json" : path;
@@ -172,4 +172,4 @@ void add_inspect_command(
       "Example: pithtrain inspect runs/demo/checkpoints/step-00000300");
 }
 
-}  // namespace pith
+}

@@ -98,7 +98,7 @@ void launch(const Options& options) {
   throw CLI::RuntimeError(1);
 }
 
-}  // namespace
+}
 
 void add_launch_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(app, "launch",
@@ -116,4 +116,4 @@ void add_launch_command(CLI::App& app) {
       "Example: pithtrain launch 2 pretrain run.toml");
 }
 
-}  // namespace pith
+}

@@ -69,7 +69,7 @@ int run(CLI::App& app, int argc, char** argv) {
   return 0;
 }
 
-}  // namespace
+}
 
 int main(int argc, char** argv) {
   CLI::App app("Trains Mixture-of-Experts language models, on CPUs and GPUs.\n", "pithtrain");

@@ -58,4 +58,4 @@ std::vector<std::string> set_update_rules(Model& part, const RunConfig::Training
 // What --dry-run prints: configuration, parameters, layout, memory, schedule.
 void print_plan(const RunConfig& config, int64_t processes);
 
-}  // namespace pith
+}

@@ -470,7 +470,7 @@ void print_rows(const RunConfig& config, const std::pair<int64_t, int64_t>& firs
       fmt::join(labels, ",\n"));
 }
 
-}  // namespace
+}
 
 void add_pretrain_command(CLI::App& app) {
   struct Options {
@@ -510,4 +510,4 @@ void add_pretrain_command(CLI::App& app) {
       describe_config_keys());
 }
 
-}  // namespace pith
+}

@@ -156,7 +156,7 @@ void report(const Options& options) {
   fmt::print("{}: {} runs, {}\n", out.string(), runs.size(), human_bytes(file.bytes));
 }
 
-}  // namespace
+}
 
 void add_report_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(app, "report",
@@ -167,4 +167,4 @@ void add_report_command(CLI::App& app) {
   sub->footer("Example: pithtrain report runs/demo runs/other --out compare.html");
 }
 
-}  // namespace pith
+}

@@ -28,7 +28,7 @@ void print(const Options& options) {
   if (!options.svg.empty()) write_file({}, options.svg, draw_svg(s));
 }
 
-}  // namespace
+}
 
 void add_schedule_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(
@@ -47,4 +47,4 @@ void add_schedule_command(CLI::App& app) {
   sub->footer("Example: pithtrain schedule --pp 4 --microbatches 16 --svg schedule.svg");
 }
 
-}  // namespace pith
+}

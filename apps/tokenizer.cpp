@@ -108,7 +108,7 @@ void run_inspect(const Options& options) {
     if (tokenizer.is_special(id)) show("special", id);
 }
 
-}  // namespace
+}
 
 void add_tokenizer_command(CLI::App& app) {
   CLI::App& all = *app.add_subcommand("tokenizer", "Train, use, inspect tokenizers.");
@@ -151,4 +151,4 @@ void add_tokenizer_command(CLI::App& app) {
   add("inspect", "Print sizes and special tokens.", run_inspect);
 }
 
-}  // namespace pith
+}

@@ -36,7 +36,7 @@ std::vector<int64_t> elements(
   return result;
 }
 
-}  // namespace
+}
 
 void Work::Drop::operator()(Operation* operation) const {
   // While an exception unwinds its buffers stay: they may still be written until the process ends.
@@ -196,4 +196,4 @@ void check_same_everywhere(
   }
 }
 
-}  // namespace pith
+}

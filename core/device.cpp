@@ -37,7 +37,7 @@ std::string load_cuda() {
 std::string load_cuda() { return "this program was built without CUDA (no nvcc was found)"; }
 #endif
 
-}  // namespace
+}
 
 at::Device select_device(const std::string& wanted) {
   if (wanted == "cpu") return at::kCPU;
@@ -109,4 +109,4 @@ void synchronize([[maybe_unused]] at::Device device) {
 #endif
 }
 
-}  // namespace pith
+}

@@ -15,4 +15,4 @@ double peak_memory_gib(at::Device device);
 // Waits for what computes, the current stream. Transfers of other streams go on.
 void synchronize(at::Device device);
 
-}  // namespace pith
+}

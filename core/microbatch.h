@@ -66,4 +66,4 @@ struct MicroBatch {
   int64_t num_tokens() const { return tokens.size(0); }
 };
 
-}  // namespace pith
+}

@@ -58,7 +58,7 @@ Tensor sum_in_order(const Tensor& parts) {
   return sum;
 }
 
-}  // namespace
+}
 
 void mpi_start() {
   Dl_info info;  // the wheel's library was moved: tell it where its plug-ins are
@@ -144,4 +144,4 @@ void mpi_wait(Operation& operation) {
   }
 }
 
-}  // namespace pith
+}

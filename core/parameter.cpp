@@ -36,4 +36,4 @@ Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {
   return flat_or_shaped.detach().view({-1}).narrow(0, part.offset, part.numel()).view(part.shape);
 }
 
-}  // namespace pith
+}

@@ -73,4 +73,4 @@ struct Parameter {
   static Tensor view_of(const Tensor& flat_or_shaped, const HfTensor& part);
 };
 
-}  // namespace pith
+}

@@ -18,7 +18,7 @@ __global__ void fill_kernel(T* out, int64_t n, int64_t first, uint64_t key, floa
   }
 }
 
-}  // namespace
+}
 
 void fill_normal(
     void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16, CUstream_st* stream) {
@@ -31,4 +31,4 @@ void fill_normal(
     fill_kernel<<<grid, 256, 0, stream>>>(static_cast<float*>(out), n, first, key, std);
 }
 
-}  // namespace pith::cuda
+}

@@ -17,4 +17,4 @@ int64_t permuted(uint64_t key, int64_t index, int64_t size);
 // FP32; CPU and CUDA differ by the rounding of log, sin, cos.
 void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, int64_t first = 0);
 
-}  // namespace pith
+}

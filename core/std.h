@@ -13,4 +13,4 @@ namespace fs = std::filesystem;
 constexpr size_t index(std::integral auto number) { return static_cast<size_t>(number); }
 constexpr double real(std::integral auto number) { return static_cast<double>(number); }
 
-}  // namespace pith
+}

@@ -67,4 +67,4 @@ std::string comm_context();                    // "" or ", step 12"
 void note_operation(const std::string& what);  // what the heartbeat tells about this rank
 double comm_timeout_s();
 
-}  // namespace pith
+}

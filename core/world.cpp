@@ -239,7 +239,7 @@ c10::intrusive_ptr<c10d::Store> open_store() {
   return c10::make_intrusive<c10d::TCPStore>(host == host_name() ? "127.0.0.1" : host, options);
 }
 
-}  // namespace
+}
 
 const Launch& launch_info() {
   static const Launch launch = read_launch();
@@ -345,4 +345,4 @@ std::vector<std::string> store_gather(
   return result;
 }
 
-}  // namespace pith
+}

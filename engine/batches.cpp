@@ -59,7 +59,7 @@ std::vector<int64_t> integer_weights(const std::vector<double>& weights) {
   return integers;
 }
 
-}  // namespace
+}
 
 struct RowStream::State {
   Corpus corpus;
@@ -379,4 +379,4 @@ std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t glo
   return batch;
 }
 
-}  // namespace pith
+}

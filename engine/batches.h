@@ -102,4 +102,4 @@ MicroBatch split_context(
 // Pairs of query and key that each of `size` ranks computes in an attention layer.
 std::vector<int64_t> context_work(const MicroBatch& whole, int64_t size);
 
-}  // namespace pith
+}

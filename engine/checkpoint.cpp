@@ -249,7 +249,7 @@ std::vector<NamedTensor> collect_weights(std::span<ShardGroup> groups, const Com
   return weights;
 }
 
-}  // namespace
+}
 
 std::string state_key(
     const std::string& kind, const std::string& tensor, int64_t offset, int64_t total) {
@@ -456,4 +456,4 @@ std::string first_non_finite(std::span<ShardGroup> groups) {
   return "";
 }
 
-}  // namespace pith
+}

@@ -119,4 +119,4 @@ void restore_weights(std::span<ShardGroup> groups, const fs::path& folder, bool 
 // The first parameter with a NaN or Inf in this rank's part: "weight NAME", "gradient of NAME", "".
 std::string first_non_finite(std::span<ShardGroup> groups);
 
-}  // namespace pith
+}

@@ -450,7 +450,7 @@ template <class Line> std::string by_section(const Line& line) {
   return text;
 }
 
-}  // namespace
+}
 
 RunConfig parse_run_config(
     std::string_view text, const std::string& source, const std::vector<std::string>& overrides) {
@@ -477,4 +477,4 @@ std::string describe_config_keys() {
   });
 }
 
-}  // namespace pith
+}

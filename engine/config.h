@@ -88,4 +88,4 @@ std::string to_toml(const RunConfig& config);
 // A line a key: name, type, default, range, description. For --help and docs/configuration.md.
 std::string describe_config_keys();
 
-}  // namespace pith
+}

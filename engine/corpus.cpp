@@ -49,7 +49,7 @@ std::string final_name(const std::string& prefix, int64_t shard, int64_t shards)
   return shards > 0 ? fmt::format("{}-{:05}-of-{:05}", prefix, shard, shards) : prefix;
 }
 
-}  // namespace
+}
 
 CorpusIndex parse_corpus_index(
     std::string_view bytes, uint64_t bin_bytes, const std::string& source) {
@@ -364,4 +364,4 @@ void publish_corpus(const std::string& prefix, int64_t shards) {
       fs::remove(folder / file);
 }
 
-}  // namespace pith
+}

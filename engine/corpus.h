@@ -101,4 +101,4 @@ class CorpusWriter {
 // interrupted. `shards` is 0 for a corpus that is not cut.
 void publish_corpus(const std::string& prefix, int64_t shards);
 
-}  // namespace pith
+}

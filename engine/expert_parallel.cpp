@@ -111,4 +111,4 @@ ExpertExchange::Arrived ExpertExchange::arrive() {
   return {rows, weight, make_expert_plan(take(), local_experts_, slots)};
 }
 
-}  // namespace pith
+}

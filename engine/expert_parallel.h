@@ -65,4 +65,4 @@ class ExpertExchange {
   std::deque<std::pair<Tensor, Work>> transfers_;
 };
 
-}  // namespace pith
+}

@@ -27,7 +27,7 @@ std::string seal_of(std::string_view body) {
   return fmt::format(" \"checksum\": \"{}\"\n}}\n", xxh3(body));
 }
 
-}  // namespace
+}
 
 MappedFile map_file(const fs::path& path) {
   const File file = open(path, "re");
@@ -138,4 +138,4 @@ void check_seal(std::string_view text, const std::string& source) {
       "{} is damaged: its bytes do not match the checksum on its last line", source);
 }
 
-}  // namespace pith
+}

@@ -93,4 +93,4 @@ inline std::string xxh3(std::string_view bytes) {  // the 64-bit sum, as 16 digi
 std::string seal_json(const std::string& object);
 void check_seal(std::string_view text, const std::string& source);
 
-}  // namespace pith
+}

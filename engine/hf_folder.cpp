@@ -47,7 +47,7 @@ bool is_packed(const HfFolder& folder, const HfTensor& tensor) {
       !folder.file_of(tensor.name) && folder.file_of(tensor.name + kBlocks);
 }
 
-}  // namespace
+}
 
 std::vector<std::string> summarize_names(std::vector<std::string> names) {
   std::ranges::sort(names, [](const std::string& a, const std::string& b) {
@@ -239,4 +239,4 @@ WrittenFile write_weight_index(
   return write_file(folder, inside + kIndex, index.dump(2) + "\n");
 }
 
-}  // namespace pith
+}

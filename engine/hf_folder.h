@@ -56,4 +56,4 @@ std::vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
 WrittenFile write_weight_index(
     const fs::path& folder, std::span<WrittenFile> files, const std::string& inside = "");
 
-}  // namespace pith
+}

@@ -119,4 +119,4 @@ class StageRange {
 void install_signal_handlers();
 bool stop_requested();
 
-}  // namespace pith
+}

@@ -77,7 +77,7 @@ Tensor muon_updates(const ShardGroup& group, Directions& directions) {
   return part;
 }
 
-}  // namespace
+}
 
 std::vector<std::string> set_update_rules(
     const Units& units, const Units& whole_model, const RunConfig::Training& training) {
@@ -210,4 +210,4 @@ std::map<std::string, std::string> schedule_settings(const RunConfig::Training& 
   return settings;
 }
 
-}  // namespace pith
+}

@@ -52,4 +52,4 @@ double learning_rate(const RunConfig::Training& training, int64_t step);
 // The keys that the rate depends on, with their values: "training.lr" -> "0.0003", ...
 std::map<std::string, std::string> schedule_settings(const RunConfig::Training& training);
 
-}  // namespace pith
+}

@@ -147,7 +147,7 @@ std::deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, at::Sca
   return links;
 }
 
-}  // namespace
+}
 
 ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
     const MeshPlace& place, const ModelConfig& config) {
@@ -581,4 +581,4 @@ PITH_FAMILY(Qwen35MoeModel);
 #undef PITH_FAMILY
 #undef PITH_OBJECTIVE
 
-}  // namespace pith
+}

@@ -65,4 +65,4 @@ template <DecoderModel Model> class Pipeline {
   std::shared_ptr<Impl> impl_;
 };
 
-}  // namespace pith
+}

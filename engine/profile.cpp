@@ -106,7 +106,7 @@ std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device
   return text;
 }
 
-}  // namespace
+}
 
 Profile::Profile(ProfileOptions options) : options_(std::move(options)) {
   synchronize(options_.device);
@@ -165,4 +165,4 @@ StageRange::~StageRange() {
 #endif
 }
 
-}  // namespace pith
+}

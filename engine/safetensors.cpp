@@ -77,7 +77,7 @@ void check_layout(const SafetensorsHeader& header, uint64_t data_bytes, const st
       data_bytes - filled, previous);
 }
 
-}  // namespace
+}
 
 SafetensorsHeader parse_safetensors_header(
     std::string_view head, uint64_t file_size, const std::string& source) {
@@ -167,4 +167,4 @@ WrittenFile write_safetensors(const fs::path& path, const std::vector<NamedTenso
   return written;
 }
 
-}  // namespace pith
+}

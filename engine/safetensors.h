@@ -42,4 +42,4 @@ using NamedTensor = std::pair<std::string, Tensor>;
 // give the same bytes. At most one tensor is copied at a time.
 WrittenFile write_safetensors(const fs::path& path, const std::vector<NamedTensor>& tensors);
 
-}  // namespace pith
+}

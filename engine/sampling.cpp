@@ -66,4 +66,4 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   return drawn;
 }
 
-}  // namespace pith
+}

@@ -22,4 +22,4 @@ struct SamplingOptions {
 // is an Error.
 int64_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw_index);
 
-}  // namespace pith
+}

@@ -59,4 +59,4 @@ std::string draw_svg(const Simulation& simulation);
 // forward, input and weight gradients take 1 each. A chunk may be empty.
 std::vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts head);
 
-}  // namespace pith
+}

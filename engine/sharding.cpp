@@ -22,7 +22,7 @@ void point_at(const Tensor& shell, const Tensor& memory) {
   storage->set_nbytes(memory.defined() ? memory.nbytes() : 0);
 }
 
-}  // namespace
+}
 
 ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device,
     Use use, Comm shard, Comm replicate, ShardMode mode, int64_t unit, OptimizerStates states)
@@ -263,4 +263,4 @@ std::vector<Parameter*> all_parameters(std::span<ShardGroup> groups) {
   return all;
 }
 
-}  // namespace pith
+}

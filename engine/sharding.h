@@ -165,4 +165,4 @@ struct ModelShards {
 
 std::vector<Parameter*> all_parameters(std::span<ShardGroup> groups);
 
-}  // namespace pith
+}

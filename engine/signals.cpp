@@ -30,7 +30,7 @@ void handle_stop(int signal) {
   errno = saved_errno;
 }
 
-}  // namespace
+}
 
 void install_signal_handlers() {
   first_signal_ns = 0;
@@ -45,4 +45,4 @@ void install_signal_handlers() {
 
 bool stop_requested() { return first_signal_ns != 0; }
 
-}  // namespace pith
+}

@@ -290,4 +290,4 @@ void choose_routes(
     out.z_sum = logits.logsumexp(1).square().masked_fill(context.batch.row_id.lt(0), 0).sum();
 }
 
-}  // namespace pith
+}

@@ -187,4 +187,4 @@ struct RouteChoice {
 void choose_routes(
     const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
 
-}  // namespace pith
+}

@@ -150,4 +150,4 @@ Attended DeepseekV2Layer::attend(const LayerContext& context, const Tensor& hidd
   return out;
 }
 
-}  // namespace pith
+}

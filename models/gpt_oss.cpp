@@ -122,4 +122,4 @@ Tensor GptOssLayer::experts(
   return unpermute(grouped_affine(activated, down_, down_bias_, plan), row_weight, plan);
 }
 
-}  // namespace pith
+}

@@ -26,7 +26,7 @@ std::string names_of_weights(const fs::path& folder) {
   return names.substr(0, index(stream.gcount()));
 }
 
-}  // namespace
+}
 
 void Qwen35MoeConfig::read(Fields& outer) {
   const bool nested = outer.has(kText) && outer[kText].is_object();
@@ -234,4 +234,4 @@ Tensor Qwen35MoeLayer::shared(const LayerContext&, const Attended& attended) {
   return shared_(attended.rows) * at::sigmoid(linear(attended.rows, shared_gate_));
 }
 
-}  // namespace pith
+}

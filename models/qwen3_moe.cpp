@@ -27,7 +27,7 @@ std::vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   return sparse;
 }
 
-}  // namespace
+}
 
 void Qwen3MoeConfig::read(Fields& fields) {
   read_common(
@@ -116,4 +116,4 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   return out;
 }
 
-}  // namespace pith
+}

@@ -301,7 +301,7 @@ AttentionSpan span_for(Path path, const AttentionSpan& span, bool record) {
   return kept;
 }
 
-}  // namespace
+}
 
 void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k) {
   const auto check = [&](const Tensor& cu, const char* name, int64_t rows) {
@@ -402,4 +402,4 @@ const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan
   return kNames[static_cast<size_t>(choose_path(q, v, span, {true}))];
 }
 
-}  // namespace pith
+}

@@ -50,4 +50,4 @@ AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, 
 // Name of the kernel that attention() takes for such inputs, for the log.
 const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan& span);
 
-}  // namespace pith
+}

@@ -205,7 +205,7 @@ Tensors backward(const Rule& rule, const Tensor& dout) {
       (dg * c.g).sum(0)};
 }
 
-}  // namespace
+}
 
 TokenParts token_parts(
     const Tensor& positions, const Tensor& cu_seqlens_host, int64_t rows, const Comm& context) {
@@ -318,4 +318,4 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
       });
 }
 
-}  // namespace pith
+}

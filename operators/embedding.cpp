@@ -20,4 +20,4 @@ Tensor embedding(const Tensor& given, Parameter& weight) {
       });
 }
 
-}  // namespace pith
+}

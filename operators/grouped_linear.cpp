@@ -76,7 +76,7 @@ Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Par
       });
 }
 
-}  // namespace
+}
 
 Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan) {
   return apply("grouped_linear: x", x, weight, nullptr, plan);
@@ -90,4 +90,4 @@ Tensor permuted_affine(
   return apply("permuted_affine: rows", rows, weight, &bias, plan, /*permuted=*/true);
 }
 
-}  // namespace pith
+}

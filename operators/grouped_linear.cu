@@ -277,7 +277,7 @@ CUtensorMap tensor_map(CUtensorMapDataType type, const void* data, cuuint32_t ra
   return map;
 }
 
-}  // namespace
+}
 
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
     int64_t rows, int64_t experts, int64_t out, int64_t in) {
@@ -319,4 +319,4 @@ void add_expert_bias(Data bias, const int32_t* offsets, Data y, int64_t experts,
   });
 }
 
-}  // namespace pith::cuda
+}

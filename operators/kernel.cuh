@@ -101,4 +101,4 @@ inline RowGrid row_grid(int64_t rows, int64_t columns) {
       dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
 }
 
-}  // namespace pith::cuda
+}

@@ -33,4 +33,4 @@ AttentionSpan append_to_cache(
   return all;
 }
 
-}  // namespace pith
+}

@@ -12,4 +12,4 @@ Tensor linear(const Tensor& x, Parameter& weight, const Parameter* bias = nullpt
 // The same with result and backward in FP32 (FP64 for FP64 inputs): router logits.
 Tensor linear_fp32(const Tensor& x, Parameter& weight, const Parameter* bias = nullptr);
 
-}  // namespace pith
+}

@@ -10,7 +10,7 @@ bool widen_first(const Tensor& a) { return !a.is_cuda() && a.scalar_type() == at
 
 std::vector<WeightGradient>* deferred = nullptr;
 
-}  // namespace
+}
 
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
   const at::NoGradGuard no_grad;
@@ -69,4 +69,4 @@ void add_or_defer(WeightGradient job) {
     add_weight_gradient(job);
 }
 
-}  // namespace pith
+}

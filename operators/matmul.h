@@ -45,4 +45,4 @@ class DeferWeightGradients {
 // Computes the gradient, now or later.
 void add_or_defer(WeightGradient job);
 
-}  // namespace pith
+}

@@ -49,4 +49,4 @@ void muon_update(
   value.copy_(master);
 }
 
-}  // namespace pith
+}

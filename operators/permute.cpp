@@ -18,7 +18,7 @@ Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_
   return out;
 }
 
-}  // namespace
+}
 
 // A stable sort by expert leaves an expert's entries sorted by row; those of -1 come first.
 ExpertPlan make_expert_plan(
@@ -95,4 +95,4 @@ Tensor unpermute(const Tensor& given, const Tensor& given_weight, const ExpertPl
       .to(slots.scalar_type());
 }
 
-}  // namespace pith
+}

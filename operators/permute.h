@@ -28,4 +28,4 @@ Tensor sum_slots(const Tensor& slots, const Gather& plan);
 // expert_rows(slot)>, 0 where the entry is -1.
 Tensor unpermute(const Tensor& expert_rows, const Tensor& weight, const ExpertPlan& plan);
 
-}  // namespace pith
+}

@@ -205,7 +205,7 @@ Tensor exchange(const Tensor& rows, const Halo& halo, const Comm& context) {
       });
 }
 
-}  // namespace
+}
 
 void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& part) {
   Tensor out = take(whole.out, rows), lse = take(whole.lse, rows);
@@ -262,4 +262,4 @@ Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
       scale, options);
 }
 
-}  // namespace pith
+}

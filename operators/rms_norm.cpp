@@ -52,7 +52,7 @@ Tensor backward(const Tensor& x, const Tensor& rstd, const Tensor& weight, const
   return dx;
 }
 
-}  // namespace
+}
 
 Tensor rms_norm(const Tensor& given, Parameter& weight, double eps, bool zero_centred) {
   check_shape(weight.value, weight.name, {-1});
@@ -70,4 +70,4 @@ Tensor rms_norm(const Tensor& given, Parameter& weight, double eps, bool zero_ce
       });
 }
 
-}  // namespace pith
+}

@@ -168,7 +168,7 @@ template <int N, class F> void with_spread(int64_t dim, F&& f) {
   }
 }
 
-}  // namespace
+}
 
 void rms_norm_forward(
     Data x, const NormRows& rows, Data weight, float plus, double eps, Data y, float* rstd) {
@@ -214,4 +214,4 @@ void rms_norm_backward(Data x, const NormRows& rows, Data weight, float plus, co
   launch_check("rms_norm dweight");
 }
 
-}  // namespace pith::cuda
+}

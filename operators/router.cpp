@@ -35,7 +35,7 @@ void check_scores(const Tensor& scores, const char* name) {
       describe(scores, name));
 }
 
-}  // namespace
+}
 
 Tensor topk_lowest_id(const Tensor& scores, int64_t k) {
   const at::NoGradGuard no_grad;
@@ -136,4 +136,4 @@ std::function<RouterBalance()> start_balance_loss(const Tensor& given, const Ten
   };
 }
 
-}  // namespace pith
+}

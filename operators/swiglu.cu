@@ -52,7 +52,7 @@ template <class T, int N, bool ALTERNATING, bool BACKWARD> __global__ void swigl
     store(out + row * width + column, y);
 }
 
-}  // namespace
+}
 
 void swiglu(Data gate_up, Data dy, Data out, int64_t rows, int64_t width, SwigluForm form) {
   if (rows * width == 0) return;
@@ -67,4 +67,4 @@ void swiglu(Data gate_up, Data dy, Data out, int64_t rows, int64_t width, Swiglu
   });
 }
 
-}  // namespace pith::cuda
+}

@@ -13,4 +13,4 @@ Tensor swiglu(const Tensor& gate_up);
 // clamped has no gradient. In FP32, rounded once.
 Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit);
 
-}  // namespace pith
+}

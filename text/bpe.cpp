@@ -221,4 +221,4 @@ void Bpe::encode_part(std::string_view piece, Scratch& scratch, std::vector<int3
   }
 }
 
-}  // namespace pith
+}

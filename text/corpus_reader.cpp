@@ -103,7 +103,7 @@ void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadO
   out.text = text;
 }
 
-}  // namespace
+}
 
 std::vector<InputFile> list_inputs(
     const std::vector<std::string>& paths, const std::vector<std::string>& endings) {
@@ -368,4 +368,4 @@ Chunk CorpusEncoder::encode(Chunk chunk) {
   return chunk;
 }
 
-}  // namespace pith
+}

@@ -110,4 +110,4 @@ class CorpusEncoder {
   std::deque<std::pair<std::future<Chunk>, uint64_t>> slots_;
 };
 
-}  // namespace pith
+}

@@ -133,7 +133,7 @@ struct Encoder {
   }
 };
 
-}  // namespace
+}
 
 Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options) const {
   Encoding encoding;
@@ -220,4 +220,4 @@ std::string StreamingDecoder::finish() {
   return text.substr(emitted);
 }
 
-}  // namespace pith
+}

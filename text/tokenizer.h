@@ -95,4 +95,4 @@ class BpeTrainer {
   std::vector<Counts> counts_;  // one a thread
 };
 
-}  // namespace pith
+}

@@ -330,7 +330,7 @@ std::shared_ptr<const Tokenizer::State> make_state(
   return state;
 }
 
-}  // namespace
+}
 
 std::string byte_level_json(const std::vector<std::string>& vocabulary,
     const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
@@ -397,4 +397,4 @@ void Tokenizer::save(const fs::path& folder) const {
   }
 }
 
-}  // namespace pith
+}

@@ -172,7 +172,7 @@ struct Scratch {  // what a thread needs to match
   }
 };
 
-}  // namespace
+}
 
 Regex::Regex(std::string_view pattern, Syntax syntax) : stand_ins_(syntax == Syntax::kOniguruma) {
   const std::string text =
@@ -213,4 +213,4 @@ bool Regex::find(std::string_view text, size_t from, size_t& begin, size_t& end)
   return true;
 }
 
-}  // namespace pith
+}

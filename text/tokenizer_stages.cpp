@@ -240,7 +240,7 @@ void decode(const DecodeReplace& decoder, Tokens& tokens) {
   }
 }
 
-}  // namespace
+}
 
 Text apply(const Stage& stage, const Text& text, Rewriter& out) {
   std::visit([&](const auto& what) { rewrite(what, text, out); }, stage);
@@ -257,4 +257,4 @@ int fallback_byte(const std::string& token) {
   return std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5] ? byte : -1;
 }
 
-}  // namespace pith
+}

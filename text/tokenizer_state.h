@@ -221,4 +221,4 @@ template <class Work> void on_threads(int threads, size_t count, Work work) {
   for (std::future<void>& helper : helpers) helper.get();
 }
 
-}  // namespace pith
+}

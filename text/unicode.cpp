@@ -68,7 +68,7 @@ struct ByteAlphabet {
 };
 const ByteAlphabet alphabet;
 
-}  // namespace
+}
 
 size_t utf8_valid_prefix(std::string_view text) {
   if (simdjson::validate_utf8(text)) return text.size();
@@ -168,4 +168,4 @@ std::optional<std::string> spelled_bytes(std::string_view token) {
   return bytes;
 }
 
-}  // namespace pith
+}

@@ -63,7 +63,7 @@ pith::TableRows open(const std::string& path, const std::string& name, int64_t r
   return [column] { return column->next(); };
 }
 
-}  // namespace
+}
 
 extern "C" __attribute__((visibility("default"))) const pith::OpenParquet pith_open_parquet;
 const pith::OpenParquet pith_open_parquet = open;
