@@ -49,4 +49,4 @@ void line(const std::string& label, fmt::format_string<Values...> text, Values&&
   fmt::print("  {:<12} {}\n", label, fmt::format(text, std::forward<Values>(values)...));
 }
 
-}  // namespace pith
+}

@@ -1,8 +1,6 @@
 // pithtrain convert: a model folder as another one. pithtrain compare: two folders, files or runs.
 #include <ATen/ops/tensor.h>
-
 #include <nlohmann/json.hpp>
-
 #include "apps/families.h"
 
 namespace pith {
@@ -131,10 +129,8 @@ std::map<std::string, Tensor> tensors_of(const fs::path& path) {
   const auto add = [&](const SafetensorsFile& file) {
     for (const auto& [name, entry] : file.header().tensors) tensors[name] = file.tensor(name);
   };
-  if (fs::is_directory(path))
-    std::ranges::for_each(HfFolder(path).files(), add);
-  else
-    add(SafetensorsFile(path));
+  if (fs::is_directory(path)) std::ranges::for_each(HfFolder(path).files(), add);
+  else add(SafetensorsFile(path));
   return tensors;
 }
 
@@ -202,10 +198,8 @@ void compare(const CompareOptions& o) {
   for (const auto& [name, x] : a) {
     const auto found = b.find(name);
     const bool alike = found != b.end() && x.sizes() == found->second.sizes();
-    if (alike)
-      differences.push_back(difference(name, x, found->second));
-    else if (found == b.end())
-      differences.push_back({"only in A", name, INFINITY});
+    if (alike) differences.push_back(difference(name, x, found->second));
+    else if (found == b.end()) differences.push_back({"only in A", name, INFINITY});
     else
       differences.push_back({fmt::format("({}) and ({})", fmt::join(x.sizes(), ", "),
                                  fmt::join(found->second.sizes(), ", ")),
@@ -227,7 +221,7 @@ void compare(const CompareOptions& o) {
   if (good < std::ssize(differences)) throw CLI::RuntimeError(1);
 }
 
-}  // namespace
+}
 
 void add_convert_command(CLI::App& app) {
   const auto [sub, o] = add_command<ConvertOptions>(app, "convert",
@@ -264,4 +258,4 @@ void add_convert_command(CLI::App& app) {
       "Example: pithtrain compare runs/a runs/b --tolerance 1e-3");
 }
 
-}  // namespace pith
+}

@@ -1,27 +1,21 @@
 // pithtrain corpus: makes corpora of text, and looks into them. Unfinished work of a build lies in
 // OUT.build/ and in *.tmp files beside the outputs. A journal names input position and output sizes
 // of one moment, to which an interrupted build is cut back: the result depends neither on
-// interruptions nor on the number of workers. Shuffling is a second pass over the finished,
-// unshuffled corpus in OUT.build/.
+// interruptions nor on the number of workers.
+#include "engine/corpus.h"
 #include <ATen/ops/from_file.h>
 #include <fcntl.h>
 #include <malloc.h>
 #include <sys/file.h>
 #include <unistd.h>
-
 #include <nlohmann/json.hpp>
-
 #include "apps/commands.h"
-#include "core/random.h"
-#include "engine/corpus.h"
 #include "engine/metrics.h"
 #include "text/corpus_reader.h"
 
 namespace pith {
 
 using Fingerprint = std::array<uint64_t, 2>;
-
-// --- the journal ---
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(InputPosition, file, offset, line)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CorpusProgress, shard, documents, tokens)
@@ -31,14 +25,14 @@ namespace {
 // One output, train or validation.
 struct Side {
   CorpusProgress written;
-  int64_t shards = 0, documents = 0, tokens = 0, shuffled = 0;
+  int64_t shards = 0, documents = 0, tokens = 0;
   uint64_t bytes = 0;
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Side, written, shards, documents, tokens, shuffled, bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Side, written, shards, documents, tokens, bytes)
 
 struct Journal {
   std::vector<std::string> plan;
-  std::string phase = "encode";  // then "shuffle" with a seed, and "written"
+  bool encoded = false;  // all that is left is to publish
   InputPosition position;
   std::array<Side, 2> sides;
   std::map<std::string, int64_t> skipped;  // why: how many
@@ -46,7 +40,7 @@ struct Journal {
   std::string longest_place;
   std::vector<std::string> problems;  // the first bad lines
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, plan, phase, position, sides, skipped, bad,
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, plan, encoded, position, sides, skipped, bad,
     dropped_characters, longest, longest_place, problems)
 
 struct BuildOptions {
@@ -54,7 +48,6 @@ struct BuildOptions {
   std::string out, validation_out, tokenizer;  // tokenizer: file or folder, "" = bytes
   std::optional<std::string> end_token;        // default: the tokenizer's; "" = none
   EncodeSettings encode;                       // its text, lengths, workers
-  std::optional<uint64_t> seed;                // shuffles documents
   double validation_share = 0;
   uint64_t memory = uint64_t{1} << 30;
   int64_t shard_tokens = 0, max_bad = 100;
@@ -108,18 +101,13 @@ class SeenTexts {
   OutputFile log_;
 };
 
-// --- the build ---
-
-constexpr const char* kNames[] = {"train", "validation"};
-
 class Build {
  public:
   explicit Build(BuildOptions options)
       : options_(std::move(options)),
         tokenizer_(
             options_.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(options_.tokenizer)),
-        files_(list_inputs(options_.paths, options_.endings)),
-        folder_(options_.out + ".build"),
+        files_(list_inputs(options_.paths, options_.endings)), folder_(options_.out + ".build"),
         outs_{options_.out} {
     PITH_CHECK(fs::path(options_.out).has_filename(), "--out {} names a folder", options_.out);
     if (!options_.validation_out.empty()) outs_.push_back(options_.validation_out);
@@ -141,16 +129,10 @@ class Build {
 
   void run() {
     begin();
-    if (journal_.phase == "encode") {
-      open_writers(options_.seed.has_value());
+    if (!journal_.encoded) {
+      open_writers();
       encode_all();
-      close_writers(options_.seed ? "shuffle" : "written");
-    }
-    if (journal_.phase == "shuffle") {
-      for (size_t i = 0; i < outs_.size(); ++i) publish_corpus(stage(i), 0);
-      open_writers(false);
-      shuffle_all();
-      close_writers("written");
+      close_writers();
     }
     for (size_t i = 0; i < outs_.size(); ++i) {
       tokenizer_.save(outs_[i] + ".tokenizer");
@@ -169,12 +151,11 @@ class Build {
     const EncodeSettings& encode = options_.encode;
     std::string plan = fmt::format(
         "text field: {}\nid field: {}\nmaximum line: {}\nminimum length: {}\nmaximum length: {}\n"
-        "tokenizer: {}\nend token: {}\nseed: {}\nvalidation share: {}\nvalidation corpus: {}\n"
+        "tokenizer: {}\nend token: {}\nvalidation share: {}\nvalidation corpus: {}\n"
         "shard tokens: {}\nduplicates: {}\n",
         encode.read.text_field, encode.read.id_field, encode.read.max_line, encode.min_length,
         encode.max_length, hex(tokenizer_.hash()), encode.end_id.value_or(-1),
-        options_.seed ? std::to_string(*options_.seed) : "none", options_.validation_share,
-        options_.validation_out, options_.shard_tokens,
+        options_.validation_share, options_.validation_out, options_.shard_tokens,
         options_.keep_duplicates ? "kept" : "removed");
     for (const auto& [path, bytes, modified_ns] : files_)
       plan += fmt::format("input: {:?} ({} bytes, {})\n", path, bytes, modified_ns);
@@ -201,18 +182,15 @@ class Build {
       fmt::print(stderr, "goes on after {} documents\n", grouped(total(&Side::documents)));
   }
 
-  std::string stage(size_t i) const { return (folder_ / kNames[i]).string(); }
-
-  void open_writers(bool staged) {
+  void open_writers() {
     for (size_t i = 0; i < outs_.size(); ++i)
-      writers_.emplace_back(staged ? stage(i) : outs_[i], tokenizer_.vocab_size(),
-          hex(tokenizer_.hash()), staged ? 0 : options_.shard_tokens, &journal_.sides[i].written);
-    if (journal_.phase == "encode" && !options_.keep_duplicates)
-      seen_.emplace(folder_ / "seen", total(&Side::documents));
+      writers_.emplace_back(outs_[i], tokenizer_.vocab_size(), hex(tokenizer_.hash()),
+          options_.shard_tokens, &journal_.sides[i].written);
+    if (!options_.keep_duplicates) seen_.emplace(folder_ / "seen", total(&Side::documents));
     saved_ = Clock::now();
   }
 
-  void close_writers(const char* next_phase) {
+  void close_writers() {
     for (size_t i = 0; i < outs_.size(); ++i) {
       if (journal_.sides[i].documents > 0) continue;
       for (CorpusWriter& writer : writers_) writer.discard();
@@ -222,13 +200,9 @@ class Build {
           i == 0 ? "look at the paths, --extensions and --text-field" : "raise --validation-share",
           "no document for {}", outs_[i]);
     }
-    for (size_t i = 0; i < outs_.size(); ++i) {
-      journal_.sides[i].shards = writers_[i].close();
-      journal_.sides[i].written = {};
-    }
+    for (size_t i = 0; i < outs_.size(); ++i) journal_.sides[i].shards = writers_[i].close();
     writers_.clear();
-    seen_.reset();
-    journal_.phase = next_phase;
+    journal_.encoded = true;
     save_journal();
   }
 
@@ -243,9 +217,6 @@ class Build {
     sync_folder(folder_);
     saved_ = Clock::now();
     saving_ = std::max<Clock::duration>(saved_ - begin, std::chrono::milliseconds(5));
-  }
-  void save_journal_sometimes() {  // for a twentieth of the time at most
-    if (Clock::now() - saved_ > 20 * saving_) save_journal();
   }
 
   void encode_all() {
@@ -268,7 +239,8 @@ class Build {
       }
       journal_.dropped_characters += chunk.dropped_characters;
       journal_.position = chunk.end;
-      save_journal_sometimes();
+      // For a twentieth of the time at most.
+      if (Clock::now() - saved_ > 20 * saving_) save_journal();
       already = std::min(already, chunk.bytes_read);
       if (Clock::now() - shown < std::chrono::seconds(10)) continue;
       shown = Clock::now();
@@ -312,17 +284,6 @@ class Build {
         options_.max_bad, problem);
   }
 
-  void shuffle_all() {
-    for (size_t i = 0; i < outs_.size(); ++i) {
-      const Corpus from(stage(i));
-      const uint64_t key = stream_key(*options_.seed, kNames[i]);
-      for (int64_t& done = journal_.sides[i].shuffled; done < from.num_documents(); ++done) {
-        if (done % 256 == 0) save_journal_sometimes();  // before this document
-        writers_[i].add_document(from.ids(permuted(key, done, from.num_documents())));
-      }
-    }
-  }
-
   void print_skipped() const {
     int64_t count = 0;
     std::vector<std::string> reasons;
@@ -338,7 +299,7 @@ class Build {
   void print_summary() const {
     for (size_t i = 0; i < outs_.size(); ++i) {
       const Side& side = journal_.sides[i];
-      line(kNames[i],
+      line(i == 0 ? "train" : "validation",
           "{} documents, {} of text, {} tokens, {:.2f} bytes a token -> {}{}.bin, .idx, .json",
           grouped(side.documents), human_bytes(side.bytes), grouped(side.tokens),
           real(side.bytes) / real(side.tokens), outs_[i],
@@ -362,8 +323,6 @@ class Build {
   Clock::time_point saved_;
   Clock::duration saving_{};  // how long that took
 };
-
-// --- the commands ---
 
 struct ShowOptions {
   std::string prefix, tokenizer;
@@ -415,7 +374,6 @@ void add_build_command(CLI::App& corpus) {
       "put behind each document ['' = none; the tokenizer's end of text]");
   sub->add_option("--shard-size", o->shard_tokens, "tokens a shard, e.g. 1000000000")
       ->check(CLI::PositiveNumber);
-  sub->add_option("--seed", o->seed, "shuffle the documents");
   sub->add_flag("--keep-duplicates", o->keep_duplicates, "keep documents that came before");
   sub->add_option("--min-length", encode.min_length, "skip shorter texts, bytes");
   sub->add_option("--max-length", encode.max_length, "skip longer texts, bytes");
@@ -442,7 +400,7 @@ Example: pithtrain corpus build --out data/train --tokenizer qwen3/ --shard-size
            --validation-share 0.001 --validation-out data/validation 'raw/*.jsonl.zst')");
 }
 
-}  // namespace
+}
 
 void add_corpus_command(CLI::App& app) {
   CLI::App* corpus = app.add_subcommand("corpus", "Make corpora of text, explain them");
@@ -465,4 +423,4 @@ void add_corpus_command(CLI::App& app) {
   sub->add_option("--tokenizer", o->tokenizer, "instead of the one beside it");
 }
 
-}  // namespace pith
+}

@@ -35,16 +35,55 @@ int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
   return count;
 }
 
-double StepPlan::worst() const {
-  double worst = 0;
-  for (const StageMemory& stage : stages) worst = std::max(worst, stage.total());
-  return worst;
+namespace {
+
+// Elements of the parameters of one stage's processes, and bytes of their optimizer's state.
+struct StageSize {
+  double dense = 0, expert = 0, dense_states = 0, expert_states = 0, largest_unit = 0;
+};
+// Bytes of one process of a stage at its worst moment.
+struct StageMemory {
+  double weights, gradients, states, activations, buffers;
+  double total() const { return weights + gradients + states + activations + buffers; }
+};
+struct StepPlan {
+  std::vector<StageMemory> stages;
+  double seconds;
+  double worst() const {
+    return std::ranges::max(stages | std::views::transform(&StageMemory::total));
+  }
+};
+
+template <class Model> std::vector<StageSize> stage_sizes(const typename Model::Config& config,
+    const MeshShape& shape, int64_t world, const std::vector<int64_t>& chunks,
+    const RunConfig::Training& training) {
+  const OptimizerStates kept = optimizer_states(training);
+  std::vector<StageSize> sizes;
+  for (int64_t stage = 0; stage < shape.pp; ++stage) {
+    const MeshPlace place = mesh_place(shape, world, stage * (world / shape.pp));
+    Model part(config, model_part(chunks, shape, place, config));
+    set_update_rules(part, training);
+    StageSize& size = sizes.emplace_back();
+    for (const auto& unit : part.parameter_units()) {
+      double sum = 0;
+      for (const Parameter* p : unit) {
+        const bool expert = p->group == ParameterGroup::expert;
+        (expert ? size.expert : size.dense) += real(p->numel());
+        sum += real(p->numel());
+        for (const HfTensor& tensor : p->tensors)
+          (expert ? size.expert_states : size.dense_states) += real(tensor.numel()) *
+              ((kept.ema ? 8 : 4) + (kept.bf16_moments ? 2 : 4) * (tensor.rule.muon ? 1 : 2));
+      }
+      size.largest_unit = std::max(size.largest_unit, sum);
+    }
+  }
+  return sizes;
 }
 
 // Layers whose activations a rank keeps at its schedule's worst moment. A backward gives back,
 // layer by layer, what a forward against it takes: one more layer than the larger of before and
 // after.
-static double peak_layers(
+double peak_layers(
     const std::vector<Action>& actions, const std::array<double, 2>& layers_of_chunk) {
   double kept = 0, peak = 0;
   for (const Action& action : actions) {
@@ -61,6 +100,7 @@ static double peak_layers(
   return peak;
 }
 
+// Of config's layout, on shape.pp x dp x cp processes.
 StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const ModelSize& size,
     int64_t dp, const std::vector<int64_t>& chunks, const std::vector<StageSize>& stages) {
   const MeshShape shape = mesh_shape(config.parallel);
@@ -116,7 +156,7 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
   return plan;
 }
 
-template <class Model> static void print_plan_of(const RunConfig& config, int64_t world) {
+template <class Model> void print_plan_of(const RunConfig& config, int64_t world) {
   const RunConfig::Training& training = config.training;
   const MeshShape shape = mesh_shape(config.parallel);
   const auto model = planned_model<typename Model::Config>(config);
@@ -149,13 +189,6 @@ template <class Model> static void print_plan_of(const RunConfig& config, int64_
       to_string(make_schedule(shape.pp, 0, shown, overlap)), micro_batches > shown ? " ..." : "");
 }
 
-void print_plan(const RunConfig& config, int64_t processes) {
-  with_family(
-      config.model.config, [&]<class Model>() { return print_plan_of<Model>(config, processes); });
-}
-
-namespace {
-
 struct Options {
   std::string file;
   std::vector<std::string> overrides;
@@ -179,7 +212,7 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
   std::vector<Candidate> fitting;
   double least = INFINITY;
   const auto divides = [&](int64_t n, int64_t of) { return n > 0 && of % n == 0; };
-  for (int64_t pp = 1; pp <= std::min<int64_t>(o.gpus, model.num_layers); ++pp) {
+  for (int64_t pp = 1; pp <= model.num_layers; ++pp) {
     if (!divides(pp, o.gpus)) continue;
     const int64_t plane = o.gpus / pp;
     RunConfig config = given;
@@ -235,7 +268,12 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
         plan.seconds, human(tokens / plan.seconds));
 }
 
-}  // namespace
+}
+
+void print_plan(const RunConfig& config, int64_t processes) {
+  with_family(
+      config.model.config, [&]<class Model>() { return print_plan_of<Model>(config, processes); });
+}
 
 void add_estimate_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(app, "estimate",
@@ -258,4 +296,4 @@ void add_estimate_command(CLI::App& app) {
       "Example: pithtrain estimate examples/qwen3_30b_a3b.toml --gpus 8 --memory 139");
 }
 
-}  // namespace pith
+}

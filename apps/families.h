@@ -36,8 +36,7 @@ struct ModelOptions {
 
 template <class Model> struct LoadedModel {
   LoadedModel(const ModelOptions& options, ShardGroup::Use use)
-      : device(select_device(options.device)),
-        config(Model::Config::parse_file(options.folder)),
+      : device(select_device(options.device)), config(Model::Config::parse_file(options.folder)),
         model(config, whole_model(config.num_layers, config.num_experts)) {
     mesh.device = device;
     const bool bf16 = options.dtype == "bf16" || (options.dtype == "auto" && device.is_cuda());
@@ -52,4 +51,4 @@ template <class Model> struct LoadedModel {
   std::vector<ShardGroup> groups;
 };
 
-}  // namespace pith
+}

@@ -1,6 +1,5 @@
 // pithtrain generate: text from a model folder, with a key-value cache, several prompts at once.
 #include <nlohmann/json.hpp>
-
 #include "apps/families.h"
 #include "engine/batches.h"
 #include "engine/pipeline.h"
@@ -109,7 +108,7 @@ template <class Model> void generate(const GenerateOptions& options) {
       real(produced) / seconds);
 }
 
-}  // namespace
+}
 
 void add_generate_command(CLI::App& app) {
   const auto [sub, o] = add_command<GenerateOptions>(app, "generate",
@@ -134,4 +133,4 @@ void add_generate_command(CLI::App& app) {
       "--temperature 0.7");
 }
 
-}  // namespace pith
+}

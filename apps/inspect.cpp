@@ -1,6 +1,5 @@
 // pithtrain inspect: explains a corpus, checkpoint, model folder or safetensors file.
 #include <nlohmann/json.hpp>
-
 #include "apps/commands.h"
 #include "engine/checkpoint.h"
 #include "engine/corpus.h"
@@ -143,7 +142,7 @@ void inspect(const Inspection& options) {
       fs::exists(path) ? "is none that this program knows" : "does not exist");
 }
 
-}  // namespace
+}
 
 std::string read_model_type(const fs::path& path) {
   const auto file = fs::is_directory(path) ? path / "config.json" : path;
@@ -172,4 +171,4 @@ void add_inspect_command(
       "Example: pithtrain inspect runs/demo/checkpoints/step-00000300");
 }
 
-}  // namespace pith
+}

@@ -3,7 +3,6 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
 #include "apps/commands.h"
 #include "engine/metrics.h"
 
@@ -98,7 +97,7 @@ void launch(const Options& options) {
   throw CLI::RuntimeError(1);
 }
 
-}  // namespace
+}
 
 void add_launch_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(app, "launch",
@@ -116,4 +115,4 @@ void add_launch_command(CLI::App& app) {
       "Example: pithtrain launch 2 pretrain run.toml");
 }
 
-}  // namespace pith
+}

@@ -1,7 +1,6 @@
 // The program: the list of its commands, and the one place where errors become messages.
 #include <c10/util/Exception.h>
 #include <torch/version.h>
-
 #include "apps/commands.h"
 #include "build_info.h"
 #include "core/comm.h"
@@ -69,7 +68,7 @@ int run(CLI::App& app, int argc, char** argv) {
   return 0;
 }
 
-}  // namespace
+}
 
 int main(int argc, char** argv) {
   CLI::App app("Trains Mixture-of-Experts language models, on CPUs and GPUs.\n", "pithtrain");

@@ -1,4 +1,4 @@
-// What a run will need, from its configuration alone: memory by cause, time of a step.
+// What a run is, and will need, from its configuration alone.
 #pragma once
 #include "apps/families.h"
 #include "engine/config.h"
@@ -47,21 +47,6 @@ bool recomputes(const RunConfig& config, int64_t stage);
 // Micro-batches of a step on each of `dp` data-parallel ranks.
 int64_t micro_batches_of(const RunConfig& config, int64_t dp);
 
-// Elements of the parameters of one stage's processes, and bytes of their optimizer's state.
-struct StageSize {
-  double dense = 0, expert = 0, dense_states = 0, expert_states = 0, largest_unit = 0;
-};
-// Bytes of one process of a stage at its worst moment.
-struct StageMemory {
-  double weights, gradients, states, activations, buffers;
-  double total() const { return weights + gradients + states + activations + buffers; }
-};
-struct StepPlan {
-  std::vector<StageMemory> stages;
-  double seconds;  // of a step, by the cost model of plan.cpp
-  double worst() const;
-};
-
 // Sets the rules of this part's tensors; -> those of the whole model, for a person.
 template <class Model>
 std::vector<std::string> set_update_rules(Model& part, const RunConfig::Training& training) {
@@ -70,38 +55,7 @@ std::vector<std::string> set_update_rules(Model& part, const RunConfig::Training
   return set_update_rules(part.parameter_units(), whole.parameter_units(), training);
 }
 
-template <class Model> std::vector<StageSize> stage_sizes(const typename Model::Config& config,
-    const MeshShape& shape, int64_t world, const std::vector<int64_t>& chunks,
-    const RunConfig::Training& training) {
-  const OptimizerStates kept = optimizer_states(training);
-  Model whole(config, whole_model(config.num_layers, config.num_experts));
-  std::vector<StageSize> sizes;
-  for (int64_t stage = 0; stage < shape.pp; ++stage) {
-    const MeshPlace place = mesh_place(shape, world, stage * (world / shape.pp));
-    Model part(config, model_part(chunks, shape, place, config));
-    set_update_rules(part.parameter_units(), whole.parameter_units(), training);
-    StageSize& size = sizes.emplace_back();
-    for (const auto& unit : part.parameter_units()) {
-      double sum = 0;
-      for (const Parameter* p : unit) {
-        const bool expert = p->group == ParameterGroup::expert;
-        (expert ? size.expert : size.dense) += real(p->numel());
-        sum += real(p->numel());
-        for (const HfTensor& tensor : p->tensors)
-          (expert ? size.expert_states : size.dense_states) += real(tensor.numel()) *
-              ((kept.ema ? 8 : 4) + (kept.bf16_moments ? 2 : 4) * (tensor.rule.muon ? 1 : 2));
-      }
-      size.largest_unit = std::max(size.largest_unit, sum);
-    }
-  }
-  return sizes;
-}
-
-// Of config's layout, on shape.pp x dp x cp processes.
-StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const ModelSize& size,
-    int64_t dp, const std::vector<int64_t>& chunks, const std::vector<StageSize>& stages);
-
 // What --dry-run prints: configuration, parameters, layout, memory, schedule.
 void print_plan(const RunConfig& config, int64_t processes);
 
-}  // namespace pith
+}

@@ -2,7 +2,6 @@
 #include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/where.h>
-
 #include "apps/plan.h"
 #include "build_info.h"
 #include "engine/batches.h"
@@ -37,13 +36,10 @@ Blend open_blend(const RunConfig& config) {
 template <class Model> class Run {
  public:
   Run(const RunConfig& config, typename Model::Config model_config, const Mesh& mesh)
-      : config_(config),
-        mesh_(mesh),
-        folder_(config.run.folder),
+      : config_(config), mesh_(mesh), folder_(config.run.folder),
         chunks_(chunks_of(config, model_config, mesh.shape)),
         part_(model_part(chunks_, mesh.shape, mesh.place, model_config)),
-        model_(model_config, part_),
-        rules_(set_update_rules(model_, training_)),
+        model_(model_config, part_), rules_(set_update_rules(model_, training_)),
         groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh,
             ShardGroup::Use::training,
             config.parallel.weights == "reshard" ? ShardMode::reshard : ShardMode::keep,
@@ -470,7 +466,7 @@ void print_rows(const RunConfig& config, const std::pair<int64_t, int64_t>& firs
       fmt::join(labels, ",\n"));
 }
 
-}  // namespace
+}
 
 void add_pretrain_command(CLI::App& app) {
   struct Options {
@@ -510,4 +506,4 @@ void add_pretrain_command(CLI::App& app) {
       describe_config_keys());
 }
 
-}  // namespace pith
+}

@@ -1,6 +1,5 @@
 // pithtrain schedule: prints, simulates and draws the pipeline schedule that pretrain executes.
 #include "engine/schedule.h"
-
 #include "apps/commands.h"
 #include "engine/file_io.h"
 
@@ -28,7 +27,7 @@ void print(const Options& options) {
   if (!options.svg.empty()) write_file({}, options.svg, draw_svg(s));
 }
 
-}  // namespace
+}
 
 void add_schedule_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(
@@ -47,4 +46,4 @@ void add_schedule_command(CLI::App& app) {
   sub->footer("Example: pithtrain schedule --pp 4 --microbatches 16 --svg schedule.svg");
 }
 
-}  // namespace pith
+}

@@ -1,6 +1,5 @@
 // pithtrain tokenizer: trains tokenizers, and looks at what they make of text.
 #include "text/tokenizer.h"
-
 #include "apps/commands.h"
 #include "engine/file_io.h"
 #include "text/corpus_reader.h"
@@ -67,8 +66,7 @@ void run_encode(const Options& options) {
         input != "-" ? read_file(input) : std::string{std::istreambuf_iterator<char>(std::cin), {}};
     PITH_CHECK(!std::cin.bad(), "cannot read standard input");
     const Encoding encoding = tokenizer.encode(text, options.encode);
-    if (!options.encode.offsets)
-      fmt::print("{}\n", fmt::join(encoding.ids, " "));
+    if (!options.encode.offsets) fmt::print("{}\n", fmt::join(encoding.ids, " "));
     else
       for (size_t i = 0; i < encoding.ids.size(); ++i)
         fmt::print("{} {} {} {}\n", encoding.ids[i], encoding.offsets[i].begin,
@@ -108,7 +106,7 @@ void run_inspect(const Options& options) {
     if (tokenizer.is_special(id)) show("special", id);
 }
 
-}  // namespace
+}
 
 void add_tokenizer_command(CLI::App& app) {
   CLI::App& all = *app.add_subcommand("tokenizer", "Train, use, inspect tokenizers.");
@@ -151,4 +149,4 @@ void add_tokenizer_command(CLI::App& app) {
   add("inspect", "Print sizes and special tokens.", run_inspect);
 }
 
-}  // namespace pith
+}

@@ -56,7 +56,7 @@ template <class Model> void trace(const TraceOptions& options) {
       (result.loss_sum / divisor).template item<double>(), trained);
 }
 
-}  // namespace
+}
 
 void add_trace_command(CLI::App& app) {
   const auto [sub, o] = add_command<TraceOptions>(app, "trace",
@@ -79,4 +79,4 @@ void add_trace_command(CLI::App& app) {
       "--out trace.safetensors --grads --routing");
 }
 
-}  // namespace pith
+}

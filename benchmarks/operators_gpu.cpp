@@ -8,12 +8,10 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/randint.h>
 #include <torch/csrc/autograd/autograd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <functional>
-
 #include "core/device.h"
 #include "core/parameter.h"
 #include "core/random.h"

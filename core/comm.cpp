@@ -1,8 +1,6 @@
 #include "core/comm.h"
-
 #include <c10/util/accumulate.h>
 #include <xxhash.h>
-
 #include "core/transport.h"
 
 namespace pith {
@@ -35,7 +33,7 @@ std::vector<int64_t> elements(
   return result;
 }
 
-}  // namespace
+}
 
 void Work::Drop::operator()(Operation* operation) const {
   // While an exception unwinds its buffers stay: they may still be written.
@@ -194,4 +192,4 @@ void check_same_everywhere(
   }
 }
 
-}  // namespace pith
+}

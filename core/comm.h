@@ -100,4 +100,4 @@ void set_comm_context(const std::string& context);
 void check_same_everywhere(
     const Comm& comm, const std::vector<std::pair<std::string, std::string>>& items);
 
-}  // namespace pith
+}

@@ -1,8 +1,6 @@
 #include "core/device.h"
-
 #include <ATen/Context.h>
 #include <sys/resource.h>
-
 #include "core/comm.h"
 
 #if PITH_CUDA
@@ -37,7 +35,7 @@ std::string load_cuda() {
 std::string load_cuda() { return "this program was built without CUDA (no nvcc was found)"; }
 #endif
 
-}  // namespace
+}
 
 at::Device select_device(const std::string& wanted) {
   if (wanted == "cpu") return at::kCPU;
@@ -109,4 +107,4 @@ void synchronize([[maybe_unused]] at::Device device) {
 #endif
 }
 
-}  // namespace pith
+}

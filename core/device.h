@@ -14,4 +14,4 @@ double peak_flops(at::Device device);            // dense BF16, FLOP/s; 0: not k
 double peak_memory_gib(at::Device device);
 void synchronize(at::Device device);  // waits for the current stream, not for transfers.
 
-}  // namespace pith
+}

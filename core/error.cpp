@@ -21,7 +21,7 @@ std::string what_text(const char* file, int line, std::string_view statement,
   return text;
 }
 
-}  // namespace
+}
 
 Error::Error(const char* file, int line, std::string_view statement, const std::string& message,
     std::string_view hint)
@@ -29,4 +29,4 @@ Error::Error(const char* file, int line, std::string_view statement, const std::
 
 void set_error_context(std::string context) { error_context() = std::move(context); }
 
-}  // namespace pith
+}

@@ -17,7 +17,7 @@ class Error : public std::runtime_error {
 // Names this process in later errors: "rank 3 (pp 0, dp 1, cp 1)". Empty for one process.
 void set_error_context(std::string context);
 
-}  // namespace pith
+}
 
 // PITH_FAIL("corpus {}: document {} ends at byte {}", path, i, end): throws pith::Error.
 #define PITH_FAIL(...) throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__))

@@ -10,5 +10,5 @@ template FMT_API auto thousands_sep_impl(locale_ref) -> thousands_sep_result<cha
 template FMT_API auto decimal_point_impl(locale_ref) -> char;
 template FMT_API void buffer<char>::append(const char*, const char*);
 
-}  // namespace detail
+}
 FMT_END_NAMESPACE

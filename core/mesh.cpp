@@ -49,7 +49,7 @@ std::string nearest(const MeshShape& wanted, int64_t world) {
   return fmt::format("nearest possible layouts: {}", fmt::join(found | std::views::values, "; "));
 }
 
-}  // namespace
+}
 
 int64_t data_parallel(const MeshShape& shape, int64_t world) {
   if (const std::string text = problem(shape, world); !text.empty())
@@ -144,4 +144,4 @@ Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device) {
   return mesh;
 }
 
-}  // namespace pith
+}

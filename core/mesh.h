@@ -55,4 +55,4 @@ struct Mesh {
 // Collective over the world.
 Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device);
 
-}  // namespace pith
+}

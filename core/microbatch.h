@@ -65,4 +65,4 @@ struct MicroBatch {
   int64_t num_tokens() const { return tokens.size(0); }
 };
 
-}  // namespace pith
+}

@@ -2,7 +2,6 @@
 #include <dlfcn.h>
 #include <mpi.h>
 #include <unistd.h>
-
 #include "core/transport.h"
 
 namespace pith {
@@ -57,7 +56,7 @@ Tensor sum_in_order(const Tensor& parts) {
   return sum;
 }
 
-}  // namespace
+}
 
 void mpi_start() {
   Dl_info info;  // the wheel's library was moved: its plug-ins
@@ -141,4 +140,4 @@ void mpi_wait(Operation& operation) {
   }
 }
 
-}  // namespace pith
+}

@@ -65,7 +65,7 @@ Type sum_type(const Tensor& tensor) {
                              : kFloat;
 }
 
-}  // namespace
+}
 
 void nccl_wait(Operation& operation) {
   const cudaStream_t current =
@@ -138,5 +138,5 @@ void nccl_send(Operation& operation, const NcclLink& link) {
   });
 }
 
-}  // namespace pith
+}
 #endif  // PITH_CUDA

@@ -8,11 +8,8 @@ Parameter::Parameter(
 
 Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape,
     std::vector<HfTensor> parts, ParameterGroup its_group, Init its_init)
-    : name(std::move(its_name)),
-      shape(std::move(its_shape)),
-      tensors(std::move(parts)),
-      group(its_group),
-      init(its_init) {
+    : name(std::move(its_name)), shape(std::move(its_shape)), tensors(std::move(parts)),
+      group(its_group), init(its_init) {
   int64_t end = 0;
   for (HfTensor& part : tensors) {
     part.rule.decays = group == ParameterGroup::matrix || group == ParameterGroup::embedding ||
@@ -36,4 +33,4 @@ Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {
   return flat_or_shaped.detach().view({-1}).narrow(0, part.offset, part.numel()).view(part.shape);
 }
 
-}  // namespace pith
+}

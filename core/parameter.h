@@ -1,7 +1,6 @@
 // A trained tensor: how it is computed with, accumulated, initialised, named on disk.
 #pragma once
 #include <c10/util/accumulate.h>
-
 #include "core/tensor.h"
 
 namespace pith {
@@ -71,4 +70,4 @@ struct Parameter {
   static Tensor view_of(const Tensor& flat_or_shaped, const HfTensor& part);
 };
 
-}  // namespace pith
+}

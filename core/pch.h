@@ -2,15 +2,10 @@
 // repeat it. Never ATen/ATen.h or torch/torch.h: a file includes the ATen/ops/*.h it needs. GCC
 // instantiates pending templates again in each file: autograd's custom functions cost 3 s a file.
 #pragma once
-#include "core/std.h"
-
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/ScalarType.h>
-#include <c10/core/StreamGuard.h>
-
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/arange.h>
@@ -29,3 +24,6 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/StreamGuard.h>
+#include "core/std.h"

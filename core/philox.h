@@ -57,4 +57,4 @@ PITH_HOST_DEVICE inline Normal4 normal4(uint64_t key, uint64_t counter) {
   return normal;
 }
 
-}  // namespace pith
+}

@@ -1,5 +1,4 @@
 #include "core/random.h"
-
 #include <xxhash.h>
 
 #if PITH_CUDA
@@ -14,7 +13,7 @@ namespace cuda {
 // random.cu; out (n) float32, or bfloat16 where bf16.
 void fill_normal(
     void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16, CUstream_st* stream);
-}  // namespace cuda
+}
 #endif
 
 uint64_t stream_key(uint64_t seed, std::string_view name) {
@@ -67,4 +66,4 @@ void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, 
   if (!wide.is_same(out)) out.copy_(wide);
 }
 
-}  // namespace pith
+}

@@ -1,6 +1,5 @@
 // Normal numbers on the device: the same stream as core/random.cpp.
 #include <cuda_bf16.h>
-
 #include "core/philox.h"
 
 namespace pith::cuda {
@@ -18,7 +17,7 @@ __global__ void fill_kernel(T* out, int64_t n, int64_t first, uint64_t key, floa
   }
 }
 
-}  // namespace
+}
 
 void fill_normal(
     void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16, CUstream_st* stream) {
@@ -30,4 +29,4 @@ void fill_normal(
   else fill_kernel<<<grid, 256, 0, stream>>>(static_cast<float*>(out), n, first, key, std);
 }
 
-}  // namespace pith::cuda
+}

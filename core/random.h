@@ -16,4 +16,4 @@ int64_t permuted(uint64_t key, int64_t index, int64_t size);
 // first + i of the stream on any layout. CPU and CUDA differ by FP32 log, sin, cos (Box-Muller).
 void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, int64_t first = 0);
 
-}  // namespace pith
+}

@@ -3,7 +3,6 @@
 #include <bits/stdc++.h>  // libstdc++, as LibTorch's wheel
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-
 #include "core/error.h"
 
 namespace pith {
@@ -12,4 +11,4 @@ namespace fs = std::filesystem;
 constexpr size_t index(std::integral auto number) { return static_cast<size_t>(number); }
 constexpr double real(std::integral auto number) { return static_cast<double>(number); }
 
-}  // namespace pith
+}

@@ -9,7 +9,7 @@ std::string shape_text(at::IntArrayRef shape) {
   return fmt::format("({})", fmt::join(sizes, ", "));
 }
 
-}  // namespace
+}
 
 std::string dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 
@@ -38,4 +38,4 @@ void check_tensor(const Tensor& tensor, std::string_view name, at::ScalarType dt
   check_dtype(tensor, name, dtype);
 }
 
-}  // namespace pith
+}

@@ -36,4 +36,4 @@ template <class To, class From> To narrow(From value) {
   return result;
 }
 
-}  // namespace pith
+}

@@ -65,4 +65,4 @@ std::string comm_context();                    // "" or ", step 12"
 void note_operation(const std::string& what);  // the heartbeat tells it
 double comm_timeout_s();
 
-}  // namespace pith
+}

@@ -4,10 +4,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Flags.h>
 #include <unistd.h>
-
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-
 #include "core/transport.h"
 
 C10_DECLARE_int(caffe2_log_level);
@@ -236,7 +234,7 @@ c10::intrusive_ptr<c10d::Store> open_store() {
   return c10::make_intrusive<c10d::TCPStore>(host == host_name() ? "127.0.0.1" : host, options);
 }
 
-}  // namespace
+}
 
 const Launch& launch_info() {
   static const Launch launch = read_launch();
@@ -340,4 +338,4 @@ std::vector<std::string> store_gather(
   return result;
 }
 
-}  // namespace pith
+}

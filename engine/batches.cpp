@@ -1,9 +1,6 @@
 #include "engine/batches.h"
-
 #include <ATen/ops/tensor.h>
-
 #include <nlohmann/json.hpp>
-
 #include "core/random.h"
 
 namespace pith {
@@ -59,7 +56,7 @@ std::vector<int64_t> integer_weights(const std::vector<double>& weights) {
   return integers;
 }
 
-}  // namespace
+}
 
 struct RowStream::State {
   Corpus corpus;
@@ -125,7 +122,7 @@ struct RowStream::State {
         best->second.pop_back();
         if (best->second.empty()) open.erase(best);
       } else {
-        row_of[i] = static_cast<int64_t>(epoch.begins.size()) - 1;
+        row_of[i] = std::ssize(epoch.begins) - 1;
         epoch.begins.push_back(0);
       }
       ++epoch.begins[index(row_of[i]) + 1];
@@ -200,7 +197,7 @@ struct RowStream::State {
       for (size_t i = begin + 1; i < row.tokens.size(); ++i) row.labels.push_back(row.tokens[i]);
       row.tokens.resize(begin + count, 0);
       row.labels.resize(begin + count, -100);
-      row.document_begins.push_back(static_cast<int64_t>(begin));
+      row.document_begins.push_back(std::ssize(row.positions));
       for (size_t i = 0; i < count; ++i) row.positions.push_back(static_cast<int64_t>(i));
     };
     for (const auto& [document, begin, count] : spans(at)) {
@@ -271,13 +268,13 @@ Blend::Blend(std::vector<RowStream> sources, const std::vector<double>& weights)
 }
 
 Blend::Place Blend::place(int64_t at) const {
-  const auto period = static_cast<int64_t>(slots_.size());
+  const auto period = std::ssize(slots_);
   const auto [source, row] = slots_[index(at % period)];
   return {source, at / period * weights_[source] + row};
 }
 
 int64_t Blend::rows_before_repeat() const {
-  const auto period = static_cast<int64_t>(slots_.size());
+  const auto period = std::ssize(slots_);
   int64_t rows = std::numeric_limits<int64_t>::max();
   for (int64_t slot = 0; slot < period; ++slot) {
     const auto [source, row] = slots_[index(slot)];
@@ -302,9 +299,8 @@ std::vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
   const auto rows = exactly<Rows>(file.is_object() ? file.value("rows", json()) : file);
   const auto labels = labelled ? exactly<Rows>(file["labels"]) : rows;
   PITH_CHECK(rows && labels && !rows->empty() && rows->size() == labels->size(),
-      "{}: not a list of rows, each a list of documents, each a list of ids, nor an object with "
-      "such "
-      "\"rows\" and as many \"labels\"",
+      "{}: neither a list of rows, each a list of documents, each a list of ids, nor an object "
+      "with such \"rows\" and as many \"labels\"",
       path.string());
   std::vector<Row> out(rows->size());
   for (size_t r = 0; r < out.size(); ++r) {
@@ -380,4 +376,4 @@ std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t glo
   return batch;
 }
 
-}  // namespace pith
+}

@@ -21,11 +21,11 @@ struct Row {
 // it (best-fit decreasing; Ding et al. 2024, arXiv 2404.10830), then untrained padding with 0.
 enum class Packing { concat, best_fit };
 
-// The endless stream of one corpus: epoch after epoch, with `shuffle` each with its documents and
-// its rows in an order of its own. Every token is an input exactly once an epoch. Row i depends on
-// the arguments and i alone. With document_mask labels never cross a document border (-100 there),
-// and a document that goes on in another row starts there again from position 0; without it a row
-// is one document. Memory: 8 bytes a document (best_fit) or 16 (concat), for two epochs.
+// The endless stream of one corpus, with `shuffle` each epoch's documents and rows in an order of
+// its own. Every token is an input exactly once an epoch. Row i depends on the arguments and i
+// alone. With document_mask labels never cross a document border (-100 there), and a document that
+// goes on in another row starts there from position 0; without it a row is one document. Memory: 8
+// bytes a document (best_fit) or 16 (concat), for two epochs.
 class RowStream {
  public:
   RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask, bool shuffle,
@@ -39,15 +39,15 @@ class RowStream {
   std::shared_ptr<State> state_;
 };
 
-// Throws, naming both, where two corpora were made with different tokenizers or vocabularies. A
-// corpus without a side file does not say and is let through.
+// Throws, naming both, where two corpora were made with different tokenizers or vocabularies, as
+// far as side files say.
 void check_same_tokenizer(const std::vector<Corpus>& corpora);
 
-// Several streams mixed by weight. Row i comes from a source that depends on i alone, and over any
-// prefix of rows each source's count is within one of its share. Weights become integers (0.7 and
-// 0.3: 7 and 3) whose sum, the period, is about 2^20 at most. Row j of a source of share w may take
-// slots floor(j / w) to ceil((j + 1) / w) - 1, and the earliest deadline goes first (Tijdeman 1980,
-// "The chairman assignment problem").
+// Several streams mixed by weight: the source of row i depends on i alone, and over any prefix each
+// source's count is within one of its share. Weights become integers (0.7 and 0.3: 7 and 3) whose
+// sum, the period, is about 2^20 at most. Row j of a source of share w may take slots floor(j / w)
+// to ceil((j + 1) / w) - 1; the earliest deadline goes first (Tijdeman 1980, "The chairman
+// assignment problem").
 class Blend {
  public:
   struct Place {
@@ -92,16 +92,14 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
 std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
     int64_t micro_batch, int64_t dp_rank, int64_t dp_size, bool document_mask, at::Device device);
 
-// The share of member `rank` of `size` ranks of `whole`, which lies on the CPU, uploaded to
-// `device`. Each row is cut into 2 size equal chunks, of which it keeps number rank and number
-// 2 size - 1 - rank, row after row; throws where they are not equal. Tokens, labels, positions,
-// row_id and trained_tokens are then local, `ring` is filled, `halo` too for layers with this
-// window, the rest is that of the unsplit rows.
+// The share of rank `rank` of `size` in `whole`, which lies on the CPU. Each row is cut into
+// 2 size equal chunks (else an Error), of which it keeps numbers rank and 2 size - 1 - rank.
+// Tokens, labels, positions, row_id and trained_tokens are then local, `ring` is filled, `halo` too
+// for layers with this window, the rest is that of the unsplit rows.
 MicroBatch split_context(
     const MicroBatch& whole, int64_t rank, int64_t size, at::Device device, int64_t window = 0);
 
-// Pairs of query and key that each of `size` ranks computes in an attention layer: unequal where
-// documents are short.
+// Pairs of query and key that each of `size` ranks computes in an attention layer.
 std::vector<int64_t> context_work(const MicroBatch& whole, int64_t size);
 
-}  // namespace pith
+}

@@ -1,8 +1,6 @@
 #include "engine/checkpoint.h"
-
 #include <ATen/ops/isfinite.h>
 #include <c10/core/GradMode.h>
-
 #include <nlohmann/json.hpp>
 
 namespace pith {
@@ -244,7 +242,7 @@ std::vector<NamedTensor> collect_weights(std::span<ShardGroup> groups, const Com
   return weights;
 }
 
-}  // namespace
+}
 
 std::string state_key(
     const std::string& kind, const std::string& tensor, int64_t offset, int64_t total) {
@@ -449,4 +447,4 @@ std::string first_non_finite(std::span<ShardGroup> groups) {
   return "";
 }
 
-}  // namespace pith
+}

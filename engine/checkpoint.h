@@ -6,17 +6,16 @@
 
 namespace pith {
 
-// Name of elements [offset, offset + length) of one flattened Hugging Face tensor of `total`
-// elements in an optimizer shard: "KIND/TENSOR@OFFSET/TOTAL". Kinds: master; of AdamW exp_avg and
-// exp_avg_sq, of Muon momentum; ema.
+// Name of a slice of one flattened Hugging Face tensor of `total` elements in an optimizer shard:
+// "KIND/TENSOR@OFFSET/TOTAL". Kinds: master, exp_avg, exp_avg_sq, momentum (Muon), ema.
 std::string state_key(
     const std::string& kind, const std::string& tensor, int64_t offset, int64_t total);
 
-// What this rank writes of one save, on the host, owned by it; the last two on rank 0 only.
+// What this rank writes of one save, on the host; the last two on rank 0 only.
 struct CheckpointContent {
   int64_t step = 0;
   std::vector<NamedTensor> weights;    // Hugging Face names and shapes, compute dtype
-  std::vector<NamedTensor> ema;        // the same of the moving average, where there is one
+  std::vector<NamedTensor> ema;        // the same of the moving average
   std::vector<NamedTensor> optimizer;  // by state_key; flat, CPU, float32; moments may be bfloat16
   std::vector<std::pair<std::string, std::string>> files;  // config.json, ...: name, bytes
   std::string training_state;                              // JSON
@@ -30,15 +29,14 @@ struct CheckpointContent {
 //   training_state.json
 //   manifest.json            written last: size and xxh3 of every file, and its own checksum
 //
-// Written under a temporary name, fsynced, then renamed. Older complete ones beyond keep_last (0 =
-// all) are deleted only then, and leftovers of killed saves. Whatever fails: an Error names path
-// and cause, the temporary folder is gone, the other checkpoints are untouched.
+// Written under a temporary name, fsynced, then renamed. Only then older complete ones beyond
+// keep_last (0 = all) and leftovers of killed saves go. Whatever fails: an Error names path and
+// cause, the temporary folder is gone, the other checkpoints are untouched.
 //
-// One save at a time in the background, by all ranks of `world` into one folder that they share.
-// start is collective, its thread is not: each rank leaves the list of its files in .done-RANK, for
-// which rank 0's thread waits (10 minutes). So finish() of rank 0 means durable, of another rank
-// that its own files are written. An error of the thread is thrown by the next start or finish, on
-// the rank concerned and on rank 0; the destructor prints it.
+// One save at a time in the background, by all ranks of `world` into one shared folder. start is
+// collective, its thread is not: each rank leaves the list of its files in .done-RANK, for which
+// rank 0's thread waits (10 minutes). So finish() of rank 0 means durable. An error of the thread
+// is thrown by the next start or finish, there and on rank 0; the destructor prints it.
 class CheckpointWriter {
  public:
   ~CheckpointWriter();
@@ -61,21 +59,19 @@ Manifest read_manifest(const fs::path& checkpoint);
 std::optional<fs::path> newest_checkpoint(
     const fs::path& root, std::vector<std::string>* skipped = nullptr);
 
-// Compares size and xxh3 of every file with the manifest; returns the problems (empty = sound),
-// each naming the file and, where it can be told, the tensor.
+// What differs from the manifest's sizes and sums (empty = sound): file and, if it can be told,
+// tensor.
 std::vector<std::string> verify_checkpoint(const fs::path& folder);
 
 // verify_checkpoint as an Error: call it before anything of a checkpoint is used.
 void check_checkpoint(const fs::path& folder);
 
-// Optimizer state by (kind, Hugging Face name), assembled from the slices of however many shards.
-// Memory-mapped.
+// Optimizer state by (kind, Hugging Face name), from the slices of however many shards.
 class OptimizerReader {
  public:
   explicit OptimizerReader(const fs::path& folder);
-  // Copies elements [first, first + out.numel()) of one tensor's state into `out` (flat, any
-  // device), reading those only. Throws, naming tensor and folder, unless each is there once, in
-  // the dtype of `out`.
+  // Copies elements [first, first + out.numel()) of a tensor's state into `out` (flat, any
+  // device). An Error names tensor and folder unless each is there once, in the dtype of `out`.
   void read(const std::string& kind, const HfTensor& tensor, Tensor out, int64_t first = 0) const;
  private:
   struct Piece {
@@ -88,7 +84,7 @@ class OptimizerReader {
   std::map<std::string, std::vector<Piece>> pieces_;  // by "KIND/TENSOR"
 };
 
-// The small part of what a run is at a moment, kept as training_state.json.
+// training_state.json.
 struct TrainingState {
   using Settings = std::map<std::string, std::string>;
   int64_t step = 0;
@@ -105,25 +101,22 @@ struct TrainingState {
   static std::string differences(const Settings& saved, const Settings& now);
 };
 
-// Host copies of what this rank writes of these groups: its parts of masters, moments and averages
-// (replica 0 only), 12 bytes an element, and whole weights, and averages, of the units that are its
-// turn in the shard group, tensors of all experts by turns in `expert`. Collective.
+// Host copies of what this rank writes: its parts of masters, moments and averages (replica 0
+// only), and whole weights and averages of the units that are its turn in the shard group, tensors
+// of all experts by turns in `expert`. Collective.
 void collect_state(
     std::span<ShardGroup> groups, CheckpointContent& content, const Comm& expert = {});
 
-// Masters, moments, averages and (through publish) weights from a checkpoint's optimizer shards,
-// whatever layout wrote them. An Error where a tensor had another optimizer, or moments another
-// dtype. Collective.
+// Masters, moments, averages and weights from a checkpoint's optimizer shards, whatever layout
+// wrote them. An Error where a tensor had another optimizer or dtype. Collective.
 void restore_state(std::span<ShardGroup> groups, const fs::path& checkpoint);
 
-// Weights only, from any Hugging Face folder; moments start at zero. `tied_head`: a stored
-// lm_head.weight is allowed. `whole_model`: parameter_units() of the whole model, where other ranks
-// hold parts of it. Collective.
+// Weights from any Hugging Face folder. `tied_head`: a stored lm_head.weight is allowed.
+// `whole_model`: parameter_units() of it, where other ranks hold parts. Collective.
 void restore_weights(std::span<ShardGroup> groups, const fs::path& folder, bool tied_head,
     const std::vector<std::vector<Parameter*>>& whole_model = {});
 
-// The first parameter, in forward order, with a NaN or Inf in this rank's part of the weights
-// ("weight NAME") or of the gradient ("gradient of NAME"), or "".
+// The first parameter with a NaN or Inf in this rank's part: "weight NAME", "gradient of NAME", "".
 std::string first_non_finite(std::span<ShardGroup> groups);
 
-}  // namespace pith
+}

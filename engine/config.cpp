@@ -4,7 +4,6 @@
 #define TOML_ENABLE_FORMATTERS 0
 #define TOML_ASSERT(condition) static_cast<void>(0)  // it asserts what it has not checked ("[#")
 #include <toml++/toml.h>
-
 #include "engine/file_io.h"
 
 namespace pith {
@@ -139,28 +138,48 @@ std::string toml_of(double number) {
   const std::string text = fmt::format("{}", number);
   return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
 }
-std::string toml_of(const std::vector<DataSource>& sources) {
-  if (sources.empty()) return quote("");
-  if (sources.size() == 1 && sources[0].name.empty()) return quote(sources[0].path);
-  std::vector<std::string> tables;
-  for (const auto& [path, weight, name] : sources)
-    tables.push_back(fmt::format("{{path = {}, weight = {}{}}}", quote(path), toml_of(weight),
-        name.empty() ? "" : ", name = " + quote(name)));
-  return fmt::format("[{}]", fmt::join(tables, ", "));
-}
-std::string toml_of(const std::vector<TensorGroup>& groups) {
-  std::vector<std::string> tables;
-  for (const auto& [pattern, optimizer, lr_scale, weight_decay] : groups)
-    tables.push_back(fmt::format("{{pattern = {}, lr_scale = {}{}{}}}", quote(pattern),
-        toml_of(lr_scale), optimizer.empty() ? "" : ", optimizer = " + quote(optimizer),
-        weight_decay < 0 ? "" : ", weight_decay = " + toml_of(weight_decay)));
-  return fmt::format("[{}]", fmt::join(tables, ", "));
-}
 std::string toml_of(const std::string& text) { return quote(text); }
 std::string toml_of(const auto& value) { return fmt::format("{}", value); }
+std::string toml_of(const std::vector<DataSource>& sources);
+std::string toml_of(const std::vector<TensorGroup>& groups);
 std::string toml_of(const Field& field) {
   return std::visit([](const auto* value) { return toml_of(*value); }, field);
 }
+
+// The tables of an array: what is written in each, of which the first has to be.
+struct Member {
+  std::string_view name;
+  Field to;
+  const char* limits = "";
+};
+std::vector<Member> members_of(DataSource& source) {
+  return {{"path", &source.path}, {"weight", &source.weight, "(0, inf)"}, {"name", &source.name}};
+}
+std::vector<Member> members_of(TensorGroup& group) {
+  return {{"pattern", &group.pattern}, {"optimizer", &group.optimizer, "adamw|muon"},
+      {"lr_scale", &group.lr_scale, "[0, 1000]"},
+      {"weight_decay", &group.weight_decay, "[0, 1000]"}};
+}
+
+template <class T> std::string toml_of_tables(std::vector<T> list) {
+  std::vector<std::string> tables;
+  for (T& element : list) {
+    T plain;
+    const std::vector<Member> members = members_of(element), defaults = members_of(plain);
+    std::vector<std::string> parts;
+    for (size_t i = 0; i < members.size(); ++i)
+      if (const std::string value = toml_of(members[i].to); value != toml_of(defaults[i].to))
+        parts.push_back(fmt::format("{} = {}", members[i].name, value));
+    tables.push_back(fmt::format("{{{}}}", fmt::join(parts, ", ")));
+  }
+  return fmt::format("[{}]", fmt::join(tables, ", "));
+}
+std::string toml_of(const std::vector<DataSource>& sources) {
+  if (sources.empty()) return quote("");
+  const bool path = sources.size() == 1 && sources[0].name.empty();
+  return path ? quote(sources[0].path) : toml_of_tables(sources);
+}
+std::string toml_of(const std::vector<TensorGroup>& groups) { return toml_of_tables(groups); }
 
 std::string describe_value(const toml::node& node) {
   if (const auto* text = node.as_string()) return "the text " + quote(**text);
@@ -179,43 +198,35 @@ std::string text_of(const toml::node& node) {
 // Stores the value; an Error says what is wrong with it.
 void assign(const std::string& limits, const toml::node& node, const Field& field);
 
-struct Member {
-  std::string_view name;
-  Field to;
-  const char* limits = "";
-};
-
-// A table of an array, `what` ("source 2"); the first member must be there.
-void read_table(
-    const toml::node& node, const std::string& what, const std::vector<Member>& members) {
-  const auto names =
-      fmt::format("{}", fmt::join(members | std::views::transform(&Member::name), ", "));
-  const toml::table* table = node.as_table();
-  PITH_CHECK(table, "{} must be a table of {}, not {}", what, names, describe_value(node));
-  for (const auto& [key, value] : *table) {
-    const auto member = std::ranges::find(members, key.str(), &Member::name);
-    PITH_CHECK(member != members.end(), "{}: {} is not one of {}", what, key.str(), names);
-    const std::string problem =
-        problem_of([&, &its = value] { assign(member->limits, its, member->to); });
-    PITH_CHECK(problem.empty(), "{}: {}: {}", what, member->name, problem);
+template <class T>
+std::vector<T> read_tables(const toml::node& node, const char* expected, const char* what) {
+  PITH_CHECK(node.is_array(), "must be {}, not {}", expected, describe_value(node));
+  std::vector<T> list;
+  for (const toml::node& element : *node.as_array()) {
+    const std::vector<Member> members = members_of(list.emplace_back());
+    const auto place = fmt::format("{} {}", what, list.size());
+    const auto names =
+        fmt::format("{}", fmt::join(members | std::views::transform(&Member::name), ", "));
+    PITH_CHECK(element.is_table(), "{} must be a table of {}, not {}", place, names,
+        describe_value(element));
+    for (const auto& [key, value] : *element.as_table()) {
+      const auto member = std::ranges::find(members, key.str(), &Member::name);
+      PITH_CHECK(member != members.end(), "{}: {} is not one of {}", place, key.str(), names);
+      const std::string problem =
+          problem_of([&, &its = value] { assign(member->limits, its, member->to); });
+      PITH_CHECK(problem.empty(), "{}: {}: {}", place, member->name, problem);
+    }
+    PITH_CHECK(
+        !std::get<std::string*>(members[0].to)->empty(), "{} has no {}", place, members[0].name);
   }
-  PITH_CHECK(
-      !std::get<std::string*>(members[0].to)->empty(), "{} has no {}", what, members[0].name);
+  return list;
 }
 
 std::vector<DataSource> sources_of(const toml::node& node) {
   std::vector<DataSource> sources;
-  if (node.is_string()) {
-    if (!node.as_string()->get().empty()) sources.push_back({text_of(node)});
-  } else {
-    PITH_CHECK(node.is_array(), "must be a path or an array of {{path, weight}}, not {}",
-        describe_value(node));
-    for (const toml::node& element : *node.as_array()) {
-      auto& [path, weight, name] = sources.emplace_back();
-      read_table(element, fmt::format("source {}", sources.size()),
-          {{"path", &path}, {"weight", &weight, "(0, inf)"}, {"name", &name}});
-    }
-  }
+  if (!node.is_string())
+    sources = read_tables<DataSource>(node, "a path or an array of {path, weight}", "source");
+  else if (!node.as_string()->get().empty()) sources.push_back({text_of(node)});
   for (const auto& [path, weight, name] : sources)
     PITH_CHECK(!path.ends_with(".bin") && !path.ends_with(".idx") && !path.ends_with('/'),
         "{} must name a corpus by its path without extension", quote(path));
@@ -223,15 +234,10 @@ std::vector<DataSource> sources_of(const toml::node& node) {
 }
 
 std::vector<TensorGroup> groups_of(const toml::node& node) {
-  std::vector<TensorGroup> groups;
-  PITH_CHECK(node.is_array(), "must be an array of tables, not {}", describe_value(node));
-  for (const toml::node& element : *node.as_array()) {
-    auto& [pattern, optimizer, lr_scale, weight_decay] = groups.emplace_back();
-    read_table(element, fmt::format("group {}", groups.size()),
-        {{"pattern", &pattern}, {"optimizer", &optimizer, "adamw|muon"},
-            {"lr_scale", &lr_scale, "[0, 1000]"}, {"weight_decay", &weight_decay, "[0, 1000]"}});
-    const auto problem = problem_of([&text = pattern] { std::regex{text}; });
-    PITH_CHECK(problem.empty(), "{} is no ECMAScript pattern: {}", quote(pattern), problem);
+  auto groups = read_tables<TensorGroup>(node, "an array of tables", "group");
+  for (const TensorGroup& group : groups) {
+    const auto problem = problem_of([&] { std::regex{group.pattern}; });
+    PITH_CHECK(problem.empty(), "{} is no ECMAScript pattern: {}", quote(group.pattern), problem);
   }
   return groups;
 }
@@ -327,8 +333,7 @@ class Reader {
       if (known && section)
         for (const auto& [inner, value] : *section)
           set(fmt::format("{}.{}", name, inner.str()), value, place_of(inner));
-      else if (known)
-        mistake(place_of(key), name, fmt::format("is a section: write [{}]", name));
+      else if (known) mistake(place_of(key), name, fmt::format("is a section: write [{}]", name));
       else if (section)
         mistake(place_of(key), "[" + name + "]",
             fmt::format("unknown section; there are {}", fmt::join(sections, ", ")));
@@ -442,7 +447,7 @@ template <class Line> std::string by_section(const Line& line) {
   return text;
 }
 
-}  // namespace
+}
 
 RunConfig parse_run_config(
     std::string_view text, const std::string& source, const std::vector<std::string>& overrides) {
@@ -469,4 +474,4 @@ std::string describe_config_keys() {
   });
 }
 
-}  // namespace pith
+}

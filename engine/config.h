@@ -18,8 +18,7 @@ struct TensorGroup {
   double weight_decay = -1;  // negative: as without the group
 };
 
-// Defaults are the values below; description and range of each field stand in the table of
-// config.cpp, of which `pithtrain pretrain --help` is made.
+// Defaults; descriptions and ranges stand in the table of config.cpp.
 struct RunConfig {
   struct Run {
     std::string folder = "runs/run", device = "auto";
@@ -77,17 +76,16 @@ struct RunConfig {
   } profile;
 };
 
-// Reads TOML, of a file called `source` in errors, then applies overrides "section.key=value" (the
-// value is TOML; text may come without quotes). Throws one Error that lists every mistake:
-// file:line, key, what is wrong, the nearest valid key or the allowed values. Relative paths start
-// at the working directory.
+// Reads TOML, of a file called `source` in errors, then overrides "section.key=value" (TOML; text
+// may come without quotes). One Error lists every mistake: file:line, key, what is wrong, the
+// nearest valid key or the allowed values.
 RunConfig parse_run_config(
     std::string_view text, const std::string& source, const std::vector<std::string>& overrides);
 
-// The whole configuration as TOML, which reads back to the same.
+// As TOML, which reads back to the same.
 std::string to_toml(const RunConfig& config);
 
-// One line per key: name, type, default, range, description. For --help and docs/configuration.md.
+// A line a key: name, type, default, range, description. For --help and docs/configuration.md.
 std::string describe_config_keys();
 
-}  // namespace pith
+}

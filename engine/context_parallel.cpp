@@ -137,7 +137,7 @@ Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t 
       gather_of(keys.index, std::ssize(keys.index), device), span_between(queries, keys, device)};
 }
 
-}  // namespace
+}
 
 MicroBatch split_context(
     const MicroBatch& whole, int64_t rank, int64_t size, at::Device device, int64_t window) {
@@ -171,4 +171,4 @@ std::vector<int64_t> context_work(const MicroBatch& whole, int64_t size) {
   return work;
 }
 
-}  // namespace pith
+}

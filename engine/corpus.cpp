@@ -1,5 +1,4 @@
 #include "engine/corpus.h"
-
 #include <nlohmann/json.hpp>
 
 namespace pith {
@@ -49,7 +48,7 @@ std::string final_name(const std::string& prefix, int64_t shard, int64_t shards)
   return shards > 0 ? fmt::format("{}-{:05}-of-{:05}", prefix, shard, shards) : prefix;
 }
 
-}  // namespace
+}
 
 CorpusIndex parse_corpus_index(
     std::string_view bytes, uint64_t bin_bytes, const std::string& source) {
@@ -192,7 +191,7 @@ const Corpus::Shard& Corpus::locate(int64_t& document) const {
 void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const {
   int64_t local = document;
   const Shard& shard = locate(local);
-  const auto count = static_cast<int64_t>(out.size());
+  const auto count = std::ssize(out);
   const int64_t first = shard.index.begin(local), size = shard.index.begin(local + 1) - first;
   PITH_CHECK(begin >= 0 && begin <= size && count <= size - begin,
       "{}: document {} has {} tokens, not those from {} to {}", prefix_, document, size, begin,
@@ -237,13 +236,9 @@ std::vector<std::string> verify_corpus(const std::string& prefix) {
 
 CorpusWriter::CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash,
     int64_t shard_tokens, const CorpusProgress* resume)
-    : prefix_(std::move(prefix)),
-      tokenizer_hash_(std::move(tokenizer_hash)),
-      vocab_size_(vocab_size),
-      width_(vocab_size <= 65536 ? 2 : 4),
-      shard_tokens_(shard_tokens),
-      wanted_(resume != nullptr),
-      at_(resume ? *resume : CorpusProgress{}) {
+    : prefix_(std::move(prefix)), tokenizer_hash_(std::move(tokenizer_hash)),
+      vocab_size_(vocab_size), width_(vocab_size <= 65536 ? 2 : 4), shard_tokens_(shard_tokens),
+      wanted_(resume != nullptr), at_(resume ? *resume : CorpusProgress{}) {
   PITH_CHECK(vocab_size > 0 && vocab_size <= int64_t{1} << 31, "corpus {}: a vocabulary of {} ids",
       prefix_, vocab_size);
   PITH_CHECK(
@@ -275,7 +270,7 @@ void CorpusWriter::add_document(std::span<const int32_t> ids) {
         at_.documents, i, ids[i], vocab_size_);
   PITH_CHECK(ids.size() <= INT32_MAX, "corpus {}: document {} has {} tokens; the format ends at {}",
       prefix_, at_.documents, ids.size(), INT32_MAX);
-  const auto count = static_cast<int64_t>(ids.size());
+  const auto count = std::ssize(ids);
   if (shard_tokens_ > 0 && at_.documents > 0 && at_.tokens + count > shard_tokens_) {
     close_shard();
     at_ = {.shard = at_.shard + 1};
@@ -352,10 +347,8 @@ void publish_corpus(const std::string& prefix, int64_t shards) {
       const fs::path to = final_name(prefix, shard, shards) + extension;
       kept.insert(to.filename());
       if (!fs::exists(from)) continue;  // done before an interruption
-      if (old)
-        fs::remove(to);
-      else
-        fs::rename(from, to);
+      if (old) fs::remove(to);
+      else fs::rename(from, to);
     }
   sync_folder(folder);
   for (const std::string& file : names_in(folder))
@@ -364,4 +357,4 @@ void publish_corpus(const std::string& prefix, int64_t shards) {
       fs::remove(folder / file);
 }
 
-}  // namespace pith
+}

@@ -4,10 +4,10 @@
 
 namespace pith {
 
-// A view of the bytes of PREFIX.idx, which must outlive it: "MMIDIDX\0\0", version 1 (u64), dtype
-// code (u8), sequence count (u64), document count + 1 (u64), int32 lengths, int64 byte pointers,
-// int64 document indices (first sequence of each document, then the sequence count). Checked: each
-// document is a contiguous range of tokens, ranges are in order and fill bin_bytes exactly.
+// A view of the bytes of PREFIX.idx: "MMIDIDX\0\0", version 1 (u64), dtype code (u8), sequence
+// count (u64), document count + 1 (u64), int32 lengths, int64 byte pointers, int64 document indices
+// (first sequence of each, then the sequence count). Checked: documents are contiguous ranges of
+// tokens, in order, that fill bin_bytes exactly.
 struct CorpusIndex {
   int64_t width = 0;  // bytes of an id: 2 (uint16, code 8) or 4 (int32, code 4)
   int64_t num_sequences = 0, num_documents = 0, num_tokens = 0;
@@ -20,9 +20,9 @@ struct CorpusIndex {
 CorpusIndex parse_corpus_index(
     std::string_view bytes, uint64_t bin_bytes, const std::string& source);
 
-// PREFIX.idx and PREFIX.bin, the ids. A side file PREFIX.json names tokenizer hash, vocabulary,
-// counts and checksums; corpora without one (of other programs) are read as well. Opening checks
-// all but the ids. PREFIX may also name shards, PREFIX-00000-of-0000N.*, joined in order.
+// PREFIX.idx and PREFIX.bin, the ids; tokenizer hash, vocabulary, counts and checksums stand in
+// PREFIX.json, which corpora of other programs lack. Opening checks all but the ids. PREFIX may
+// also name shards, PREFIX-00000-of-0000N.*, joined in order.
 class Corpus {
  public:
   explicit Corpus(const std::string& prefix);
@@ -37,8 +37,8 @@ class Corpus {
     const CorpusIndex& index = locate(document).index;
     return index.begin(document + 1) - index.begin(document);
   }
-  // Copies tokens [begin, begin + out.size()) of a document, widened to int64. An id outside the
-  // vocabulary (without a side file: a negative one) is an Error naming document and place.
+  // Copies tokens [begin, begin + out.size()) of a document. An id outside the vocabulary (without
+  // a side file: a negative one) is an Error naming document and place.
   void read(int64_t document, int64_t begin, std::span<int64_t> out) const;
   std::vector<int32_t> ids(int64_t document) const;  // all of a document
  private:
@@ -60,7 +60,7 @@ class Corpus {
   int64_t num_tokens_ = 0;
 };
 
-// The prefixes of the files that PREFIX names: itself or its shards; none where there is nothing.
+// PREFIX itself or its shards; none where there is nothing.
 std::vector<std::string> corpus_shards(const std::string& prefix);
 
 // The problems of a corpus: checksums, borders, ids outside the vocabulary.
@@ -71,8 +71,8 @@ struct CorpusProgress {
   int64_t shard = 0, documents = 0, tokens = 0;
 };
 
-// Appends documents; writes to temporary names and renames in finish(). Ids are checked, and uint16
-// for a vocabulary up to 65,536, else int32. Memory does not grow with the corpus.
+// Appends documents under temporary names, renamed in finish(). Ids are checked, and uint16 for a
+// vocabulary up to 65,536, else int32. Memory does not grow with the corpus.
 class CorpusWriter {
  public:
   // With shard_tokens > 0 a shard ends before the document that would make it longer. `resume` goes
@@ -97,8 +97,8 @@ class CorpusWriter {
   std::optional<OutputFile> bin_, lengths_;
 };
 
-// Renames what CorpusWriter::close() left to the final names and removes an older corpus there.
-// `shards` is 0 for a corpus that is not cut. One that was interrupted is completed.
+// Renames what close() left to the final names and removes an older corpus there, also when it was
+// interrupted. `shards` is 0 for a corpus that is not cut.
 void publish_corpus(const std::string& prefix, int64_t shards);
 
-}  // namespace pith
+}

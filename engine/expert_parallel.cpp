@@ -1,9 +1,7 @@
 #include "engine/expert_parallel.h"
-
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-
 #include "operators/matmul.h"
 
 namespace pith {
@@ -111,4 +109,4 @@ ExpertExchange::Arrived ExpertExchange::arrive() {
   return {rows, weight, make_expert_plan(take(), local_experts_, slots)};
 }
 
-}  // namespace pith
+}

@@ -1,7 +1,6 @@
 // Expert parallelism: a row travels once to each rank with experts of it; their sum comes back.
 #pragma once
 #include <c10/core/Event.h>
-
 #include "core/comm.h"
 #include "operators/permute.h"
 
@@ -64,4 +63,4 @@ class ExpertExchange {
   std::deque<std::pair<Tensor, Work>> transfers_;
 };
 
-}  // namespace pith
+}

@@ -1,8 +1,6 @@
 #include "engine/file_io.h"
-
 #include <sys/mman.h>
 #include <unistd.h>
-
 #include <nlohmann/json.hpp>
 
 namespace pith {
@@ -27,7 +25,7 @@ std::string seal_of(std::string_view body) {
   return fmt::format(" \"checksum\": \"{}\"\n}}\n", xxh3(body));
 }
 
-}  // namespace
+}
 
 MappedFile map_file(const fs::path& path) {
   const File file = open(path, "re");
@@ -42,8 +40,7 @@ MappedFile map_file(const fs::path& path) {
 }
 
 OutputFile::OutputFile(fs::path path, uint64_t keep)
-    : path_(std::move(path)),
-      file_(open(path_, keep > 0 ? "r+be" : "wbe")),
+    : path_(std::move(path)), file_(open(path_, keep > 0 ? "r+be" : "wbe")),
       sum_(XXH3_createState(), &XXH3_freeState) {
   if (keep > 0) {
     const uint64_t size = fs::file_size(path_);
@@ -138,4 +135,4 @@ void check_seal(std::string_view text, const std::string& source) {
       "{} is damaged: its bytes do not match the checksum on its last line", source);
 }
 
-}  // namespace pith
+}

@@ -1,7 +1,6 @@
 // Files as this room uses them: mapped for reading, summed while written, durable when closed.
 #pragma once
 #include <xxhash.h>
-
 #include <nlohmann/json_fwd.hpp>
 
 namespace pith {
@@ -26,8 +25,8 @@ MappedFile map_file(const fs::path& path);
 
 inline std::string read_file(const fs::path& path) { return std::string(map_file(path).bytes()); }
 
-// A file being written, from its beginning or behind the first `keep` bytes of what is there. Every
-// failure names the path and the system's reason.
+// A file being written, behind the first `keep` bytes of what is there. Every failure names the
+// path and the system's reason.
 class OutputFile {
  public:
   explicit OutputFile(fs::path path, uint64_t keep = 0);
@@ -44,7 +43,7 @@ class OutputFile {
   uint64_t bytes_ = 0;
 };
 
-// Name, size and sum of a file just written; for safetensors also the sum of each tensor's bytes.
+// Name, size and sum of a file; for safetensors also the sum of each tensor's bytes.
 struct WrittenFile {
   std::string name;  // relative to its folder
   uint64_t bytes = 0;
@@ -53,8 +52,8 @@ struct WrittenFile {
 };
 WrittenFile write_file(const fs::path& folder, const std::string& name, std::string_view bytes);
 
-// JSON of a file, or of text that came from `source`, with errors that name file, line and column.
-// A key that stands twice in one object is an error too: readers disagree about which one counts.
+// JSON of a file, or of text that came from `source`; errors name file, line and column. A key that
+// stands twice in one object is one too: readers disagree about which counts.
 nlohmann::json read_json(const fs::path& path);
 nlohmann::json parse_json(std::string_view text, const std::string& source);
 
@@ -67,12 +66,12 @@ template <class T, class Json> std::optional<T> exactly(const Json& value) {
   return std::nullopt;
 }
 
-// Names of what is in a folder, sorted; nothing where there is no such folder.
+// Names of what is in a folder, sorted; nothing where there is none.
 std::vector<std::string> names_in(const fs::path& folder);
 // Makes creations, renames and deletions inside a folder durable.
 void sync_folder(const fs::path& folder);
 
-// Bytes of a number as files hold them, and element i of an array of such, aligned or not.
+// Bytes of a number as files hold them; element i of an array of such, aligned or not.
 static_assert(std::endian::native == std::endian::little);
 template <class T> std::string raw(T number) {
   return {reinterpret_cast<const char*>(&number), sizeof(T)};
@@ -88,9 +87,9 @@ inline std::string xxh3(std::string_view bytes) {  // the 64-bit sum, as 16 digi
   return hex(XXH3_64bits(bytes.data(), bytes.size()));
 }
 
-// A JSON object (text from dump) with the xxh3 of its own bytes as its last member, "checksum";
-// check_seal throws, naming `source`, when any byte is not what was written.
+// A JSON object (text from dump) with the xxh3 of its own bytes as its last member, which
+// check_seal compares.
 std::string seal_json(const std::string& object);
 void check_seal(std::string_view text, const std::string& source);
 
-}  // namespace pith
+}

@@ -1,7 +1,5 @@
 #include "engine/hf_folder.h"
-
 #include <nlohmann/json.hpp>
-
 #include "core/comm.h"
 
 namespace pith {
@@ -47,7 +45,7 @@ bool is_packed(const HfFolder& folder, const HfTensor& tensor) {
       !folder.file_of(tensor.name) && folder.file_of(tensor.name + kBlocks);
 }
 
-}  // namespace
+}
 
 std::vector<std::string> summarize_names(std::vector<std::string> names) {
   std::ranges::sort(names, [](const std::string& a, const std::string& b) {
@@ -59,10 +57,8 @@ std::vector<std::string> summarize_names(std::vector<std::string> names) {
     alike[std::regex_replace(name, number, "#")].push_back(name);
   std::vector<std::string> lines;
   for (const auto& [pattern, group] : alike) {
-    if (group.size() <= kListed)
-      lines.insert(lines.end(), group.begin(), group.end());
-    else
-      lines.push_back(fmt::format("{} to {} ({})", group.front(), group.back(), group.size()));
+    if (group.size() <= kListed) lines.insert(lines.end(), group.begin(), group.end());
+    else lines.push_back(fmt::format("{} to {} ({})", group.front(), group.back(), group.size()));
   }
   return lines;
 }
@@ -239,4 +235,4 @@ WrittenFile write_weight_index(
   return write_file(folder, inside + kIndex, index.dump(2) + "\n");
 }
 
-}  // namespace pith
+}

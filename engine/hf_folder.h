@@ -24,7 +24,7 @@ class HfFolder {
   std::map<std::string, size_t> file_of_;
 };
 
-// More than three names that differ only in numbers become one line, in the order of these numbers:
+// More than three names that differ only in numbers become one line:
 // "layers.0.experts.0.up_proj to layers.47.experts.127.up_proj (6144)".
 std::vector<std::string> summarize_names(std::vector<std::string> names);
 
@@ -35,27 +35,25 @@ struct ImportTarget {
   Tensor target;
 };
 
-// MXFP4 (OCP Microscaling Formats 1.0): blocks (N, G, 16), two 4-bit floats a byte, the low four
-// bits first; scales (N, G), powers of two of which 127 is 1 and 255 NaN -> (N, 32 G) float32,
-// exact, as it is in bfloat16.
+// MXFP4 (OCP Microscaling Formats 1.0): blocks (N, G, 16), two 4-bit floats a byte, the low bits
+// first; scales (N, G), powers of two of which 127 is 1 and 255 NaN -> (N, 32 G) float32, exact.
 Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales);
 
 // Copies ranges from the folder into the targets, converting. A tensor (E, K, N) may lie there in
-// MXFP4, as GPT-OSS' experts do: NAME_blocks (E, N, K / 32, 16), NAME_scales (E, N, K / 32).
-// Tensors missing, left over (but not in `optional_extra`), of another shape or a non-float dtype
-// are collected into one Error; those of vision and MTP parts are listed and left out.
+// MXFP4: NAME_blocks (E, N, K / 32, 16), NAME_scales (E, N, K / 32). One Error lists all tensors
+// missing, left over (but not in `optional_extra`), of another shape or dtype; those of vision and
+// MTP parts are listed and left out.
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
     std::span<const std::string> optional_extra = {});
 // One of these, of which the folder is known to hold the tensor.
 void import_tensor(const HfFolder& folder, const ImportTarget& to);
 
-// The steps of writing a folder, by several writers perhaps: each writes its tensors, in order,
-// into files of at most file_bytes or one tensor; then one of them names all files so written, in
-// their order in `files`, model-0000i-of-0000n.safetensors and writes the index. `inside`: "ema/",
-// where files are named as of the folder above.
+// The steps of writing a folder, perhaps by several: each writes its tensors, in order, into files
+// of at most file_bytes or one tensor; then one names all of them, in the order of `files`,
+// model-0000i-of-0000n.safetensors and writes the index. `inside`: "ema/", in the folder.
 std::vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
     const std::vector<NamedTensor>& weights, uint64_t file_bytes = 5'000'000'000);
 WrittenFile write_weight_index(
     const fs::path& folder, std::span<WrittenFile> files, const std::string& inside = "");
 
-}  // namespace pith
+}

@@ -1,9 +1,6 @@
 #include "engine/metrics.h"
-
-#include <unistd.h>
-
 #include <ATen/ops/xlogy.h>
-
+#include <unistd.h>
 #include <nlohmann/json.hpp>
 
 namespace pith {
@@ -99,7 +96,7 @@ std::string record(int64_t step, const std::string& content) {
   return length + raw(masked_crc32c(length)) + bytes + raw(masked_crc32c(bytes));
 }
 
-}  // namespace
+}
 
 void MetricsLog::Sink::attempt(const std::function<void()>& part) {
   const std::string problem = problem_of(part);
@@ -217,4 +214,4 @@ uint32_t masked_crc32c(std::string_view bytes) {
   return std::rotr(crc32c(bytes), 15) + 0xA282EAD8u;
 }
 
-}  // namespace pith
+}

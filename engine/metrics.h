@@ -2,7 +2,6 @@
 // is asked to stop.
 #pragma once
 #include <ATen/record_function.h>
-
 #include "core/tensor.h"
 #include "engine/file_io.h"
 
@@ -30,15 +29,15 @@ struct StepMetrics {
 
 // Logging never stops training: a sink that can't be written is reported once and left out.
 //
-// metrics.jsonl holds one JSON object a line, flushed at once: of a step the fields of StepMetrics,
-// "time" (Unix seconds), "tokens_per_second" and the extra values; "expert_load" has, a MoE layer
-// each, the largest load over the mean, the entropy of the loads over that of even ones, the
-// experts without tokens and at times all experts' tokens. NaN and infinities, which JSON lacks,
-// are null and stand in "nonfinite": {"loss": "nan"}.
+// metrics.jsonl, a JSON object a line, flushed at once: of a step the fields of StepMetrics, "time"
+// (Unix seconds), "tokens_per_second" and the extra values; "expert_load" has, for each MoE layer,
+// the largest load over the mean, the entropy of the loads over that of even ones, the experts
+// without tokens and at times all counts. What is not finite is null, and stands in "nonfinite":
+// {"loss": "nan"}.
 class MetricsLog {
  public:
-  // Appends to run_folder/metrics.jsonl, cut off before the first step after `resumed_step` (of a
-  // run that was killed) or a half-written line; for TensorBoard makes a new event file.
+  // Appends to run_folder/metrics.jsonl, cut off before the first step after `resumed_step` or a
+  // half-written line; for TensorBoard makes a new event file.
   MetricsLog(const fs::path& run_folder, int64_t resumed_step, bool tensorboard);
   void write(const StepMetrics& metrics);  // to all sinks, and the progress line to stdout
   // A line in metrics.jsonl and on stdout (resume, save, validation, stop).
@@ -60,7 +59,7 @@ class MetricsLog {
 };
 
 // "step   20/1000  loss 4.1234  grad  1.234  lr 3.00e-04   12.3k tok/s  mfu 31.0 %  mem  94.1 GiB
-// left 1h02m"; mem is the peak. What is not known (mfu, negative seconds_left) is left out.
+// left 1h02m"; without an unknown mfu and negative seconds_left.
 std::string progress_line(const StepMetrics& metrics, double seconds_left);
 
 // Three or four significant digits and a unit: "987", "12.3k", "4.56M"; "42s", "1h02m", "3d01h".
@@ -68,11 +67,11 @@ std::string human(double value);
 std::string human_time(double seconds);
 
 // Records of an event file: TFRecord frames (length u64, its masked CRC u32, bytes, their masked
-// CRC u32), each holding an Event (tensorflow/core/util/event.proto). The start of a file makes
-// readers drop what older files of the folder hold of steps after `resumed_step`.
+// CRC u32) of an Event (tensorflow/core/util/event.proto). The start makes readers drop what older
+// files hold of steps after `resumed_step`.
 std::string tensorboard_start(int64_t resumed_step);
 std::string tensorboard_scalars(int64_t step, const Scalars& values);
-// CRC-32C (Castagnoli polynomial, RFC 3720 appendix B.4), and the form that TFRecord files store.
+// CRC-32C (RFC 3720 appendix B.4), and the form that TFRecord files store.
 uint32_t crc32c(std::string_view bytes);
 uint32_t masked_crc32c(std::string_view bytes);
 
@@ -112,11 +111,11 @@ class StageRange {
   std::optional<at::RecordFunction> record_;
 };
 
-// Ctrl-C, SIGTERM and SIGUSR1 (how `pithtrain launch` and batch systems pass on a stop; silent):
-// the first sets the flag and prints one line on stderr; a second one that is not SIGUSR1 exits
-// with status 130, unless it follows within 0.1 s: some launchers deliver a signal twice. Ignores
-// SIGPIPE: a run outlives the reader of its output.
+// Ctrl-C, SIGTERM and SIGUSR1 (from `pithtrain launch` and batch systems; silent): the first sets
+// the flag and prints a line on stderr; a second one that is not SIGUSR1 exits with status 130,
+// unless it comes within 0.1 s, as some launchers deliver one twice. Ignores SIGPIPE: a run
+// outlives the reader of its output.
 void install_signal_handlers();
 bool stop_requested();
 
-}  // namespace pith
+}

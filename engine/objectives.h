@@ -38,4 +38,4 @@ struct AllLogits {
   }
 };
 
-}  // namespace pith
+}

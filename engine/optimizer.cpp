@@ -1,7 +1,5 @@
 #include "engine/optimizer.h"
-
 #include <ATen/ops/stack.h>
-
 #include "engine/metrics.h"
 #include "operators/adamw.h"
 #include "operators/muon.h"
@@ -76,7 +74,7 @@ Tensor muon_updates(const ShardGroup& group, Directions& directions) {
   return part;
 }
 
-}  // namespace
+}
 
 std::vector<std::string> set_update_rules(
     const Units& units, const Units& whole_model, const RunConfig::Training& training) {
@@ -138,7 +136,7 @@ Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh) {
   finish_step(groups, [&](const ShardGroup& group) {
     squares.push_back(sum_of_squares(group.grad_part));
     if (const int64_t replicas = group.replicate().size(); replicas > 1)
-      squares.back().div_(static_cast<double>(replicas));
+      squares.back().div_(real(replicas));
   });
   if (squares.empty()) squares.push_back(at::zeros({}, at::dtype(at::kDouble).device(mesh.device)));
   Tensor total = at::stack(squares).sum();
@@ -183,34 +181,29 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
 double learning_rate(const RunConfig::Training& training, int64_t step) {
   PITH_CHECK(step >= 1, "learning rate of step {}: steps count from 1", step);
   const auto& t = training;
-  if (step <= t.warmup_steps)
-    return t.lr * static_cast<double>(step) / static_cast<double>(t.warmup_steps);
+  if (step <= t.warmup_steps) return t.lr * real(step) / real(t.warmup_steps);
   if (t.schedule == "constant") return t.lr;
   const bool wsd = t.schedule == "wsd";
-  PITH_CHECK(
-      wsd || t.schedule == "cosine", "schedule {}: not one of constant, cosine, wsd", t.schedule);
   const int64_t decay_begin = wsd ? t.steps - t.decay_steps : t.warmup_steps;
   if (step <= decay_begin) return t.lr;
   const double floor = t.min_lr_ratio * t.lr;
   if (step >= t.steps) return floor;
-  const double progress =
-      static_cast<double>(step - decay_begin) / static_cast<double>(t.steps - decay_begin);
+  const double progress = real(step - decay_begin) / real(t.steps - decay_begin);
   const double gone = t.decay_shape == "linear" ? progress : std::sqrt(progress);  // wsd
   const double share = wsd ? 1 - gone : 0.5 * (1 + std::cos(std::numbers::pi * progress));
   return floor + (t.lr - floor) * share;
 }
 
 std::map<std::string, std::string> schedule_settings(const RunConfig::Training& t) {
-  std::map<std::string, std::string> settings = {{"training.lr", fmt::format("{}", t.lr)},
-      {"training.schedule", t.schedule},
-      {"training.warmup_steps", fmt::format("{}", t.warmup_steps)}};
+  std::map<std::string, std::string> settings;
+  const auto add = [&](const char* key, const auto& value) {
+    settings[fmt::format("training.{}", key)] = fmt::format("{}", value);
+  };
+  add("lr", t.lr), add("schedule", t.schedule), add("warmup_steps", t.warmup_steps);
   if (t.schedule == "constant") return settings;
-  settings["training.steps"] = fmt::format("{}", t.steps);
-  settings["training.min_lr_ratio"] = fmt::format("{}", t.min_lr_ratio);
-  if (t.schedule != "wsd") return settings;
-  settings["training.decay_steps"] = fmt::format("{}", t.decay_steps);
-  settings["training.decay_shape"] = t.decay_shape;
+  add("steps", t.steps), add("min_lr_ratio", t.min_lr_ratio);
+  if (t.schedule == "wsd") add("decay_steps", t.decay_steps), add("decay_shape", t.decay_shape);
   return settings;
 }
 
-}  // namespace pith
+}

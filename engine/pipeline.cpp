@@ -1,8 +1,6 @@
 #include "engine/pipeline.h"
-
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
-
 #include "engine/expert_parallel.h"
 #include "engine/metrics.h"
 #include "models/deepseek_v2.h"
@@ -145,7 +143,7 @@ std::deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, at::Sca
   return links;
 }
 
-}  // namespace
+}
 
 ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
     const MeshPlace& place, const ModelConfig& config) {
@@ -578,4 +576,4 @@ PITH_FAMILY(Qwen35MoeModel);
 #undef PITH_FAMILY
 #undef PITH_OBJECTIVE
 
-}  // namespace pith
+}

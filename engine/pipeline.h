@@ -64,4 +64,4 @@ template <DecoderModel Model> class Pipeline {
   std::shared_ptr<Impl> impl_;
 };
 
-}  // namespace pith
+}

@@ -1,7 +1,6 @@
-#include "engine/metrics.h"
-
 #include <dlfcn.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
+#include "engine/metrics.h"
 
 #if PITH_CUDA
 #include <cuda_profiler_api.h>
@@ -121,7 +120,7 @@ void record_memory(bool on) {  // torch::cuda::_record_memory_history
       "7_EE")(on, false, 1'000'000, false, false, true, false, false, {});
 }
 
-}  // namespace
+}
 
 Profile::Profile(ProfileOptions options) : options_(std::move(options)) {
   synchronize(options_.device);
@@ -179,4 +178,4 @@ StageRange::~StageRange() {
 #endif
 }
 
-}  // namespace pith
+}

@@ -1,7 +1,5 @@
 #include "engine/safetensors.h"
-
 #include <ATen/ops/from_blob.h>
-
 #include <nlohmann/json.hpp>
 
 namespace pith {
@@ -77,19 +75,16 @@ void check_layout(const SafetensorsHeader& header, uint64_t data_bytes, const st
       data_bytes - filled, previous);
 }
 
-}  // namespace
+}
 
 SafetensorsHeader parse_safetensors_header(
     std::string_view head, uint64_t file_size, const std::string& source) {
   PITH_CHECK(head.size() >= 8 && file_size >= head.size(),
       "{}: {} bytes are too few for a safetensors file", source, file_size);
   const auto length = load<uint64_t>(&head.front());
-  PITH_CHECK(length <= file_size - 8, "{}: the header of {} bytes is longer than the file of {}",
-      source, length, file_size);
-  PITH_CHECK(length <= kLargestHeader, "{}: a header of {} bytes is longer than the format allows",
-      source, length);
-  PITH_CHECK(length <= head.size() - 8, "{}: only {} of the header's {} bytes were given", source,
-      head.size() - 8, length);
+  PITH_CHECK(length <= std::min(head.size() - 8, kLargestHeader),
+      "{}: the header of {} bytes is longer than the file of {}, or than the format allows", source,
+      length, file_size);
   const json document = parse_json(head.substr(8, length), source + ": header");
   PITH_CHECK(document.is_object(), "{}: the header is not an object of tensors", source);
   SafetensorsHeader header;
@@ -107,8 +102,7 @@ SafetensorsHeader parse_safetensors_header(
 }
 
 SafetensorsFile::SafetensorsFile(const fs::path& path)
-    : path_(path),
-      file_(map_file(path)),
+    : path_(path), file_(map_file(path)),
       header_(parse_safetensors_header(file_.bytes(), file_.size, path.string())) {}
 
 std::string_view SafetensorsFile::bytes(const std::string& name) const {
@@ -170,4 +164,4 @@ WrittenFile write_safetensors(const fs::path& path, const std::vector<NamedTenso
   return written;
 }
 
-}  // namespace pith
+}

@@ -11,9 +11,8 @@ struct TensorEntry {
   uint64_t begin, end;  // bytes in the data section
 };
 
-// The header as the format defines it: 8 bytes length, JSON, data. Throws an Error that names
-// `source` and the tensor for every violation. Allocates a multiple of the bytes given, whatever
-// they say.
+// The header as the format defines it: 8 bytes length, JSON, data. An Error names `source` and the
+// tensor for every violation. Allocates a multiple of the bytes given, whatever they say.
 struct SafetensorsHeader {
   std::map<std::string, TensorEntry> tensors;
   std::map<std::string, std::string> metadata;
@@ -39,8 +38,8 @@ class SafetensorsFile {
 
 using NamedTensor = std::pair<std::string, Tensor>;
 
-// Writes CPU tensors in the order given with metadata {"format": "pt"}; the same tensors give the
-// same bytes. Streams: at most one tensor is copied at a time (when it is not contiguous). fsyncs.
+// Writes CPU tensors in the order given with metadata {"format": "pt"}, durably; the same tensors
+// give the same bytes. At most one tensor is copied at a time.
 WrittenFile write_safetensors(const fs::path& path, const std::vector<NamedTensor>& tensors);
 
-}  // namespace pith
+}

@@ -1,5 +1,4 @@
 #include "engine/sampling.h"
-
 #include "core/random.h"
 
 namespace pith {
@@ -66,4 +65,4 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   return drawn;
 }
 
-}  // namespace pith
+}

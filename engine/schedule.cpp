@@ -64,7 +64,7 @@ double cost_of(const Action& action, const std::vector<StageCosts>& costs, HeadC
   return action.size() > 1 ? sum - hidden : sum;
 }
 
-}  // namespace
+}
 
 std::vector<Action> make_schedule(
     int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head) {
@@ -250,4 +250,4 @@ std::vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts hea
   return best;
 }
 
-}  // namespace pith
+}

@@ -1,6 +1,5 @@
-// The pipeline schedule as data: what each rank executes, in order. DualPipeV (DeepSeek-AI,
-// "DualPipe", cut-in-half form): of P ranks, rank r holds chunks r and 2 P - 1 - r of the layers,
-// so that rank 0 holds both embedding and head.
+// The pipeline schedule as data. DualPipeV (DeepSeek-AI, "DualPipe", cut-in-half form): of P ranks,
+// rank r holds chunks r and 2 P - 1 - r of the layers, so rank 0 both embedding and head.
 #pragma once
 namespace pith {
 
@@ -19,17 +18,17 @@ struct Pass {
 // What a rank does at a time: one pass, or a forward against a backward, in this order.
 using Action = std::vector<Pass>;
 
-// What rank `rank` of `ranks` executes for n micro-batches; n >= 2 ranks where ranks > 1. With
-// `overlap` false on one rank (no communication to hide) each micro-batch is finished before the
-// next begins, which keeps the activations of one. `shared_head`: rank 1 does a share of the head.
+// What rank `rank` executes for n micro-batches; n >= 2 ranks where ranks > 1. Without `overlap`
+// one rank finishes each micro-batch before the next begins, which keeps the activations of one.
+// `shared_head`: rank 1 does a share of the head.
 std::vector<Action> make_schedule(
     int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head = false);
 // The forward passes alone: validation, scoring.
 std::vector<Action> forward_schedule(int64_t n);
 std::string to_string(const std::vector<Action>& schedule);  // "F0:0 F1:0 F0:1|B1:0 ..."
 
-// Time of one chunk in any one unit: forward, input gradients, weight gradients, and what a forward
-// saves when it runs against a backward (the smaller one of the two chunks counts).
+// Time of one chunk in any unit; `hidden`: what a forward saves against a backward (the smaller of
+// the two chunks' counts).
 struct StageCosts {
   double forward = 1, backward_input = 1, weight = 1, hidden = 0;
 };
@@ -49,8 +48,8 @@ struct Simulation {
   std::vector<double> bubble;                    // idle time by rank
   std::vector<int64_t> peak_activations;         // chunks kept at once by rank
 };
-// costs[chunk of the whole model], 2 * ranks of them. Throws when the schedules wait for each
-// other. The bubble with equal costs is (ranks - 1) (F&B + B - 3 W).
+// costs[chunk of the whole model], 2 * ranks of them. The bubble with equal costs is
+// (ranks - 1) (F&B + B - 3 W).
 Simulation simulate(int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs,
     HeadCosts head = {});
 
@@ -60,4 +59,4 @@ std::string draw_svg(const Simulation& simulation);
 // forward, input and weight gradients take 1 each. A chunk may be empty.
 std::vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts head);
 
-}  // namespace pith
+}

@@ -1,7 +1,5 @@
 #include "engine/sharding.h"
-
 #include <c10/core/StorageImpl.h>
-
 #include "core/random.h"
 #include "models/model.h"
 
@@ -22,16 +20,13 @@ void point_at(const Tensor& shell, const Tensor& memory) {
   storage->set_nbytes(memory.defined() ? memory.nbytes() : 0);
 }
 
-}  // namespace
+}
 
 ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device,
     Use use, Comm shard, Comm replicate, ShardMode mode, int64_t unit, OptimizerStates states)
-    : parameters_(std::move(parameters)),
-      shard_(std::move(shard)),
-      replicate_(std::move(replicate)),
-      mode_(shard_.size() == 1 ? ShardMode::keep : mode),
-      unit_(unit),
-      reductions_(std::make_shared<Reductions>()) {
+    : parameters_(std::move(parameters)), shard_(std::move(shard)),
+      replicate_(std::move(replicate)), mode_(shard_.size() == 1 ? ShardMode::keep : mode),
+      unit_(unit), reductions_(std::make_shared<Reductions>()) {
   std::ranges::stable_sort(parameters_, std::greater(),
       [](const Parameter* parameter) { return parameter->tensors.front().rule; });
   int64_t total = 0;
@@ -107,11 +102,10 @@ void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTenso
     int64_t first, uint64_t seed, double init_std, int64_t num_layers) {
   const Init init = parameter.init;
   const bool output = init == Init::output_normal, decay = init == Init::log_decay;
-  const double output_std = init_std / std::sqrt(2.0 * static_cast<double>(num_layers));
+  const double output_std = init_std / std::sqrt(2.0 * real(num_layers));
   if (output || decay || init == Init::normal)
     fill_normal(target, seed, tensor.name, decay ? 1 : output ? output_std : init_std, first);
-  else
-    target.fill_(init == Init::ones ? 1 : 0);
+  else target.fill_(init == Init::ones ? 1 : 0);
   if (decay)  // from normal to uniform by the distribution function
     target.div_(-std::numbers::sqrt2).erfc_().mul_((16 - 0.01) / 2).add_(0.01).log_();
 }
@@ -240,9 +234,8 @@ ModelShards::ModelShards(
     std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight) {
   if (groups.empty()) return;
   const int64_t last = groups.front().unit();
-  std::vector<UnitShards> units(static_cast<size_t>(last) + 1);
-  for (ShardGroup& group : groups)
-    units[static_cast<size_t>(last - group.unit())].groups.push_back(&group);
+  std::vector<UnitShards> units(index(last + 1));
+  for (ShardGroup& group : groups) units[index(last - group.unit())].groups.push_back(&group);
   if (part.head) {
     head = std::move(units.back());
     units.pop_back();
@@ -264,4 +257,4 @@ std::vector<Parameter*> all_parameters(std::span<ShardGroup> groups) {
   return all;
 }
 
-}  // namespace pith
+}

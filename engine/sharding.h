@@ -1,5 +1,5 @@
-// Shard groups: the flat buffers behind one unit of parameters (embedding, a layer, the head), cut
-// over processes (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054; HSDP: with replicas).
+// Shard groups: the flat buffers behind a unit of parameters (embedding, layer, head), cut over
+// processes (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054; HSDP: with replicas).
 #pragma once
 #include "core/mesh.h"
 #include "core/parameter.h"
@@ -14,17 +14,16 @@ struct OptimizerStates {
   bool ema = false;  // a moving average of the weights
 };
 
-// keep: weights and gradients stay whole on every rank; one reduce-scatter a step. reshard: weights
-// are whole between before_* and after_*, gradients from before_backward to after_backward; one
-// reduce-scatter a micro-batch. A shard group of one process is always keep.
+// keep: weights and gradients stay whole; one reduce-scatter a step. reshard: weights are whole
+// between before_* and after_*, gradients from before_backward to after_backward; one
+// reduce-scatter a micro-batch. A group of one process is always keep.
 enum class ShardMode { keep, reshard };
 
-// Weights in the compute dtype, FP32 gradients, master weights and moments of its parameters, each
-// one flat buffer of `size` elements; Parameter::value and Parameter::grad are views into the first
-// two for as long as the group lives. Parameters start at multiples of 64 elements, `size` is a
-// multiple of 64 x ranks; the padding stays zero. Rank i of the shard group owns the i-th of equal
-// parts: masters, moments and averages exist in parts only. Ranks of the replicate group hold the
-// same part.
+// Weights in the compute dtype, FP32 gradients, masters and moments, each one flat buffer;
+// Parameter::value and Parameter::grad are views into the first two while the group lives.
+// Parameters start at multiples of 64 elements, the size is one of 64 x ranks; the padding stays
+// zero. Rank i of the shard group owns the i-th of equal parts: masters, moments and averages exist
+// in parts only. Ranks of the replicate group hold the same part.
 // All calls but the constructor's are collective, in the same order for all groups.
 class ShardGroup {
  public:
@@ -47,30 +46,27 @@ class ShardGroup {
       Comm shard = {}, Comm replicate = {}, ShardMode mode = ShardMode::keep, int64_t unit = 0,
       OptimizerStates states = {});
 
-  // Random weights, tensor by tensor under their Hugging Face names: the same for any layout.
+  // Random weights, the same for any layout.
   void initialize(uint64_t seed, double init_std, int64_t num_layers);
   // Where imported weights go, before publish(): the masters in training, else the weights.
   Tensor import_target() const { return master.defined() ? master : value_part; }
-  // Weights from new masters, from which the moving average starts too.
+  // Weights, and the average's start, from new masters.
   void publish();
-  // Rounds masters or averages into the weights (the optimizer does it itself) and shares them.
+  // Rounds masters or averages into the weights and shares them.
   void show(const Tensor& part);
-  // After value_part was written: starts to bring the other ranks' parts (keep), or drops what was
-  // gathered (reshard). Not between before_* and after_*.
+  // After value_part was written: gathers the others' parts (keep), or drops what was gathered.
   void share_values();
 
-  // The pipeline's verbs; in keep mode before_* waits for shared values, and all but the last do
-  // nothing else. Calls nest: forwards and backwards of several micro-batches may be open at once.
+  // The pipeline's verbs; in keep mode before_* waits for shared values, the others but the last do
+  // nothing. Calls nest: several micro-batches' passes may be open at once.
   void prefetch();        // starts to gather the weights, ahead of before_*; idempotent
   void before_forward();  // Parameter::value may be read on the current stream until the next one
   void after_forward();
-  // Parameter::value may be read and Parameter::grad added to until after_backward(), which comes
-  // when the weight gradients are in, delayed ones too. A forward that adds weight gradients (the
-  // head's loss) stands between these two instead of the forward's.
+  // Parameter::value may be read and Parameter::grad added to until after_backward(), when delayed
+  // weight gradients are in too. A forward that adds some (the head's) stands between these two.
   void before_backward();
   // Starts to reduce the gradient: in reshard mode always, in keep mode where `last` says that no
-  // backward of this group follows in this step; else finish_step() does it. At most two groups'
-  // whole gradients wait for their reduction.
+  // backward of this group follows in this step. At most two groups' whole gradients wait.
   void after_backward(bool last = false);
 
   void zero_grad() {  // the start of a step
@@ -95,10 +91,9 @@ class ShardGroup {
   }
 
   // Flat. values and grads: whole; in reshard mode without memory outside of their verbs.
-  // value_part and grad_part: this rank's, in keep mode views of those. All but the values are
-  // undefined for inference. grad_part is the sum over ranks after finish_step(). exp_avg: AdamW's
-  // first moment, Muon's momentum; exp_avg_sq: of AdamW's segments only, one after the other; ema:
-  // undefined where OptimizerStates does not ask for it.
+  // value_part and grad_part (the sum over ranks after finish_step): this rank's, in keep mode
+  // views of those. All but the values are undefined for inference. exp_avg: AdamW's first moment,
+  // Muon's momentum; exp_avg_sq: of AdamW's segments, one after the other; ema: perhaps undefined.
   Tensor values, grads, value_part, grad_part, master, exp_avg, exp_avg_sq, ema;
  private:
   struct Reduction {
@@ -127,22 +122,22 @@ class ShardGroup {
   std::shared_ptr<Reductions> reductions_;  // reshard: under way, of all groups of a model
 };
 
-// Elements [first, first + target.numel()) of one tensor, drawn as initialize() does.
+// Elements [first, first + target.numel()) of one tensor.
 void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTensor& tensor,
     int64_t first, uint64_t seed, double init_std, int64_t num_layers);
 
-// One group for each unit of a model over mesh.dense_*, and, where experts are cut (EP > 1), one
-// more for its experts over mesh.expert_*.
+// A group for each unit over mesh.dense_*, and, where EP > 1, one for its experts over
+// mesh.expert_*.
 std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
     at::ScalarType dtype, const Mesh& mesh, ShardGroup::Use use, ShardMode mode = ShardMode::keep,
     OptimizerStates states = {});
 
-// After the last backward of a step: every grad_part becomes the sum over the ranks of its shard
-// and replicate groups. Calls `then` with each group whose sum is there while the next ones arrive.
+// After the last backward of a step: every grad_part becomes the sum over shard and replicate
+// groups. Calls `then` with each group whose sum is there while the next ones arrive.
 void finish_step(std::span<ShardGroup> groups, const std::function<void(const ShardGroup&)>& then);
 
-// The groups of one unit, for the pipeline: the verbs of ShardGroup. Empty where this process
-// does not hold the unit. `tied`: the head's embedding, whose own backward follows the head's last.
+// The groups of one unit, none where this process does not hold it. `tied`: the head's embedding,
+// whose own backward follows the head's last.
 struct UnitShards {
   std::vector<ShardGroup*> groups;
   ShardGroup* tied = nullptr;
@@ -160,8 +155,7 @@ struct UnitShards {
   }
 };
 
-// Addresses into the groups that make_shard_groups made of this part's parameter_units().
-// head_weight: the model's, or null where the part has no head.
+// Addresses into a part's groups. head_weight: null where it has no head.
 struct ModelShards {
   UnitShards embedding, head;
   std::map<int64_t, UnitShards> layers;  // by index in the whole model
@@ -169,7 +163,6 @@ struct ModelShards {
   ModelShards(std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight);
 };
 
-// The parameters of all groups in order.
 std::vector<Parameter*> all_parameters(std::span<ShardGroup> groups);
 
-}  // namespace pith
+}

@@ -1,8 +1,6 @@
-#include "engine/metrics.h"
-
 #include <unistd.h>
-
 #include "core/comm.h"
+#include "engine/metrics.h"
 
 namespace pith {
 namespace {
@@ -30,7 +28,7 @@ void handle_stop(int signal) {
   errno = saved_errno;
 }
 
-}  // namespace
+}
 
 void install_signal_handlers() {
   first_signal_ns = 0;
@@ -45,4 +43,4 @@ void install_signal_handlers() {
 
 bool stop_requested() { return first_signal_ns != 0; }
 
-}  // namespace pith
+}

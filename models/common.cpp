@@ -1,10 +1,7 @@
 #include "models/common.h"
-
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
-
 #include <nlohmann/json.hpp>
-
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"
 #include "operators/swiglu.h"
@@ -289,4 +286,4 @@ void choose_routes(
     out.z_sum = logits.logsumexp(1).square().masked_fill(context.batch.row_id.lt(0), 0).sum();
 }
 
-}  // namespace pith
+}

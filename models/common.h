@@ -1,7 +1,6 @@
 // What families share.
 #pragma once
 #include <nlohmann/json_fwd.hpp>
-
 #include "models/model.h"
 #include "operators/embedding.h"
 #include "operators/rms_norm.h"
@@ -182,4 +181,4 @@ struct RouteChoice {
 void choose_routes(
     const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
 
-}  // namespace pith
+}

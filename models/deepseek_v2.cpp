@@ -1,9 +1,6 @@
 #include "models/deepseek_v2.h"
-
 #include <ATen/ops/split_with_sizes.h>
-
 #include <nlohmann/json.hpp>
-
 #include "operators/linear.h"
 
 namespace pith {
@@ -149,4 +146,4 @@ Attended DeepseekV2Layer::attend(const LayerContext& context, const Tensor& hidd
   return out;
 }
 
-}  // namespace pith
+}

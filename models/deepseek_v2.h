@@ -43,4 +43,4 @@ class DeepseekV2Layer : public SwigluMoe {
 using DeepseekV2Model = Decoder<DeepseekV2Config, DeepseekV2Layer>;
 static_assert(DecoderModel<DeepseekV2Model>);
 
-}  // namespace pith
+}

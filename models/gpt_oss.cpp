@@ -1,9 +1,6 @@
 #include "models/gpt_oss.h"
-
 #include <ATen/ops/split_with_sizes.h>
-
 #include <nlohmann/json.hpp>
-
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"
 #include "operators/swiglu.h"
@@ -122,4 +119,4 @@ Tensor GptOssLayer::experts(
   return unpermute(grouped_affine(activated, down_, down_bias_, plan), row_weight, plan);
 }
 
-}  // namespace pith
+}

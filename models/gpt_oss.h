@@ -37,4 +37,4 @@ class GptOssLayer : public SumOfParts {
 using GptOssModel = Decoder<GptOssConfig, GptOssLayer>;
 static_assert(DecoderModel<GptOssModel>);
 
-}  // namespace pith
+}

@@ -190,4 +190,4 @@ inline ModelPart whole_model(int64_t num_layers, int64_t num_experts) {
   return part;
 }
 
-}  // namespace pith
+}

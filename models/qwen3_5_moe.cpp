@@ -1,10 +1,7 @@
 #include "models/qwen3_5_moe.h"
-
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/split_with_sizes.h>
-
 #include <nlohmann/json.hpp>
-
 #include "operators/delta_net.h"
 #include "operators/linear.h"
 #include "operators/swiglu.h"
@@ -26,7 +23,7 @@ std::string names_of_weights(const fs::path& folder) {
   return names.substr(0, index(stream.gcount()));
 }
 
-}  // namespace
+}
 
 void Qwen35MoeConfig::read(Fields& outer) {
   const bool nested = outer.has(kText) && outer[kText].is_object();
@@ -234,4 +231,4 @@ Tensor Qwen35MoeLayer::shared(const LayerContext&, const Attended& attended) {
   return shared_(attended.rows) * at::sigmoid(linear(attended.rows, shared_gate_));
 }
 
-}  // namespace pith
+}

@@ -47,4 +47,4 @@ class Qwen35MoeLayer : public SwigluMoe {
 using Qwen35MoeModel = Decoder<Qwen35MoeConfig, Qwen35MoeLayer>;
 static_assert(DecoderModel<Qwen35MoeModel>);
 
-}  // namespace pith
+}

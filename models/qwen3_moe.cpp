@@ -1,9 +1,6 @@
 #include "models/qwen3_moe.h"
-
 #include <ATen/ops/split_with_sizes.h>
-
 #include <nlohmann/json.hpp>
-
 #include "operators/linear.h"
 
 namespace pith {
@@ -27,7 +24,7 @@ std::vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   return sparse;
 }
 
-}  // namespace
+}
 
 void Qwen3MoeConfig::read(Fields& fields) {
   read_common(
@@ -114,4 +111,4 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   return out;
 }
 
-}  // namespace pith
+}

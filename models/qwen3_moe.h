@@ -32,4 +32,4 @@ class Qwen3MoeLayer : public SwigluMoe {
 using Qwen3MoeModel = Decoder<Qwen3MoeConfig, Qwen3MoeLayer>;
 static_assert(DecoderModel<Qwen3MoeModel>);
 
-}  // namespace pith
+}

@@ -1,5 +1,4 @@
 #include "operators/adamw.h"
-
 #include "operators/function.h"
 
 namespace pith {
@@ -42,7 +41,7 @@ template <class T> double sum_of_squares_cpu(const Tensor& grad) {
   return lane[0] + lane[1] + lane[2] + lane[3];
 }
 
-}  // namespace
+}
 
 void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
     Tensor& value, const Tensor& grad_scale, const AdamWStep& step) {
@@ -92,4 +91,4 @@ Tensor sum_of_squares(const Tensor& grad) {
                                                         : sum_of_squares_cpu<float>(grad));
 }
 
-}  // namespace pith
+}

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) total_kernel(const double* partial, 
   if (threadIdx.x == 0) *result = sum;
 }
 
-}  // namespace
+}
 
 void adamw_update(float* master, void* exp_avg, void* exp_avg_sq, const float* grad, void* value,
     int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars, bool is_bf16,
@@ -105,4 +105,4 @@ void sum_of_squares(
   launch_check("sum_of_squares");
 }
 
-}  // namespace pith::cuda
+}

@@ -20,4 +20,4 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
 // Flat gradient -> scalar float64 on its device, the same bits every time.
 Tensor sum_of_squares(const Tensor& grad);
 
-}  // namespace pith
+}

@@ -1,5 +1,4 @@
 #include "operators/attention.h"
-
 #include <ATen/Context.h>
 #include <ATen/ops/_cudnn_attention_backward.h>
 #include <ATen/ops/_cudnn_attention_forward.h>
@@ -12,7 +11,6 @@
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/tensor.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -295,7 +293,7 @@ AttentionSpan span_for(Path path, const AttentionSpan& span, bool record) {
   return kept;
 }
 
-}  // namespace
+}
 
 void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k) {
   const auto check = [&](const Tensor& cu, const char* name, int64_t rows) {
@@ -396,4 +394,4 @@ const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan
   return kNames[static_cast<size_t>(choose_path(q, v, span, {true}))];
 }
 
-}  // namespace pith
+}

@@ -49,4 +49,4 @@ AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, 
 // The kernel that attention() takes, for the log.
 const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan& span);
 
-}  // namespace pith
+}

@@ -1,5 +1,4 @@
 #include "operators/delta_net.h"
-
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/eye.h>
@@ -7,7 +6,6 @@
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/stack.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -201,7 +199,7 @@ Tensors backward(const Rule& rule, const Tensor& dout) {
       (dg * c.g).sum(0)};
 }
 
-}  // namespace
+}
 
 TokenParts token_parts(
     const Tensor& positions, const Tensor& cu_seqlens_host, int64_t rows, const Comm& context) {
@@ -314,4 +312,4 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
       });
 }
 
-}  // namespace pith
+}

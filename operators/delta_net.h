@@ -43,4 +43,4 @@ struct DeltaGates {
 Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const DeltaGates& gates,
     const TokenParts& parts, const Tensor& state = {}, int64_t chunk = 64);
 
-}  // namespace pith
+}

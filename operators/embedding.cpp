@@ -1,5 +1,4 @@
 #include "operators/embedding.h"
-
 #include "operators/function.h"
 
 namespace pith {
@@ -18,4 +17,4 @@ Tensor embedding(const Tensor& given, Parameter& weight) {
       });
 }
 
-}  // namespace pith
+}

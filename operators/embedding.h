@@ -7,4 +7,4 @@ namespace pith {
 // token's rows into weight.grad, in FP32 and in the order of positions.
 Tensor embedding(const Tensor& tokens, Parameter& weight);
 
-}  // namespace pith
+}

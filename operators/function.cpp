@@ -1,5 +1,4 @@
 #include "operators/function.h"
-
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
@@ -21,7 +20,7 @@ struct Recorded : torch::autograd::Node {
   void release_variables() override { backward = nullptr; }
 };
 
-}  // namespace
+}
 
 Tensor record(
     const Tensor& y, const Tensors& inputs, std::function<Tensors(const Tensor&)> backward) {
@@ -67,5 +66,5 @@ void fail(const char* what, const char* error, const char* file, unsigned line) 
 CUstream_st* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 #endif
 
-}  // namespace cuda
-}  // namespace pith
+}
+}

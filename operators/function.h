@@ -49,4 +49,4 @@ inline cuda::Data read(const Tensor& tensor) { return write(tensor); }
 // on a GPU are not read: that would wait.
 void check_ids(const Tensor& ids, std::string_view name, int64_t end, int64_t none = 0);
 
-}  // namespace pith
+}

@@ -1,7 +1,5 @@
 #include "operators/grouped_linear.h"
-
 #include <ATen/ops/_grouped_mm.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -75,7 +73,7 @@ Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Par
       });
 }
 
-}  // namespace
+}
 
 Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan) {
   return apply("grouped_linear: x", x, weight, nullptr, plan);
@@ -89,4 +87,4 @@ Tensor permuted_affine(
   return apply("permuted_affine: rows", rows, weight, &bias, plan, /*permuted=*/true);
 }
 
-}  // namespace pith
+}

@@ -7,9 +7,7 @@
 // At 512 rows an expert the products take less than half of the time: the gradient is read and
 // written once, 8 bytes for 512 multiply-adds. Alternatives: docs/performance.md.
 #include <cuda.h>
-
 #include <cuda/ptx>
-
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
@@ -271,7 +269,7 @@ CUtensorMap tensor_map(CUtensorMapDataType type, const void* data, cuuint32_t ra
   return map;
 }
 
-}  // namespace
+}
 
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
     int64_t rows, int64_t experts, int64_t out, int64_t in) {
@@ -313,4 +311,4 @@ void add_expert_bias(Data bias, const int32_t* offsets, Data y, int64_t experts,
   });
 }
 
-}  // namespace pith::cuda
+}

@@ -16,4 +16,4 @@ Tensor grouped_affine(
 Tensor permuted_affine(
     const Tensor& rows, Parameter& weight, const Parameter& bias, const ExpertPlan& plan);
 
-}  // namespace pith
+}

@@ -2,11 +2,9 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
-
 #include <cstdint>
 #include <initializer_list>
 #include <source_location>
-
 #include "operators/kernels.h"
 
 namespace pith::cuda {
@@ -96,4 +94,4 @@ inline RowGrid row_grid(int64_t rows, int64_t columns) {
       dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
 }
 
-}  // namespace pith::cuda
+}

@@ -1,5 +1,4 @@
 #include "operators/kv_cache.h"
-
 #include <ATen/ops/tensor.h>
 
 namespace pith {
@@ -33,4 +32,4 @@ AttentionSpan append_to_cache(
   return all;
 }
 
-}  // namespace pith
+}

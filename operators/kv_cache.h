@@ -13,4 +13,4 @@ struct KvCache {
 AttentionSpan append_to_cache(
     KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh);
 
-}  // namespace pith
+}

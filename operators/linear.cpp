@@ -1,5 +1,4 @@
 #include "operators/linear.h"
-
 #include "operators/function.h"
 
 namespace pith {
@@ -55,7 +54,7 @@ Tensor apply(const Tensor& x, Parameter& weight, const Parameter* bias, at::Scal
       });
 }
 
-}  // namespace
+}
 
 Tensor linear(const Tensor& x, Parameter& weight, const Parameter* bias) {
   return apply(x, weight, bias, x.scalar_type());
@@ -64,4 +63,4 @@ Tensor linear_fp32(const Tensor& x, Parameter& weight, const Parameter* bias) {
   return apply(x, weight, bias, wide_dtype(x.scalar_type()));
 }
 
-}  // namespace pith
+}

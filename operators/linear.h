@@ -11,4 +11,4 @@ Tensor linear(const Tensor& x, Parameter& weight, const Parameter* bias = nullpt
 // Result and backward in FP32 (FP64 for FP64): router logits.
 Tensor linear_fp32(const Tensor& x, Parameter& weight, const Parameter* bias = nullptr);
 
-}  // namespace pith
+}

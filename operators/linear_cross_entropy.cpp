@@ -1,7 +1,5 @@
 #include "operators/linear_cross_entropy.h"
-
 #include <ATen/ops/_log_softmax.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -35,7 +33,7 @@ void logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, 
     logits.exp_().scatter_(1, column, -1, "add").index_fill_(0, ignored.nonzero().squeeze(1), 0);
 }
 
-}  // namespace
+}
 
 CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const Tensor& labels,
     double scale, int64_t chunk_tokens) {
@@ -95,4 +93,4 @@ Tensor head_logits(const Tensor& hidden, const Parameter& weight) {
   return multiply(hidden, weight.value.t(), wide_dtype(hidden.scalar_type()));
 }
 
-}  // namespace pith
+}

@@ -91,7 +91,7 @@ template <class T, int N> __global__ __launch_bounds__(kThreads, 2) void cross_e
   }
 }
 
-}  // namespace
+}
 
 void cross_entropy_rows(Data logits, const int64_t* labels, float* logprobs, int64_t rows,
     int64_t vocabulary, bool gradient) {
@@ -102,4 +102,4 @@ void cross_entropy_rows(Data logits, const int64_t* labels, float* logprobs, int
   });
 }
 
-}  // namespace pith::cuda
+}

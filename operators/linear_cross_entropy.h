@@ -23,4 +23,4 @@ CrossEntropy linear_cross_entropy(const Tensor& hidden, Parameter& weight, const
 // hidden (T, H), weight (V, H) -> (T, V) float32, no gradient: for generation and traces.
 Tensor head_logits(const Tensor& hidden, const Parameter& weight);
 
-}  // namespace pith
+}

@@ -1,5 +1,4 @@
 #include "operators/matmul.h"
-
 #include "operators/function.h"
 
 namespace pith {
@@ -10,7 +9,7 @@ bool widen_first(const Tensor& a) { return !a.is_cuda() && a.scalar_type() == at
 
 std::vector<WeightGradient>* deferred = nullptr;
 
-}  // namespace
+}
 
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
   const at::NoGradGuard no_grad;
@@ -62,4 +61,4 @@ void add_or_defer(WeightGradient job) {
   else add_weight_gradient(job);
 }
 
-}  // namespace pith
+}

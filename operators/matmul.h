@@ -42,4 +42,4 @@ class DeferWeightGradients {
 };
 void add_or_defer(WeightGradient job);
 
-}  // namespace pith
+}

@@ -1,8 +1,6 @@
 #include "operators/muon.h"
-
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
-
 #include "operators/matmul.h"
 
 namespace pith {
@@ -49,4 +47,4 @@ void muon_update(
   value.copy_(master);
 }
 
-}  // namespace pith
+}

@@ -21,4 +21,4 @@ Tensor newton_schulz(const Tensor& x, double scale = 1);
 void muon_update(
     Tensor& master, const Tensor& update, Tensor& value, double rate, double weight_decay);
 
-}  // namespace pith
+}

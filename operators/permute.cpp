@@ -1,8 +1,6 @@
 #include "operators/permute.h"
-
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sort.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -18,7 +16,7 @@ Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_
   return out;
 }
 
-}  // namespace
+}
 
 // A stable sort keeps an expert's entries in order of rows; those of -1 come first.
 ExpertPlan make_expert_plan(
@@ -95,4 +93,4 @@ Tensor unpermute(const Tensor& given, const Tensor& given_weight, const ExpertPl
       .to(slots.scalar_type());
 }
 
-}  // namespace pith
+}

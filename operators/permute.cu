@@ -85,7 +85,7 @@ template <class T, int N> __global__ void unpermute_backward_kernel(T* __restric
   if (lane == 0) dweight[entry] = dot;
 }
 
-}  // namespace
+}
 
 void gather_rows(
     void* out, const void* rows, const int32_t* row_of_slot, int64_t slots, int64_t row_bytes) {
@@ -122,4 +122,4 @@ void unpermute_backward(Data dslots, float* dweight, Data dout, Data slots, cons
   });
 }
 
-}  // namespace pith::cuda
+}

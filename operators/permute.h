@@ -26,4 +26,4 @@ Tensor sum_slots(const Tensor& slots, const Gather& plan);
 // expert_rows(slot)>, 0 for -1.
 Tensor unpermute(const Tensor& expert_rows, const Tensor& weight, const ExpertPlan& plan);
 
-}  // namespace pith
+}

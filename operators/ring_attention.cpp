@@ -1,8 +1,6 @@
 #include "operators/ring_attention.h"
-
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/sigmoid.h>
-
 #include "operators/function.h"
 #include "operators/linear.h"
 #include "operators/permute.h"
@@ -201,7 +199,7 @@ Tensor exchange(const Tensor& rows, const Halo& halo, const Comm& context) {
       });
 }
 
-}  // namespace
+}
 
 void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& part) {
   Tensor out = take(whole.out, rows), lse = take(whole.lse, rows);
@@ -258,4 +256,4 @@ Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
       scale, options);
 }
 
-}  // namespace pith
+}

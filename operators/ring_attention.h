@@ -38,4 +38,4 @@ Tensor latent_attention(const Tensor& q, const Tensor& latent, const Tensor& rot
     Parameter& up, int64_t v_dim, const std::vector<RingStep>& ring, double scale,
     const Comm& context = {});
 
-}  // namespace pith
+}

@@ -1,5 +1,4 @@
 #include "operators/rms_norm.h"
-
 #include "operators/function.h"
 
 namespace pith {
@@ -51,7 +50,7 @@ Tensor backward(const Tensor& x, const Tensor& rstd, const Tensor& weight, const
   return dx;
 }
 
-}  // namespace
+}
 
 Tensor rms_norm(const Tensor& given, Parameter& weight, double eps, bool zero_centred) {
   check_shape(weight.value, weight.name, {-1});
@@ -69,4 +68,4 @@ Tensor rms_norm(const Tensor& given, Parameter& weight, double eps, bool zero_ce
       });
 }
 
-}  // namespace pith
+}

@@ -1,7 +1,6 @@
 // A row is in registers of LANES threads of a warp if short (per-head norms), else of a block.
 #include <algorithm>
 #include <climits>
-
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
@@ -166,7 +165,7 @@ template <int N, class F> void with_spread(int64_t dim, F&& f) {
   }
 }
 
-}  // namespace
+}
 
 void rms_norm_forward(
     Data x, const NormRows& rows, Data weight, float plus, double eps, Data y, float* rstd) {
@@ -212,4 +211,4 @@ void rms_norm_backward(Data x, const NormRows& rows, Data weight, float plus, co
   launch_check("rms_norm dweight");
 }
 
-}  // namespace pith::cuda
+}

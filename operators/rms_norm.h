@@ -10,4 +10,4 @@ namespace pith {
 // the factor is 1 + weight, in FP32 (Qwen3.5).
 Tensor rms_norm(const Tensor& x, Parameter& weight, double eps, bool zero_centred = false);
 
-}  // namespace pith
+}

@@ -1,9 +1,7 @@
 #include "operators/rotary.h"
-
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -46,7 +44,7 @@ double frequency_of(double turns, int64_t head_dim, double theta, const Yarn& ya
       (2 * std::log(theta));
 }
 
-}  // namespace
+}
 
 RotaryTable make_rotary_table(
     int64_t max_positions, int64_t head_dim, double theta, at::Device device, const Yarn& yarn) {
@@ -87,4 +85,4 @@ Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table
       });
 }
 
-}  // namespace pith
+}

@@ -33,7 +33,7 @@ template <class T, int N, bool NEIGHBOURS> __global__ void rotary_kernel(const T
   store(to + apart, out[1]);
 }
 
-}  // namespace
+}
 
 void rotary(Data x, const int32_t* positions, const float* cos, const float* sin, Data y,
     int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
@@ -50,4 +50,4 @@ void rotary(Data x, const int32_t* positions, const float* cos, const float* sin
   });
 }
 
-}  // namespace pith::cuda
+}

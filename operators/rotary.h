@@ -36,4 +36,4 @@ enum class RotaryPairs { halves, neighbours };
 Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table,
     RotaryPairs pairs = RotaryPairs::halves, int64_t first = 0);
 
-}  // namespace pith
+}

@@ -1,9 +1,7 @@
 #include "operators/router.h"
-
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/where.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -35,7 +33,7 @@ void check_scores(const Tensor& scores, const char* name) {
       describe(scores, name));
 }
 
-}  // namespace
+}
 
 Tensor topk_lowest_id(const Tensor& scores, int64_t k) {
   const at::NoGradGuard no_grad;
@@ -136,4 +134,4 @@ std::function<RouterBalance()> start_balance_loss(const Tensor& given, const Ten
   };
 }
 
-}  // namespace pith
+}

@@ -128,7 +128,7 @@ template <class F> void with_registers(int64_t num_experts, F&& f) {
 
 constexpr int kThreads = kWarpsPerBlock * kWarp;
 
-}  // namespace
+}
 
 void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
     float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize) {
@@ -153,4 +153,4 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
   launch_check("route_backward");
 }
 
-}  // namespace pith::cuda
+}

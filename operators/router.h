@@ -45,4 +45,4 @@ std::function<RouterBalance()> start_balance_loss(const Tensor& probabilities,
     const Tensor& topk_idx, const Tensor& row_id, int64_t num_rows, const Comm& context = {},
     BalanceKind kind = BalanceKind::sequence, const Tensor& shares = {});
 
-}  // namespace pith
+}

@@ -1,7 +1,5 @@
 #include "operators/swiglu.h"
-
 #include <ATen/ops/sigmoid.h>
-
 #include "operators/function.h"
 
 namespace pith {
@@ -55,7 +53,7 @@ Tensor apply(const Tensor& gate_up, const SwigluForm& form) {
       [x, form](const Tensor& dy) { return Tensors{backward(x, dy, form)}; });
 }
 
-}  // namespace
+}
 
 Tensor swiglu(const Tensor& gate_up) { return apply(gate_up, {}); }
 
@@ -64,4 +62,4 @@ Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit) {
   return apply(gate_up, {static_cast<float>(alpha), static_cast<float>(limit), 1, true});
 }
 
-}  // namespace pith
+}

@@ -51,7 +51,7 @@ template <class T, int N, bool ALTERNATING, bool BACKWARD> __global__ void swigl
   else store(out + row * width + column, y);
 }
 
-}  // namespace
+}
 
 void swiglu(Data gate_up, Data dy, Data out, int64_t rows, int64_t width, SwigluForm form) {
   if (rows * width == 0) return;
@@ -66,4 +66,4 @@ void swiglu(Data gate_up, Data dy, Data out, int64_t rows, int64_t width, Swiglu
   });
 }
 
-}  // namespace pith::cuda
+}

@@ -11,4 +11,4 @@ Tensor swiglu(const Tensor& gate_up);
 // most `limit`, up u in -limit .. limit; what is clamped has no gradient. FP32, rounded once.
 Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit);
 
-}  // namespace pith
+}

@@ -1,7 +1,5 @@
 #include "text/bpe.h"
-
 #include <xxhash.h>
-
 #include "text/unicode.h"
 
 namespace pith {
@@ -221,4 +219,4 @@ void Bpe::encode_part(std::string_view piece, Scratch& scratch, std::vector<int3
   }
 }
 
-}  // namespace pith
+}

@@ -88,4 +88,4 @@ class Bpe {
   int32_t fallback_ids_[256];
 };
 
-}  // namespace pith
+}

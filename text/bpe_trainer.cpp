@@ -1,5 +1,4 @@
 #include "text/tokenizer.h"
-
 #include "text/tokenizer_state.h"
 
 namespace pith {
@@ -54,7 +53,7 @@ void note(WordLists& lists, Pair pair, size_t word) {
   if (list.empty() || list.back() != word) list.push_back(static_cast<uint32_t>(word));
 }
 
-}  // namespace
+}
 
 BpeTrainer::BpeTrainer(BpeTrainerOptions options) : options_(std::move(options)) {
   const auto needed = 256 + std::ssize(options_.special_tokens);
@@ -156,4 +155,4 @@ Tokenizer BpeTrainer::train() const {
       options_.special_tokens.empty() ? "" : tokenizer_config_json(options_.special_tokens[0]));
 }
 
-}  // namespace pith
+}

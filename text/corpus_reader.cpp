@@ -1,5 +1,4 @@
 #include "text/corpus_reader.h"
-
 #include <dlfcn.h>
 #include <glob.h>
 #include <simdjson.h>
@@ -25,8 +24,7 @@ Strings files_below(const std::string& folder, const Strings& endings) {
     const auto fits = [&](const std::string& ending) {
       return ending == "none" ? name.find('.') == name.npos : name.ends_with(ending);
     };
-    if (name.starts_with('.'))
-      entry.disable_recursion_pending();
+    if (name.starts_with('.')) entry.disable_recursion_pending();
     else if ((endings.empty() || std::ranges::any_of(endings, fits)) && entry->is_regular_file())
       found.push_back(entry->path().string());
   }
@@ -103,7 +101,7 @@ void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadO
   out.text = text;
 }
 
-}  // namespace
+}
 
 std::vector<InputFile> list_inputs(
     const std::vector<std::string>& paths, const std::vector<std::string>& endings) {
@@ -127,8 +125,7 @@ std::vector<InputFile> list_inputs(
 class ByteSource {
  public:
   explicit ByteSource(const std::string& path)
-      : path_(path),
-        file_(::gzopen(path.c_str(), "rbe"), &::gzclose),
+      : path_(path), file_(::gzopen(path.c_str(), "rbe"), &::gzclose),
         zstd_(nullptr, &::ZSTD_freeDStream) {
     PITH_CHECK(file_, "cannot open {}: {}", path, std::generic_category().message(errno));
     ::gzbuffer(file_.get(), kRead);
@@ -210,12 +207,10 @@ bool InputReader::next_rows(Chunk& chunk) {
     Document& document = chunk.documents.emplace_back();
     document.line = ++at_.line;
     if (text) document.text = std::move(*text);
-    if (!text)
-      refuse(document, fmt::format("column \"{}\" is null", options_.text_field));
+    if (!text) refuse(document, fmt::format("column \"{}\" is null", options_.text_field));
     else if (document.text.size() > options_.max_line)
       refuse_long(document, "this row", options_.max_line);
-    else if (!is_utf8(document.text))
-      refuse(document, "not UTF-8 text");
+    else if (!is_utf8(document.text)) refuse(document, "not UTF-8 text");
   }
   return !texts.empty();
 }
@@ -241,10 +236,8 @@ bool InputReader::next_bytes(Chunk& chunk) {
     more = read > 0;
     const std::string_view fresh = std::string_view(pending_).substr(searched);
     const size_t newline = too_long ? fresh.find('\n') : fresh.rfind('\n');
-    if (!more)
-      end = pending_.size();
-    else if (lines && newline != fresh.npos)
-      end = searched + newline + 1;
+    if (!more) end = pending_.size();
+    else if (lines && newline != fresh.npos) end = searched + newline + 1;
   }
   if (lines && end == 0 && !too_long) return false;
   std::string bytes = pending_.substr(0, end);
@@ -259,8 +252,7 @@ bool InputReader::next_bytes(Chunk& chunk) {
   if (lines) document.line = ++at_.line;
   if (too_long)
     refuse_long(document, lines ? "this line" : "this file, one document,", options_.max_line);
-  else if (bytes.find('\0') != bytes.npos || !is_utf8(bytes))
-    document.skipped = "not UTF-8 text";
+  else if (bytes.find('\0') != bytes.npos || !is_utf8(bytes)) document.skipped = "not UTF-8 text";
   if (!too_long) document.text = std::move(bytes);
   return true;
 }
@@ -299,10 +291,8 @@ void read_lines(Chunk& chunk, const ReadOptions& options) {
     if (text.find_first_not_of(" \t\r") == text.npos) continue;
     Document& document = chunk.documents.emplace_back();
     document.line = line;
-    if (text.size() > options.max_line)
-      refuse_long(document, "this line", options.max_line);
-    else
-      read_json(parser, text, options, document);
+    if (text.size() > options.max_line) refuse_long(document, "this line", options.max_line);
+    else read_json(parser, text, options, document);
   }
 }
 
@@ -310,10 +300,8 @@ void read_lines(Chunk& chunk, const ReadOptions& options) {
 
 CorpusEncoder::CorpusEncoder(
     std::vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings, InputPosition start)
-    : reader_(std::move(files), settings.read, start),
-      tokenizer_(std::move(tokenizer)),
-      settings_(std::move(settings)),
-      idle_(settings_.workers) {}
+    : reader_(std::move(files), settings.read, start), tokenizer_(std::move(tokenizer)),
+      settings_(std::move(settings)), idle_(settings_.workers) {}
 
 bool CorpusEncoder::next(Chunk& chunk) {
   // Reads ahead as far as memory allows, with a thread a chunk: one that takes long delays no
@@ -368,4 +356,4 @@ Chunk CorpusEncoder::encode(Chunk chunk) {
   return chunk;
 }
 
-}  // namespace pith
+}

@@ -16,9 +16,9 @@ struct InputFile {
   int64_t modified_ns = 0;
 };
 
-// Files, globs, and the files below folders in the order of their paths' bytes. From folders come
-// only names that end in one of `endings` ("none": names without a dot; empty list: all). Left out
-// there: names that begin with a dot, linked folders (loops), and what is not a file.
+// Files, globs, and the files below folders in the order of their paths' bytes: of these only names
+// that end in one of `endings` ("none": without a dot; empty list: all), without those that begin
+// with a dot, linked folders (loops), and what is not a file.
 std::vector<InputFile> list_inputs(
     const std::vector<std::string>& paths, const std::vector<std::string>& endings);
 
@@ -58,8 +58,8 @@ using TableRows = std::function<std::vector<std::optional<std::string>>()>;
 using OpenParquet = TableRows (*)(const std::string& path, const std::string& column, int64_t row);
 
 // The chunks of all files, in order, from a position on. .jsonl and .ndjson hold a document a line,
-// .parquet a document a row; any other file is one document. Each may be compressed: .gz, .zst.
-// A file that cannot be read or ends inside its compressed data is an Error that names it.
+// .parquet a document a row; any other file is one. Each may be compressed: .gz, .zst. A file that
+// cannot be read or is cut short is an Error that names it.
 class InputReader {
  public:
   InputReader(std::vector<InputFile> files, ReadOptions options, InputPosition start = {});
@@ -92,8 +92,8 @@ class CorpusEncoder {
  public:
   CorpusEncoder(std::vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings,
       InputPosition start);
-  // The next chunk in the order of the files, encoded, whatever the number of workers; false at the
-  // end. An Error of the reader comes after all chunks before it.
+  // The next chunk in the order of the files, encoded; false at the end. An Error of the reader
+  // comes after all chunks before it.
   bool next(Chunk& chunk);
  private:
   Chunk encode(Chunk chunk);
@@ -105,9 +105,9 @@ class CorpusEncoder {
   std::exception_ptr error_;        // of the reader
   bool ended_ = false;
   uint64_t in_flight_ = 0;
-  // In the order of the files: chunks and the bytes of their texts. The last member: the first to
-  // go, when all threads have ended.
+  // Chunks in order, and the bytes of their texts. The last member: the first to go, when all
+  // threads have ended.
   std::deque<std::pair<std::future<Chunk>, uint64_t>> slots_;
 };
 
-}  // namespace pith
+}

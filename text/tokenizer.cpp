@@ -1,5 +1,4 @@
 #include "text/tokenizer.h"
-
 #include "text/tokenizer_state.h"
 
 namespace pith {
@@ -133,7 +132,7 @@ struct Encoder {
   }
 };
 
-}  // namespace
+}
 
 Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options) const {
   Encoding encoding;
@@ -220,4 +219,4 @@ std::string StreamingDecoder::finish() {
   return text.substr(emitted);
 }
 
-}  // namespace pith
+}

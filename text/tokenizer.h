@@ -10,8 +10,8 @@ struct EncodeOptions {
   bool strict = false;             // refuse ill-formed UTF-8 instead of replacing it by U+FFFD
 };
 
-// Bytes [begin, end) of the input, ill-formed UTF-8 replaced by U+FFFD. A part of a character
-// covers all of it; tokens that a post-processor adds have {0, 0}.
+// Bytes [begin, end) of the input with U+FFFD for ill-formed UTF-8. A part of a character covers
+// all of it; tokens that a post-processor adds have {0, 0}.
 struct TokenSpan {
   uint32_t begin = 0, end = 0;
   bool operator==(const TokenSpan&) const = default;
@@ -27,8 +27,8 @@ struct Encoding {
 // Immutable and cheap to copy; many threads may use it at once.
 class Tokenizer {
  public:
-  // `path` is a tokenizer.json, or a folder with one and perhaps a tokenizer_config.json. A
-  // component that is not supported is refused by its name.
+  // A tokenizer.json, or a folder with one and perhaps a tokenizer_config.json. A component that is
+  // not supported is refused by its name.
   static Tokenizer load(const fs::path& path);
   static Tokenizer from_json(std::string tokenizer_json, std::string tokenizer_config = "");
   static Tokenizer bytes();  // ids 0..255 are the bytes, 256 is <|endoftext|>
@@ -85,7 +85,7 @@ struct BpeTrainerOptions {
 class BpeTrainer {
  public:
   explicit BpeTrainer(BpeTrainerOptions options);
-  // Counts the pieces of some texts. Neither their order nor how they are batched matters.
+  // Counts the pieces of some texts, whatever their order.
   void add(std::span<const std::string> texts);
   // Learns the merges. Ties go to the smaller left id, then the smaller right id.
   Tokenizer train() const;
@@ -95,4 +95,4 @@ class BpeTrainer {
   std::vector<Counts> counts_;  // one a thread
 };
 
-}  // namespace pith
+}

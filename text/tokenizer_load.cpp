@@ -1,9 +1,7 @@
 // tokenizer.json and tokenizer_config.json. What is not supported and would change ids is refused
 // by name.
 #include <xxhash.h>
-
 #include <nlohmann/json.hpp>
-
 #include "text/tokenizer_state.h"
 #include "text/unicode_tables.h"
 
@@ -319,8 +317,7 @@ std::shared_ptr<const Tokenizer::State> make_state(
     std::list<Rewriter> storage;
     if (token.normalized)
       state->normalized_added.add(state->normalize({token.content}, false, storage).text, &token);
-    else
-      state->raw_added.add(token.content, &token);
+    else state->raw_added.add(token.content, &token);
   }
   if (!config.empty()) read_config(config, *state);
   if (!chat_template.empty()) state->chat_template = chat_template;
@@ -330,7 +327,7 @@ std::shared_ptr<const Tokenizer::State> make_state(
   return state;
 }
 
-}  // namespace
+}
 
 std::string byte_level_json(const std::vector<std::string>& vocabulary,
     const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
@@ -397,4 +394,4 @@ void Tokenizer::save(const fs::path& folder) const {
   }
 }
 
-}  // namespace pith
+}

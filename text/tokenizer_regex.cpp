@@ -44,12 +44,9 @@ class Translator {
       } else if (!is_one_of(c, "*+?")) {
         atom_ = start;
       }
-      if (c == '[')
-        character_class();
-      else if (next(grammar().syntax) || next(grammar().set))
-        out_ += token_;
-      else if (!word())
-        range(point("("), std::nullopt);
+      if (c == '[') character_class();
+      else if (next(grammar().syntax) || next(grammar().set)) out_ += token_;
+      else if (!word()) range(point("("), std::nullopt);
     }
     return std::move(out_);
   }
@@ -172,7 +169,7 @@ struct Scratch {  // what a thread needs to match
   }
 };
 
-}  // namespace
+}
 
 Regex::Regex(std::string_view pattern, Syntax syntax) : stand_ins_(syntax == Syntax::kOniguruma) {
   const std::string text =
@@ -213,4 +210,4 @@ bool Regex::find(std::string_view text, size_t from, size_t& begin, size_t& end)
   return true;
 }
 
-}  // namespace pith
+}

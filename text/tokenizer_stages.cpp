@@ -1,6 +1,5 @@
 // What happens to text before the model, and to tokens when they are decoded.
 #include <utf8proc.h>
-
 #include "text/tokenizer_state.h"
 
 namespace pith {
@@ -212,10 +211,8 @@ void decode(DecodeByteFallback, Tokens& tokens) {
   Tokens out;
   std::string run;
   auto flush = [&] {
-    if (utf8_valid_prefix(run) < run.size())
-      out.insert(out.end(), run.size(), "\uFFFD");
-    else if (!run.empty())
-      out.push_back(run);
+    if (utf8_valid_prefix(run) < run.size()) out.insert(out.end(), run.size(), "\uFFFD");
+    else if (!run.empty()) out.push_back(run);
     run.clear();
   };
   for (std::string& token : tokens) {
@@ -240,7 +237,7 @@ void decode(const DecodeReplace& decoder, Tokens& tokens) {
   }
 }
 
-}  // namespace
+}
 
 Text apply(const Stage& stage, const Text& text, Rewriter& out) {
   std::visit([&](const auto& what) { rewrite(what, text, out); }, stage);
@@ -257,4 +254,4 @@ int fallback_byte(const std::string& token) {
   return std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5] ? byte : -1;
 }
 
-}  // namespace pith
+}

@@ -3,7 +3,6 @@
 #pragma once
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
-
 #include "text/bpe.h"
 #include "text/tokenizer.h"
 #include "text/unicode.h"
@@ -14,8 +13,7 @@ namespace pith {
 class Regex {
  public:
   // tokenizer.json is written for Oniguruma: what PCRE2 would read otherwise is translated or
-  // refused by name, and text is seen with stand-ins. kPcre2, for this program's own, sees it as it
-  // is.
+  // refused by name, and text is seen with stand-ins. kPcre2 is for this program's own.
   enum class Syntax { kOniguruma, kPcre2 };
   explicit Regex(std::string_view pattern, Syntax syntax = Syntax::kOniguruma);
   static Regex literal(std::string text);  // matches this text, which is not empty, alone
@@ -67,8 +65,8 @@ struct Change {  // a character of changed text
 class Rewriter {
  public:
   Rewriter(const Text& from, bool track) : from_(from), track_(track) {}
-  // Replaces bytes [begin, end), which lie behind all replaced before, of which the first `skipped`
-  // are dropped before the first change.
+  // Replaces bytes [begin, end), behind all replaced before; the first `skipped` are dropped before
+  // the first change.
   void replace(size_t begin, size_t end, std::span<const Change> changes, size_t skipped = 0);
   Text finish();  // copies the rest, if anything changed; the result views this object
  private:
@@ -222,4 +220,4 @@ template <class Work> void on_threads(int threads, size_t count, Work work) {
   for (std::future<void>& helper : helpers) helper.get();
 }
 
-}  // namespace pith
+}

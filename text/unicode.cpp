@@ -1,8 +1,6 @@
 #include "text/unicode.h"
-
 #include <simdjson.h>
 #include <utf8proc.h>
-
 #include "text/unicode_tables.h"
 
 namespace pith {
@@ -33,8 +31,7 @@ Table read_table(std::string_view text) {  // of unicode_tables.h
     uint32_t last = first;
     const int separator = in.get();
     if (separator == '-') in >> last;
-    if (separator == ':')
-      value = first;
+    if (separator == ':') value = first;
     else
       for (uint32_t code = first; code <= last; ++code) table[code] = value;
   }
@@ -68,7 +65,7 @@ struct ByteAlphabet {
 };
 const ByteAlphabet alphabet;
 
-}  // namespace
+}
 
 size_t utf8_valid_prefix(std::string_view text) {
   if (simdjson::validate_utf8(text)) return text.size();
@@ -168,4 +165,4 @@ std::optional<std::string> spelled_bytes(std::string_view token) {
   return bytes;
 }
 
-}  // namespace pith
+}

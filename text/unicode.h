@@ -39,4 +39,4 @@ inline constexpr std::string_view kWordMembers =
 std::string spell_bytes(std::string_view bytes);
 std::optional<std::string> spelled_bytes(std::string_view token);
 
-}  // namespace pith
+}

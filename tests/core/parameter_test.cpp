@@ -1,10 +1,8 @@
 #include "core/parameter.h"
-
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
-
 #include "tests/allocate.h"
 
 namespace pith {

@@ -1,10 +1,8 @@
 #include "core/random.h"
-
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
-
 #include <cmath>
 
 namespace pith {

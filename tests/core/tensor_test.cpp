@@ -1,5 +1,4 @@
 #include "core/tensor.h"
-
 #include <ATen/ops/empty.h>
 #include <gtest/gtest.h>
 

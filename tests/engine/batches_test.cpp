@@ -1,14 +1,11 @@
 #include "engine/batches.h"
-
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>
-
 #include <cmath>
 #include <numeric>
 #include <random>
 #include <set>
 #include <thread>
-
 #include "tests/engine/scratch.h"
 
 namespace pith {

@@ -1,14 +1,11 @@
 #include "engine/checkpoint.h"
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/randn.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
-
 #include <random>
-
 #include "tests/engine/scratch.h"
 
 namespace pith {

@@ -1,9 +1,6 @@
 #include "engine/config.h"
-
 #include <gtest/gtest.h>
-
 #include <fstream>
-
 #include "core/error.h"
 
 namespace pith {

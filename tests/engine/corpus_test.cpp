@@ -1,8 +1,6 @@
 #include "engine/corpus.h"
-
 #include <cstring>
 #include <random>
-
 #include "tests/engine/scratch.h"
 
 namespace pith {

@@ -1,7 +1,6 @@
 // Generation with a cache against whole sequences, for any family. Provides check_decoding.
 #pragma once
 #include <gtest/gtest.h>
-
 #include "tests/engine/tiny_model.h"
 
 namespace pith {

@@ -1,8 +1,6 @@
 // DeepSeek-V2: sizes of the released models, what a configuration may say, decoding with a cache.
 #include "models/deepseek_v2.h"
-
 #include <gmock/gmock.h>
-
 #include "engine/hf_folder.h"
 #include "tests/engine/decoding.h"
 #include "tests/operators/error_text.h"

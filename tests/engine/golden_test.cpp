@@ -1,9 +1,7 @@
 // Every family against transformers: logits, loss, routes and every gradient (files of
 // tests/golden).
-#include <gtest/gtest.h>
-
 #include <ATen/ops/equal.h>
-
+#include <gtest/gtest.h>
 #include "engine/batches.h"
 #include "tests/engine/scratch.h"
 #include "tests/engine/tiny_model.h"

@@ -1,12 +1,10 @@
 // GPT-OSS: sizes of the released models, what a configuration may say, windows, decoding with a
 // cache, folders with experts in MXFP4.
 #include "models/gpt_oss.h"
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/stack.h>
 #include <gmock/gmock.h>
-
 #include "engine/hf_folder.h"
 #include "tests/engine/decoding.h"
 #include "tests/engine/scratch.h"

@@ -1,12 +1,9 @@
 #include "engine/hf_folder.h"
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
-
 #include <nlohmann/json.hpp>
-
 #include "tests/engine/scratch.h"
 
 namespace pith {

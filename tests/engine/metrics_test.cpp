@@ -1,14 +1,11 @@
 #include "engine/metrics.h"
-
 #include <gtest/gtest.h>
 #include <unistd.h>
-
 #include <cmath>
 #include <cstring>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
-
 #include "core/error.h"
 
 namespace pith {

@@ -1,9 +1,7 @@
 // Muon, parameter groups, BF16 moments and the moving average over a model's shard groups.
-#include <gtest/gtest.h>
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/zeros_like.h>
-
+#include <gtest/gtest.h>
 #include "core/random.h"
 #include "tests/engine/scratch.h"
 #include "tests/engine/tiny_model.h"

@@ -1,12 +1,9 @@
 // Layout invariance, isolation of documents, ties, empty experts, decoding: the numbers of one
 // process.
 #include "engine/pipeline.h"
-
-#include <gtest/gtest.h>
-
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>
-
+#include <gtest/gtest.h>
 #include "tests/engine/tiny_model.h"
 
 namespace pith {

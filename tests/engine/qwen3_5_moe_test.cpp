@@ -1,9 +1,7 @@
 // Qwen3.5-MoE: sizes of the released models, configurations, folders, documents, decoding.
 #include "models/qwen3_5_moe.h"
-
 #include <ATen/ops/equal.h>
 #include <gmock/gmock.h>
-
 #include "engine/hf_folder.h"
 #include "tests/engine/decoding.h"
 #include "tests/engine/scratch.h"

@@ -1,12 +1,9 @@
 #include "engine/safetensors.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
-
 #include <nlohmann/json.hpp>
-
 #include "tests/engine/scratch.h"
 
 namespace pith {

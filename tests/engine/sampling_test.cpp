@@ -1,12 +1,9 @@
 #include "engine/sampling.h"
-
 #include <gtest/gtest.h>
-
 #include <cmath>
 #include <limits>
 #include <map>
 #include <vector>
-
 #include "core/error.h"
 
 namespace pith {

@@ -1,10 +1,7 @@
 #include "engine/schedule.h"
-
 #include <gtest/gtest.h>
-
 #include <map>
 #include <numeric>
-
 #include "core/error.h"
 
 namespace pith {

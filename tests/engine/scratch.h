@@ -3,12 +3,10 @@
 #pragma once
 #include <gtest/gtest.h>
 #include <unistd.h>
-
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <string>
-
 #include "core/error.h"
 #include "engine/file_io.h"
 

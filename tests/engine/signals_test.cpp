@@ -1,12 +1,10 @@
-#include "engine/metrics.h"
-
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
 #include <cerrno>
 #include <csignal>
 #include <string>
+#include "engine/metrics.h"
 
 namespace pith {
 namespace {

@@ -2,7 +2,6 @@
 #pragma once
 #include <nlohmann/json.hpp>
 #include <optional>
-
 #include "engine/batches.h"
 #include "engine/checkpoint.h"
 #include "engine/optimizer.h"

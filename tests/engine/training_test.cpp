@@ -1,12 +1,9 @@
 // The optimizer step, initialisation, import and restore over shard groups.
-#include <gtest/gtest.h>
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
-
+#include <gtest/gtest.h>
 #include <cmath>
 #include <fstream>
-
 #include "engine/optimizer.h"
 #include "tests/engine/tiny_model.h"
 

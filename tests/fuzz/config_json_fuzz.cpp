@@ -1,6 +1,5 @@
 // config.json of a model folder: JSON, then the fields of each family.
 #include <nlohmann/json.hpp>
-
 #include "engine/hf_folder.h"
 #include "models/deepseek_v2.h"
 #include "models/gpt_oss.h"

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-
 #include "core/error.h"
 
 #define PITH_FUZZ(text)                                                     \

@@ -1,6 +1,5 @@
 // A corpus index; its first four bytes state the size of the .bin file.
 #include <cstring>
-
 #include "engine/corpus.h"
 #include "tests/fuzz/fuzz.h"
 

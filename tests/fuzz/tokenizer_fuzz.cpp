@@ -1,7 +1,6 @@
 // A tokenizer.json, then a text through what was loaded.
-#include "text/tokenizer.h"
-
 #include "tests/fuzz/fuzz.h"
+#include "text/tokenizer.h"
 
 PITH_FUZZ(input) {
   const pith::Tokenizer tokenizer = pith::Tokenizer::from_json(std::string(input));

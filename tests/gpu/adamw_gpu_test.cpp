@@ -1,9 +1,7 @@
-#include "operators/adamw.h"
-
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
-
+#include "operators/adamw.h"
 #include "tests/gpu/gpu_check.h"
 
 namespace pith::test {

@@ -1,8 +1,6 @@
-#include "operators/attention.h"
-
 #include <ATen/Context.h>
 #include <ATen/ops/equal.h>
-
+#include "operators/attention.h"
 #include "tests/gpu/gpu_check.h"
 #include "tests/operators/spans.h"
 

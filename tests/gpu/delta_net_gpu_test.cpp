@@ -1,7 +1,5 @@
-#include "operators/delta_net.h"
-
 #include <ATen/ops/tensor.h>
-
+#include "operators/delta_net.h"
 #include "tests/gpu/gpu_check.h"
 
 namespace pith::test {

@@ -1,9 +1,7 @@
-#include "operators/embedding.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
-
+#include "operators/embedding.h"
 #include "tests/gpu/gpu_check.h"
 
 namespace pith::test {

@@ -5,7 +5,6 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
-
 #include "tests/operators/gradient_check.h"
 
 namespace pith::test {

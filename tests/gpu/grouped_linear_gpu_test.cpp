@@ -1,8 +1,6 @@
-#include "operators/grouped_linear.h"
-
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
-
+#include "operators/grouped_linear.h"
 #include "tests/gpu/gpu_check.h"
 
 namespace pith::test {

@@ -1,10 +1,8 @@
-#include "operators/linear_cross_entropy.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/eye.h>
 #include <ATen/ops/matmul.h>
-
+#include "operators/linear_cross_entropy.h"
 #include "tests/gpu/gpu_check.h"
 #include "tests/operators/values.h"
 

@@ -1,8 +1,6 @@
 // Tests that need a GPU: kernels against the CPU paths of the same operators.
 #include <gtest/gtest.h>
-
 #include <cstdio>
-
 #include "core/device.h"
 
 int main(int argc, char** argv) {

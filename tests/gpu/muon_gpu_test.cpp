@@ -1,9 +1,7 @@
-#include "operators/muon.h"
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/scalar_tensor.h>
-
 #include "engine/optimizer.h"
+#include "operators/muon.h"
 #include "tests/gpu/gpu_check.h"
 
 namespace pith::test {

@@ -1,12 +1,10 @@
-#include "operators/permute.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/randint.h>
-
 #include "operators/matmul.h"
+#include "operators/permute.h"
 #include "tests/gpu/gpu_check.h"
 #include "tests/operators/error_text.h"
 #include "tests/operators/values.h"

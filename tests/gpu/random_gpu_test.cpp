@@ -1,5 +1,4 @@
 #include "core/random.h"
-
 #include "tests/gpu/gpu_check.h"
 
 namespace pith::test {

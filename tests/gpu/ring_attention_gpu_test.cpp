@@ -1,5 +1,4 @@
 #include "operators/ring_attention.h"
-
 #include "tests/gpu/gpu_check.h"
 
 namespace pith::test {

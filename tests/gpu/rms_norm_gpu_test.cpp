@@ -1,5 +1,4 @@
 #include "operators/rms_norm.h"
-
 #include "tests/gpu/gpu_check.h"
 
 namespace pith::test {

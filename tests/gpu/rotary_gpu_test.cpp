@@ -1,8 +1,6 @@
-#include "operators/rotary.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/tensor.h>
-
+#include "operators/rotary.h"
 #include "tests/gpu/gpu_check.h"
 
 namespace pith::test {

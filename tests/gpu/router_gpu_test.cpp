@@ -1,11 +1,9 @@
-#include "operators/router.h"
-
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-
 #include "operators/matmul.h"
+#include "operators/router.h"
 #include "tests/gpu/gpu_check.h"
 #include "tests/operators/values.h"
 

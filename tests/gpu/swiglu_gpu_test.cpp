@@ -1,7 +1,5 @@
-#include "operators/swiglu.h"
-
 #include <ATen/ops/tensor.h>
-
+#include "operators/swiglu.h"
 #include "tests/gpu/gpu_check.h"
 
 namespace pith::test {

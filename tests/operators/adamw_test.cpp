@@ -1,10 +1,8 @@
 #include "operators/adamw.h"
-
 #include <ATen/Parallel.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
-
 #include "tests/operators/gradient_check.h"
 
 namespace pith::test {

@@ -1,5 +1,4 @@
 #include "operators/delta_net.h"
-
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/sigmoid.h>
@@ -8,7 +7,6 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
-
 #include "tests/operators/error_text.h"
 #include "tests/operators/gradient_check.h"
 #include "tests/operators/values.h"

@@ -1,10 +1,8 @@
 #include "operators/embedding.h"
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/tensor.h>
-
 #include "tests/operators/gradient_check.h"
 
 namespace pith::test {

@@ -2,7 +2,6 @@
 #pragma once
 #include <functional>
 #include <string>
-
 #include "core/error.h"
 
 namespace pith::test {

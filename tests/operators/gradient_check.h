@@ -9,13 +9,11 @@
 #include <ATen/ops/zeros_like.h>
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <string>
 #include <vector>
-
 #include "core/parameter.h"
 #include "core/random.h"
 #include "tests/allocate.h"

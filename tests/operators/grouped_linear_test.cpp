@@ -1,8 +1,6 @@
 #include "operators/grouped_linear.h"
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/matmul.h>
-
 #include "tests/operators/error_text.h"
 #include "tests/operators/gradient_check.h"
 #include "tests/operators/values.h"

@@ -1,10 +1,8 @@
-#include "operators/ring_attention.h"
-
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/matmul.h>
-
 #include "operators/attention.h"
+#include "operators/ring_attention.h"
 #include "tests/operators/error_text.h"
 #include "tests/operators/gradient_check.h"
 #include "tests/operators/spans.h"

@@ -1,10 +1,8 @@
 #include "operators/linear_cross_entropy.h"
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/log_softmax.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/zeros.h>
-
 #include "tests/operators/error_text.h"
 #include "tests/operators/gradient_check.h"
 #include "tests/operators/values.h"

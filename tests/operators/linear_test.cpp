@@ -1,8 +1,6 @@
 #include "operators/linear.h"
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/matmul.h>
-
 #include "tests/operators/gradient_check.h"
 
 namespace pith::test {

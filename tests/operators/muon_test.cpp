@@ -1,5 +1,4 @@
 #include "operators/muon.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/eye.h>
@@ -7,7 +6,6 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
-
 #include "tests/operators/error_text.h"
 #include "tests/operators/gradient_check.h"
 

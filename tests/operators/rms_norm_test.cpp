@@ -1,9 +1,7 @@
 #include "operators/rms_norm.h"
-
 #include <ATen/Parallel.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/rsqrt.h>
-
 #include "tests/operators/gradient_check.h"
 
 namespace pith::test {

@@ -1,13 +1,10 @@
 #include "operators/rotary.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
-
 #include <fstream>
 #include <nlohmann/json.hpp>
-
 #include "tests/operators/gradient_check.h"
 
 namespace pith::test {

@@ -1,5 +1,4 @@
 #include "operators/router.h"
-
 #include <ATen/ops/bincount.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>
@@ -7,7 +6,6 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
-
 #include "tests/operators/error_text.h"
 #include "tests/operators/gradient_check.h"
 #include "tests/operators/values.h"

@@ -1,10 +1,8 @@
 // Document borders for tests of attention. Provides make_span.
 #pragma once
 #include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <vector>
-
 #include "operators/attention.h"
 
 namespace pith::test {

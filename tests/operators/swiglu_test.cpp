@@ -1,9 +1,7 @@
 #include "operators/swiglu.h"
-
 #include <ATen/ops/equal.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/tensor.h>
-
 #include "tests/operators/gradient_check.h"
 
 namespace pith::test {

@@ -3,10 +3,8 @@
 #pragma once
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <vector>
-
 #include "core/tensor.h"
 
 namespace pith::test {

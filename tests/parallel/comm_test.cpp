@@ -1,11 +1,9 @@
 // Every collective against values computed here, in the whole world and in parts of it.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>
-
 #include <chrono>
 #include <numeric>
 #include <thread>
-
 #include "tests/parallel/world.h"
 
 namespace pith::test {

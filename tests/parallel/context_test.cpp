@@ -1,13 +1,11 @@
 // Context parallelism: the split, ring attention, the balance loss and a whole model against one
 // process.
-#include "engine/batches.h"
-
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/index_select.h>
 #include <gmock/gmock.h>
-
 #include "core/mesh.h"
+#include "engine/batches.h"
 #include "operators/delta_net.h"
 #include "operators/ring_attention.h"
 #include "operators/router.h"

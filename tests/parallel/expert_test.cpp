@@ -1,9 +1,7 @@
 // Rows to their experts and back, forward and backward, with any number of rows on each rank.
-#include "engine/expert_parallel.h"
-
 #include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/autograd.h>
-
+#include "engine/expert_parallel.h"
 #include "tests/engine/tiny_model.h"
 #include "tests/operators/values.h"
 #include "tests/parallel/world.h"

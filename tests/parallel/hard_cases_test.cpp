@@ -3,9 +3,7 @@
 // (document borders on and next to a context-parallel border) and layout_test.cpp (odd vocabulary,
 // layers that no number of chunks divides).
 #include <fmt/ranges.h>
-
 #include <numeric>
-
 #include "tests/parallel/layout.h"
 
 namespace pith::test {

@@ -3,7 +3,6 @@
 #pragma once
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/equal.h>
-
 #include "engine/batches.h"
 #include "engine/sharding.h"
 #include "tests/engine/tiny_model.h"

@@ -2,13 +2,11 @@
 // process computes. PITH_LAYOUTS=all runs every combination, PITH_LAYOUTS="pp 2 cp 1 ep 4" those
 // whose name (Layout::name) has these words, otherwise a covering part. PITH_LAYOUT_SEED=N draws
 // other random layouts of other random models, more of them.
+#include "tests/parallel/layout.h"
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/ranges.h>
-
 #include <random>
-
-#include "tests/parallel/layout.h"
 
 namespace pith::test {
 namespace {

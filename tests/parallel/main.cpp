@@ -2,12 +2,10 @@
 // print their failures only. With PITH_TEST_FAILURE the program is a job that fails instead; see
 // tests/integration/parallel_failures.sh. With PITH_TEST_SAVE_AGAIN it does what reshard.cpp says.
 #include <unistd.h>
-
 #include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <thread>
-
 #include "core/device.h"
 #include "tests/parallel/world.h"
 

@@ -1,9 +1,7 @@
 // Who is where in every small layout, and the groups of this run's own processes.
 #include "core/mesh.h"
-
 #include <numeric>
 #include <set>
-
 #include "tests/parallel/world.h"
 
 namespace pith::test {

@@ -3,7 +3,6 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <sstream>
-
 #include "engine/checkpoint.h"
 #include "engine/file_io.h"
 #include "engine/pipeline.h"

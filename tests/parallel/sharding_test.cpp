@@ -2,17 +2,13 @@
 // everything. Gradients are small whole numbers, so sums in any order are exact and everything must
 // be equal bit for bit.
 #include "engine/sharding.h"
-
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
-
 #include <torch/csrc/autograd/autograd.h>
 #include <unistd.h>
-
 #include <filesystem>
 #include <optional>
-
 #include "core/random.h"
 #include "engine/checkpoint.h"
 #include "engine/optimizer.h"
@@ -107,9 +103,7 @@ struct Trained {
 
   Trained(const Mesh& its_mesh, ShardMode mode, at::ScalarType dtype,
       const RunConfig::Training& its_training = trainings()[0])
-      : training(its_training),
-        mesh(its_mesh),
-        units(part_of(mesh), training),
+      : training(its_training), mesh(its_mesh), units(part_of(mesh), training),
         groups(make_shard_groups(
             units.units, dtype, mesh, ShardGroup::Use::training, mode, optimizer_states(training))),
         shards(groups, units.part, nullptr) {

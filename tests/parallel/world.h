@@ -3,7 +3,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
-
 #include "core/comm.h"
 #include "tests/operators/error_text.h"
 

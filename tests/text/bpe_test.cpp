@@ -1,12 +1,9 @@
 // The model alone: merging, long pieces, training.
 #include "text/bpe.h"
-
 #include <gtest/gtest.h>
-
 #include <algorithm>
 #include <chrono>
 #include <random>
-
 #include "core/error.h"
 #include "text/tokenizer.h"
 #include "text/tokenizer_state.h"

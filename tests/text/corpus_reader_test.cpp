@@ -1,14 +1,11 @@
 #include "text/corpus_reader.h"
-
 #include <gtest/gtest.h>
 #include <unistd.h>
 #include <zlib.h>
 #include <zstd.h>
-
 #include <filesystem>
 #include <fstream>
 #include <random>
-
 #include "core/error.h"
 
 namespace pith {

@@ -2,12 +2,10 @@
 // by tests/oracle/tokenizers/make_zoo.py. Entries without a tokenizer are checked where the
 // environment variable PITH_TOKENIZERS names a folder that holds NAME/tokenizer.json.
 #include <gtest/gtest.h>
-
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-
 #include "text/tokenizer.h"
 
 namespace pith {

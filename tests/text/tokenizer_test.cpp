@@ -1,11 +1,8 @@
 #include "text/tokenizer.h"
-
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
-
 #include <filesystem>
 #include <random>
-
 #include "core/error.h"
 #include "text/tokenizer_state.h"
 

@@ -1,8 +1,6 @@
 // The only file that knows libparquet: one column of text, a few rows at a time.
-#include "core/std.h"
-
 #include <parquet/api/reader.h>
-
+#include "core/std.h"
 #include "text/corpus_reader.h"
 
 namespace {
@@ -63,7 +61,7 @@ pith::TableRows open(const std::string& path, const std::string& name, int64_t r
   return [column] { return column->next(); };
 }
 
-}  // namespace
+}
 
 extern "C" __attribute__((visibility("default"))) const pith::OpenParquet pith_open_parquet;
 const pith::OpenParquet pith_open_parquet = open;

@@ -8,7 +8,6 @@
 #include <cstring>
 #include <string>
 #include <vector>
-
 #include "core/error.h"
 #include "text/tokenizer_state.h"
 
