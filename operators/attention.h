@@ -5,7 +5,6 @@
 
 namespace pith {
 
-// A window and sinks (GPT-OSS).
 struct AttentionOptions {
   int64_t window = 0;  // keys that a query sees, its own the last; 0: all before it
   // (Hq): a logit of each head in the softmax, without a value; its gradient is added.
