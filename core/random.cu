@@ -5,7 +5,6 @@
 namespace pith::cuda {
 namespace {
 
-// A thread makes four numbers.
 template <class T>
 __global__ void fill_kernel(T* out, int64_t n, int64_t first, uint64_t key, float std) {
   const int64_t block = first / 4 + blockIdx.x * int64_t{blockDim.x} + threadIdx.x;

@@ -1,4 +1,3 @@
-// Shared by every room.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -21,7 +20,6 @@ inline at::ScalarType wide_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// a / b where b must divide a.
 inline int64_t div_exact(int64_t a, int64_t b) {
   PITH_CHECK(b != 0 && a % b == 0, "{} is not divisible by {}", a, b);
   return a / b;

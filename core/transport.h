@@ -34,7 +34,7 @@ Symbol find_symbol(const char* library, const char* name);
 void mpi_start();  // throws when its library or the launcher's environment is unusable
 void mpi_finish();
 std::string mpi_broadcast_text(const std::string& text);  // from rank 0 of all
-// Starts messages between these ranks, this the rank-th. `tag`: differs for the same ranks.
+// Starts messages between these ranks, this the rank-th. `tag`: no other group of them has it.
 void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t rank, int tag);
 // Completes the requests; sleeps between tries: oversubscribed cores serve other ranks.
 void mpi_wait(Operation& operation);

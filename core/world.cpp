@@ -144,7 +144,7 @@ std::string failed_operation(std::vector<Watch>& watches) {
 }
 
 void run_heartbeat() {
-  std::vector<std::string> others = job->keys("beat");  // rank 0 looks at all, the others at it.
+  std::vector<std::string> others = job->keys("beat");  // rank 0 looks at all, the others at it
   if (job->rank != 0) others.resize(1);
   std::vector<std::string> seen(others.size());
   std::vector<double> ages_s(others.size());
@@ -253,7 +253,7 @@ World::World() {
   // As long as a checkpoint of another rank; heartbeat and guard end waits.
   job->store->setTimeout(std::chrono::hours(24 * 365));
   write_beat(0);
-  store_gather("here", 0, job->rank, job->size, "");  // every beat stands before anyone reads it.
+  store_gather("here", 0, job->rank, job->size, "");  // every beat stands before anyone reads it
   job->heartbeat = std::thread(run_heartbeat);
   job->guard = std::thread(run_guard);
 }
@@ -285,7 +285,7 @@ void end_all_ranks(const std::string& text) {
     if (job->failure.empty()) job->failure = text;
   }
   job->changed.notify_all();
-  for (;;) pause();  // the heartbeat or the guard ends the process
+  for (;;) pause();  // the heartbeat ends the process or, if it is stuck, the guard
 }
 
 void set_comm_context(const std::string& context) {

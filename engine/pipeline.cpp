@@ -53,7 +53,6 @@ struct LayerRun {
   RoutingTape routes;               // with these routes
 };
 
-// One chunk of one micro-batch in flight.
 struct Run {
   const MicroBatch* batch;
   std::span<LayerCache> caches;
@@ -80,8 +79,6 @@ std::array<std::vector<int64_t>, 2> layers_of_rank(
   };
   return {layers(rank), layers(2 * ranks - 1 - rank)};
 }
-
-// --- transfers between neighbouring stages ---
 
 // In a group of two: `out` goes to the other, `in` comes from it.
 Work transfer(const Comm& pair, Tensor& in, const Tensor& out) {
@@ -173,7 +170,6 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   bool defers_;  // weight gradients over several actions: not if resharded
   StageObserver observer_ = {};
 
-  // Of the call under way.
   bool last_ = false;                          // is this the last backward of its layers?
   std::array<std::vector<Run>, 2> runs_ = {};  // [chunk][micro-batch]
   BatchResult result_ = {};
@@ -373,7 +369,6 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     head(run, hidden.slice(0, 0, tokens - shared), 0, objective);
   }
 
-  // The head of the tokens from `first` on.
   template <class Objective>
   void head(Run& run, const Tensor& hidden, int64_t first, const Objective& objective) {
     MicroBatch batch = *run.batch;

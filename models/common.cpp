@@ -106,7 +106,6 @@ std::shared_ptr<const json> read_config(const fs::path& path) {
 
 std::string text_of(const json& object) { return object.dump(); }
 
-// (rows, columns) from an array of arrays.
 static Tensor table_of(const json& object, const char* key, at::ScalarType dtype) {
   const auto all = object.get<std::map<std::string, std::vector<std::vector<double>>>>();
   if (!all.contains(key)) return {};

@@ -1,4 +1,3 @@
-// What families share.
 #pragma once
 #include <nlohmann/json_fwd.hpp>
 #include "models/model.h"
@@ -144,10 +143,8 @@ ModelSize size_of(const typename Model::Config& config, double mixing, int64_t a
   return size;
 }
 
-// Those that this layer has.
 std::vector<Parameter*> existing(std::initializer_list<Parameter*> parameters);
 
-// A projection's matrix (out, in).
 Parameter matrix(const std::string& name, int64_t out, int64_t in, Init init = Init::normal);
 // One parameter (q_size + 2 kv_size, hidden).
 Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden);

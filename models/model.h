@@ -39,7 +39,6 @@ struct RouterState {
   Tensor shares;  // (layers, E) float64: of the last step's choices. Both: or undefined
 };
 
-// Router training, from the run configuration.
 struct RouterTraining {
   double balance_loss = 0;     // its coefficient; 0: only measured
   bool force_balance = false;  // balanced_routes() instead of the router
@@ -58,7 +57,6 @@ struct LayerContext {
   RoutingTape* tape;  // records or replays routes, or null
 };
 
-// The same for queries and keys.
 inline AttentionSpan span_of(const MicroBatch& batch) {
   return {batch.cu_seqlens, batch.cu_seqlens, batch.cu_seqlens_host, batch.cu_seqlens_host,
       batch.max_seqlen, batch.max_seqlen};
@@ -83,7 +81,6 @@ inline Tensor attend_documents(const LayerContext& context, const Tensor& q, con
   return attention(q, all.k, all.v, span, scale, options);
 }
 
-// Result of stage 1.
 struct Attended {
   Tensor rows;                             // (T, H) for experts and shared()
   Tensor residual;                         // (T, H)
@@ -93,7 +90,6 @@ struct Attended {
   Tensor z_sum;                            // scalar float32, of logsumexp(logits)^2, or undefined
 };
 
-// The part of a model that this process holds.
 struct ModelPart {
   std::vector<int64_t> layers;  // indices in the whole model, ascending
   bool embedding = true, head = true;
@@ -106,7 +102,6 @@ struct ModelPart {
   }
 };
 
-// What every family has.
 struct ModelConfig {
   int64_t vocab_size, hidden_size, num_layers, num_heads, max_positions;
   int64_t num_kv_heads = 0, head_dim = 0;  // grouped-query attention
@@ -183,7 +178,6 @@ concept DecoderModel = requires(Model& model, const Model& constant, const Tenso
   { config.size(i) } -> std::same_as<ModelSize>;                   // i: sequence length
 };
 
-// The part of one process that holds everything.
 inline ModelPart whole_model(int64_t num_layers, int64_t num_experts) {
   ModelPart part{{}, true, true, 0, num_experts};
   for (int64_t layer = 0; layer < num_layers; ++layer) part.layers.push_back(layer);

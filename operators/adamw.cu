@@ -1,4 +1,3 @@
-// AdamW in one pass, and the sum of squares of a gradient.
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {
@@ -13,7 +12,6 @@ __device__ inline float update(float w, float& m, float& v, float g, const AdamW
   return w - s.rate * m / (sqrtf(v) * s.inverse_correction2 + s.epsilon);
 }
 
-// N elements a thread.
 template <class T, class M, int N> __global__ void __launch_bounds__(kThreads)
     adamw_kernel(float* master, M* exp_avg, M* exp_avg_sq, const float* grad, T* value, int64_t n,
         const float* grad_scale, AdamWScalars<float> scalars) {

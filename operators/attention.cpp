@@ -16,7 +16,6 @@
 namespace pith {
 namespace {
 
-// Which of a document's keys a query sees.
 struct Mask {
   bool causal;          // none after its own; else all
   int64_t before = -1;  // with causal: at most so many before; -1: all

@@ -5,7 +5,6 @@
 
 namespace pith {
 
-// A window and sinks (GPT-OSS).
 struct AttentionOptions {
   int64_t window = 0;  // keys that a query sees, its own the last; 0: all before it
   // (Hq): a logit of each head in the softmax, without a value; its gradient is added.
@@ -31,7 +30,7 @@ struct AttentionPart {
   Tensor lse;  // (Tq, Hq, 1) FP32 or wider: log sum exp(scale * q k)
 };
 
-// No autograd: causal with as many queries as keys a document, or all see all; neither lacks alone.
+// No autograd: causal, as many queries as keys a document, or all see all; none lacks only one.
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
     const AttentionSpan& span, bool causal, double scale);
 // The part when the softmax counts the sinks s (Hq), if any, too: lse' = log(exp(lse) + exp(s)),

@@ -1,4 +1,3 @@
-// What operators' .cpp files stand on.
 #pragma once
 #include "operators/kernels.h"
 #include "operators/matmul.h"

@@ -78,8 +78,6 @@ template <class F> __device__ void for_each_tile(const Problem& p, F&& f) {
   }
 }
 
-// --- Hopper's instructions ---
-
 namespace ptx = ::cuda::ptx;
 
 __device__ uint32_t shared_address(const void* p) {
@@ -131,8 +129,6 @@ __device__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
 #undef R4
   // clang-format on
 }
-
-// --- The roles ---
 
 __device__ void copy_tiles(
     const CUtensorMap& dy, const CUtensorMap& x, const Problem& p, Shared& shared) {

@@ -28,7 +28,6 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vec {
   T v[N];
 };
 
-// Elements of T in 16 bytes.
 template <class T> inline constexpr int kFull = 16 / static_cast<int>(sizeof(T));
 
 __device__ inline float to_float(float x) { return x; }
@@ -78,7 +77,6 @@ template <int MOST = 8, class F> void with_vectors(bool is_bf16,
   launch_check(at.function_name(), at);
 }
 
-// Blocks that take `each` of n.
 inline unsigned num_blocks(int64_t n, int64_t each) {
   return static_cast<unsigned>((n + each - 1) / each);
 }

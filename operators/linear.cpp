@@ -30,7 +30,6 @@ Tensor backward(const Tensor& x, Parameter& weight, const Tensor& dy, bool needs
   return dx;
 }
 
-// x W^T + b, rounded once.
 Tensor product(
     const Tensor& x, const Parameter& weight, const Parameter* bias, at::ScalarType dtype) {
   const at::NoGradGuard no_grad;

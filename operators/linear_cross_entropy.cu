@@ -1,4 +1,3 @@
-// Cross-entropy over rows of logits, which its gradient overwrites.
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {

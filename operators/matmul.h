@@ -1,4 +1,3 @@
-// FP32 products of BF16 operands: logits and weight gradients.
 #pragma once
 #include "core/parameter.h"
 

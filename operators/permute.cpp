@@ -6,7 +6,6 @@
 namespace pith {
 namespace {
 
-// On CUDA; weights may be missing.
 Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_of) {
   Tensor out = at::empty({slot_of.size(0), slots.size(1)}, slots.options());
   PITH_IF_CUDA (slots) {

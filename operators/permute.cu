@@ -1,4 +1,3 @@
-// Grouping by expert: row gather, gather-and-sum and its backward.
 #include "operators/kernel.cuh"
 
 namespace pith::cuda {

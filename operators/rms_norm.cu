@@ -13,7 +13,6 @@ template <int N_, int LANES_, int PER_, int MOST_ = kGroupThreads> struct Spread
   static constexpr int N = N_, LANES = LANES_, PER = PER_, MOST = MOST_;
 };
 
-// Threads of a row, and this one's place among them.
 template <class S> __device__ inline int group_size() {
   return S::LANES == 0 ? blockDim.x : S::LANES;
 }

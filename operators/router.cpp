@@ -7,7 +7,6 @@
 namespace pith {
 namespace {
 
-// On the CPU.
 Tensor select_topk(const Tensor& logits, int64_t k) {
   const Tensor wide = logits.to(at::kDouble).masked_fill(at::isnan(logits), -INFINITY);
   const double* row = wide.const_data_ptr<double>();

@@ -7,7 +7,6 @@ namespace {
 
 using cuda::SwigluForm;
 
-// Gates and ups, (S, I) views.
 std::array<Tensor, 2> halves(const Tensor& gate_up, const SwigluForm& form) {
   if (form.alternating) return {gate_up.slice(1, 0, {}, 2), gate_up.slice(1, 1, {}, 2)};
   const int64_t width = gate_up.size(1) / 2;
