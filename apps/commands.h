@@ -38,8 +38,8 @@ void add_trace_command(CLI::App& app);
 // The model_type of a config.json, or of the one in a folder.
 std::string read_model_type(const fs::path& path);
 
-std::string human_bytes(uint64_t bytes);      // "1.42MB", decimal units
-inline std::string grouped(int64_t number) {  // "1,234,567"
+std::string human_bytes(uint64_t bytes); // "1.42MB", decimal units
+inline std::string grouped(int64_t number) { // "1,234,567"
   return fmt::to_string(fmt::group_digits(number));
 }
 

@@ -31,7 +31,7 @@ template <class Model> void convert(const ConvertOptions& o) {
   Model after(config, whole_model(config.num_layers, config.num_experts));
   const HfFolder folder(o.from);
   const std::vector<std::string> tied{"lm_head.weight"};
-  std::vector<ImportTarget> all;  // nothing of each: the whole folder is checked first
+  std::vector<ImportTarget> all; // nothing of each: the whole folder is checked first
   for (const auto& unit : before.parameter_units())
     for (const Parameter* parameter : unit)
       for (const HfTensor& tensor : parameter->tensors)
@@ -49,7 +49,7 @@ template <class Model> void convert(const ConvertOptions& o) {
   PITH_CHECK(static_cast<int64_t>(o.shard_bytes) > 0, "--shard-size must be positive");
   const std::regex again(o.reinit);
   const fs::path temporary = target.string() + ".converting";
-  const std::shared_ptr<void> discard(nullptr, [&](void*) {  // what was not renamed
+  const std::shared_ptr<void> discard(nullptr, [&](void*) { // what was not renamed
     std::error_code ignored;
     fs::remove_all(temporary, ignored);
   });
@@ -75,7 +75,7 @@ template <class Model> void convert(const ConvertOptions& o) {
         if (Tensor flat = value.view(-1); !o.reinit.empty() && regex_search(tensor.name, again)) {
           initialize_tensor(flat, *parameter, tensor, 0, o.seed, o.init_std, config.num_layers);
           ++renewed;
-        } else if (parameter->group == ParameterGroup::embedding) {  // rows may come or go
+        } else if (parameter->group == ParameterGroup::embedding) { // rows may come or go
           const Tensor rows = folder.tensor(tensor.name);
           const int64_t kept = std::min(rows.size(0), value.size(0));
           value.narrow(0, 0, kept).copy_(rows.narrow(0, 0, kept));
@@ -146,9 +146,9 @@ Difference difference(const std::string& name, const Tensor& a, const Tensor& b)
     square += apart.square().sum().item<double>();
     whole += x.square().sum().item<double>();
     largest = std::max(largest, apart.max().item<double>());
-    if (!std::isfinite(square)) largest = square;  // NaN hides in max() of some
+    if (!std::isfinite(square)) largest = square; // NaN hides in max() of some
   }
-  const double relative = square == 0 ? 0 : std::sqrt(square / whole);  // NaN sorts first
+  const double relative = square == 0 ? 0 : std::sqrt(square / whole); // NaN sorts first
   return {fmt::format("{:.3e} {:.3e}", largest, relative), name, relative};
 }
 
@@ -227,8 +227,8 @@ void add_convert_command(CLI::App& app) {
   const auto [sub, o] = add_command<ConvertOptions>(app, "convert",
       "Write a model folder anew: other dtype or shards, fewer layers, another vocabulary",
       [](const ConvertOptions& options) {
-        with_family(options.from, [&]<class Model>() { convert<Model>(options); });
-      });
+    with_family(options.from, [&]<class Model>() { convert<Model>(options); });
+  });
   sub->add_option("from", o->from, "Model folder or checkpoint")->required();
   sub->add_option("to", o->to, "Folder to make")->required();
   sub->add_option("--dtype", o->dtype, "bfloat16, float16 or float32 (default: as stored)")

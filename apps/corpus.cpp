@@ -32,22 +32,22 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Side, written, shards, documents, tokens, byt
 
 struct Journal {
   std::vector<std::string> plan;
-  bool encoded = false;  // all that is left is to publish
+  bool encoded = false; // all that is left is to publish
   InputPosition position;
   std::array<Side, 2> sides;
-  std::map<std::string, int64_t> skipped;  // why: how many
+  std::map<std::string, int64_t> skipped; // why: how many
   int64_t bad = 0, dropped_characters = 0, longest = 0;
   std::string longest_place;
-  std::vector<std::string> problems;  // the first bad lines
+  std::vector<std::string> problems; // the first bad lines
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, plan, encoded, position, sides, skipped, bad,
     dropped_characters, longest, longest_place, problems)
 
 struct BuildOptions {
   std::vector<std::string> paths, endings;
-  std::string out, validation_out, tokenizer;  // tokenizer: file or folder, "" = bytes
-  std::optional<std::string> end_token;        // default: the tokenizer's; "" = none
-  EncodeSettings encode;                       // its text, lengths, workers
+  std::string out, validation_out, tokenizer; // tokenizer: file or folder, "" = bytes
+  std::optional<std::string> end_token; // default: the tokenizer's; "" = none
+  EncodeSettings encode; // its text, lengths, workers
   double validation_share = 0;
   uint64_t memory = uint64_t{1} << 30;
   int64_t shard_tokens = 0, max_bad = 100;
@@ -62,7 +62,7 @@ class SeenTexts {
       : path_(path), size_(count), log_(path, static_cast<uint64_t>(count) * sizeof(Fingerprint)) {
     make_table();
   }
-  bool insert(const Fingerprint& text) {  // false when it was there
+  bool insert(const Fingerprint& text) { // false when it was there
     if (!put(text)) return false;
     log_.append(raw(text));
     if (++size_ > capacity_ / 4 * 3) make_table();
@@ -71,7 +71,7 @@ class SeenTexts {
   void sync() { log_.sync(); }
  private:
   bool put(Fingerprint text) {
-    if (text == Fingerprint{}) text[0] = 1;  // all zero is a free place
+    if (text == Fingerprint{}) text[0] = 1; // all zero is a free place
     const auto mask = static_cast<uint64_t>(capacity_ - 1);
     const auto table = static_cast<Fingerprint*>(table_.data_ptr());
     uint64_t at = text[1] & mask;
@@ -80,10 +80,10 @@ class SeenTexts {
     table[at] = text;
     return true;
   }
-  void make_table() {  // of what is in the log
+  void make_table() { // of what is in the log
     while (size_ > capacity_ / 4 * 3) capacity_ *= 2;
     const std::string name = path_.string() + ".table";
-    OutputFile file(name);  // written, so that a full disk is an error here, not a signal later
+    OutputFile file(name); // written, so that a full disk is an error here, not a signal later
     const std::string free(kSmallest * sizeof(Fingerprint), '\0');
     for (int64_t i = 0; i < capacity_; i += kSmallest) file.append(free);
     file.flush();
@@ -115,7 +115,7 @@ class Build {
         outs_.size() == 1 || fs::weakly_canonical(outs_[0]) != fs::weakly_canonical(outs_[1]),
         "--out and --validation-out are the same: {}", options_.out);
     EncodeSettings& encode = options_.encode;
-    encode.bytes_in_flight = options_.memory / 40;  // measured: JSON of many numbers
+    encode.bytes_in_flight = options_.memory / 40; // measured: JSON of many numbers
     PITH_CHECK(encode.bytes_in_flight >= encode.read.max_line,
         "--memory {} is less than 40 times --max-line {}", options_.memory, encode.read.max_line);
     const auto& named = options_.end_token;
@@ -210,7 +210,7 @@ class Build {
     const auto begin = Clock::now();
     for (size_t i = 0; i < writers_.size(); ++i) journal_.sides[i].written = writers_[i].sync();
     if (seen_) seen_->sync();
-    const auto replace = nlohmann::json::error_handler_t::replace;  // a path need not be UTF-8
+    const auto replace = nlohmann::json::error_handler_t::replace; // a path need not be UTF-8
     const std::string text = nlohmann::json(journal_).dump(1, ' ', false, replace);
     write_file(folder_, "journal.json.tmp", text);
     fs::rename(folder_ / "journal.json.tmp", folder_ / "journal.json");
@@ -316,12 +316,12 @@ class Build {
   std::vector<InputFile> files_;
   fs::path folder_;
   std::vector<std::string> outs_;
-  int lock_ = -1;  // held until the process ends
+  int lock_ = -1; // held until the process ends
   Journal journal_;
   std::deque<CorpusWriter> writers_;
   std::optional<SeenTexts> seen_;
   Clock::time_point saved_;
-  Clock::duration saving_{};  // how long that took
+  Clock::duration saving_{}; // how long that took
 };
 
 struct ShowOptions {
@@ -354,10 +354,10 @@ void show(const ShowOptions& options) {
 void add_build_command(CLI::App& corpus) {
   const auto [sub, o] = add_command<BuildOptions>(
       corpus, "build", "Make a corpus of files of text", [](const BuildOptions& options) {
-        // Long documents go back to the system, not to the thread's arena.
-        ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
-        Build(options).run();
-      });
+    // Long documents go back to the system, not to the thread's arena.
+    ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
+    Build(options).run();
+  });
   EncodeSettings& encode = o->encode;
   encode.workers = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   sub->add_option("paths", o->paths, "files, globs, and folders")->required();

@@ -31,7 +31,7 @@ int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
       "training.global_batch {} is not a multiple of micro_batch {} x data parallelism {}",
       config.training.global_batch, config.training.micro_batch, dp);
   const int64_t count = config.training.global_batch / rows;
-  (void)make_schedule(config.parallel.pp, 0, count, true);  // refuses too few
+  (void)make_schedule(config.parallel.pp, 0, count, true); // refuses too few
   return count;
 }
 
@@ -107,7 +107,7 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
   const int64_t pp = shape.pp, plane = dp * shape.cp;
   const int64_t micro_batches = micro_batches_of(config, dp);
   const double layers = real(model.num_layers), vocabulary = real(model.vocab_size);
-  const double head = 6.0 * vocabulary * real(model.hidden_size);  // FLOP of a token
+  const double head = 6.0 * vocabulary * real(model.hidden_size); // FLOP of a token
   const double layer_cost = (size.flops_per_token - head) / layers / 3;
   std::vector<StageCosts> costs;
   for (const int64_t n : chunks)
@@ -120,10 +120,10 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
   const double tokens = real(config.training.micro_batch * config.data.sequence_length / shape.cp);
   const double layer = tokens * real(size.activations_per_token) / layers * width;
   const bool keep = config.parallel.weights == "keep" || block == 1;
-  const double all_logits = tokens * vocabulary * width;  // in equal parts of at most 1.25 GiB
+  const double all_logits = tokens * vocabulary * width; // in equal parts of at most 1.25 GiB
   const double logits = all_logits / std::max(1.0, std::ceil(all_logits / (1.25 * kGiB)));
   StepPlan plan{};
-  double shards = 0, optimizer = 0, additions = 0;  // seconds
+  double shards = 0, optimizer = 0, additions = 0; // seconds
   for (int64_t stage = 0; stage < pp; ++stage) {
     const StageSize& part = stages[index(stage)];
     const double held = part.dense + part.expert, owned = (part.dense + part.expert * ep) / block;
@@ -132,7 +132,7 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
     const double kept = peak_layers(schedule.actions[index(stage)],
         {real(chunks[index(stage)]), real(chunks[index(2 * pp - 1 - stage)])});
     const double activations = recomputes(config, stage)
-        ? tokens * real(model.hidden_size) * width * kept + layer  // inputs, and one layer whole
+        ? tokens * real(model.hidden_size) * width * kept + layer // inputs, and one layer whole
         : layer * kept;
     const bool has_head = stage == 0 || (stage == 1 && shape.head_share > 0);
     const double gathered = keep ? 0 : part.largest_unit * (2 * width + 3 * 4);
@@ -208,7 +208,7 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
   const auto model = planned_model<typename Model::Config>(given);
   const ModelSize size = model.size(given.data.sequence_length);
   Model whole(model, whole_model(model.num_layers, model.num_experts));
-  set_update_rules(whole, given.training);  // refuses a wrong pattern by name
+  set_update_rules(whole, given.training); // refuses a wrong pattern by name
   std::vector<Candidate> fitting;
   double least = INFINITY;
   const auto divides = [&](int64_t n, int64_t of) { return n > 0 && of % n == 0; };
@@ -226,9 +226,9 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
       if (chunks.empty() || pp == 1) chunks = chunks_of(config, model, shape);
       std::vector<StageSize> sizes;
       if (!problem_of([&] {
-            sizes = stage_sizes<Model>(model, shape, o.gpus, chunks, given.training);
-          }).empty())
-        continue;  // a stage without a layer
+        sizes = stage_sizes<Model>(model, shape, o.gpus, chunks, given.training);
+      }).empty())
+        continue; // a stage without a layer
       for (int64_t cp = 1; cp <= plane; cp *= 2)
         for (const char* weights : {"keep", "reshard"})
           for (const char* recompute : {"none", "layer"})
@@ -279,11 +279,11 @@ void add_estimate_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(app, "estimate",
       "List the layouts of a run that fit so many GPUs, the quickest first",
       [](const Options& options) {
-        const RunConfig config =
-            parse_run_config(read_file(options.file), options.file, options.overrides);
-        with_family(
-            config.model.config, [&]<class Model>() { return estimate<Model>(options, config); });
-      });
+    const RunConfig config =
+        parse_run_config(read_file(options.file), options.file, options.overrides);
+    with_family(
+        config.model.config, [&]<class Model>() { return estimate<Model>(options, config); });
+  });
   sub->add_option("config", o->file, "Run configuration (TOML)")->required();
   sub->add_option("--set", o->overrides, "Override one key")->allow_extra_args(false);
   sub->add_option("--gpus", o->gpus, "Number of GPUs (default 1)")->check(CLI::PositiveNumber);

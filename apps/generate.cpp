@@ -29,11 +29,11 @@ std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
 }
 
 struct Sequence {
-  std::string text;  // prompt and continuation
+  std::string text; // prompt and continuation
   std::vector<int64_t> ids;
   StreamingDecoder decoder;
-  size_t cached = 0;   // tokens that the caches hold
-  bool ended = false;  // it runs along unseen, so that rows stay aligned
+  size_t cached = 0; // tokens that the caches hold
+  bool ended = false; // it runs along unseen, so that rows stay aligned
 };
 
 // What is not cached of every sequence as one micro-batch, each a document.
@@ -81,7 +81,7 @@ template <class Model> void generate(const GenerateOptions& options) {
       ++n) {
     const std::vector<MicroBatch> batch{pack(sequences, device)};
     const BatchResult result = pipeline.forward_only(batch, LastTokenLogits(), caches);
-    const Tensor logits = result.per_token[0].to(at::kCPU).contiguous();  // (B, V)
+    const Tensor logits = result.per_token[0].to(at::kCPU).contiguous(); // (B, V)
     const auto vocab = index(logits.size(1));
     for (size_t i = 0; i < sequences.size(); ++i) {
       Sequence& sequence = sequences[i];
@@ -113,8 +113,8 @@ template <class Model> void generate(const GenerateOptions& options) {
 void add_generate_command(CLI::App& app) {
   const auto [sub, o] = add_command<GenerateOptions>(app, "generate",
       "Continue prompts with a model folder or checkpoint", [](const GenerateOptions& options) {
-        with_family(options.folder, [&]<class Model>() { return generate<Model>(options); });
-      });
+    with_family(options.folder, [&]<class Model>() { return generate<Model>(options); });
+  });
   SamplingOptions& sampling = o->sampling;
   o->add_to(*sub);
   sub->add_option("--prompt", o->prompts, "Text to continue; may be given several times")

@@ -11,9 +11,9 @@ namespace {
 
 struct Inspection {
   std::string target = {};
-  bool tensors = false;          // every tensor on a line of its own
-  bool quick = false;            // no sums of data
-  const char* verdict() const {  // where no damage was found
+  bool tensors = false; // every tensor on a line of its own
+  bool quick = false; // no sums of data
+  const char* verdict() const { // where no damage was found
     return quick ? "not verified (--quick)" : "all files are as they were written";
   }
 };
@@ -32,7 +32,7 @@ void report(const std::vector<std::string>& problems) {
 
 // Counts, then tensors by pattern, or one a line.
 void print_tensors(const Inspection& options, const std::vector<SafetensorsFile>& files) {
-  std::map<std::string, std::vector<std::string>> kinds;  // dtype and shape: names
+  std::map<std::string, std::vector<std::string>> kinds; // dtype and shape: names
   uint64_t count = 0, elements = 0, bytes = 0;
   for (const SafetensorsFile& file : files)
     for (const auto& [name, entry] : file.header().tensors) {
@@ -80,7 +80,7 @@ void inspect_checkpoint(const Inspection& options, const fs::path& folder) {
   const nlohmann::json state = read_json(folder / "training_state.json");
   for (const auto& [key, value] : state.items()) line("state", "{} = {}", key, value.dump());
   if (optimizer_bytes > 0) {
-    const OptimizerReader reader(folder);  // is it whole?
+    const OptimizerReader reader(folder); // is it whole?
     line("optimizer", "{}", human_bytes(optimizer_bytes));
   }
   inspect_model(options, folder);
@@ -121,7 +121,7 @@ void inspect_corpus(const Inspection& options, const std::string& prefix) {
 
 void inspect(const Inspection& options) {
   fs::path path = options.target;
-  if (!path.has_filename()) path = path.parent_path();  // written with a slash at its end
+  if (!path.has_filename()) path = path.parent_path(); // written with a slash at its end
   if (path.filename() == "manifest.json") path = fs::absolute(path).parent_path();
   if (fs::is_directory(path)) {
     if (fs::exists(path / "manifest.json") || path.filename().string().starts_with("step-"))

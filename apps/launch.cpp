@@ -33,7 +33,7 @@ struct Output {
 struct Options {
   int64_t processes = 0;
   std::string program = fs::read_symlink("/proc/self/exe");
-  const CLI::App* command = nullptr;  // knows the words behind the number
+  const CLI::App* command = nullptr; // knows the words behind the number
 };
 
 void launch(const Options& options) {
@@ -64,7 +64,7 @@ void launch(const Options& options) {
   const pid_t child = fork();
   PITH_CHECK(child >= 0, "no process: {}", strerror(errno));
   if (child == 0) {
-    setpgid(0, 0);  // Ctrl-C reaches mpirun through this program only
+    setpgid(0, 0); // Ctrl-C reaches mpirun through this program only
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     std::signal(SIGPIPE, SIG_DFL);
     const int nothing = open("/dev/null", O_RDONLY);
@@ -106,7 +106,7 @@ void add_launch_command(CLI::App& app) {
   sub->add_option("processes", o->processes, "How many")
       ->required()
       ->check(CLI::Range(int64_t{1}, int64_t{4096}));
-  sub->add_option("--program", o->program)->group("");  // for tests
+  sub->add_option("--program", o->program)->group(""); // for tests
   sub->prefix_command();
   sub->footer(
       "Each line of output starts with its rank. Ctrl-C or SIGTERM lets every rank finish its "

@@ -40,8 +40,8 @@ std::string usage_problem(const CLI::App& command, const CLI::ParseError& error)
 
 int run(CLI::App& app, int argc, char** argv) {
   const auto fail = [&](const std::string& text) {
-    std::fflush(stdout);  // so that the reason stands last, also where both go to one file
-    const bool list = text.find('\n') < text.find("\n  ");  // several mistakes: a line for each
+    std::fflush(stdout); // so that the reason stands last, also where both go to one file
+    const bool list = text.find('\n') < text.find("\n  "); // several mistakes: a line for each
     const std::string line = full_name(deepest(app)) + (list ? ":\n" : ": ") + text;
     pith::end_all_ranks(line);
     std::fputs((line + "\n").c_str(), stderr);
@@ -51,7 +51,7 @@ int run(CLI::App& app, int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::RuntimeError& error) {
     return error.get_exit_code();
-  } catch (const CLI::Success& error) {  // --help, --version
+  } catch (const CLI::Success& error) { // --help, --version
     app.exit(error);
   } catch (const CLI::ParseError& error) {
     const CLI::App* command = deepest(app);

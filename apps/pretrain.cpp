@@ -50,7 +50,7 @@ template <class Model> class Run {
                 training_.z_loss},
             chunks_, &shards_, recomputes(config, mesh.place.pp)),
         rows_(open_blend(config)) {
-    if (config.validation.interval > 0)  // seed 0: the same tokens in all runs
+    if (config.validation.interval > 0) // seed 0: the same tokens in all runs
       validation_ = open_streams(config, data_.validation, 0);
     std::vector<Corpus> corpora;
     for (const auto* streams : {&rows_.sources(), &std::as_const(validation_)})
@@ -63,7 +63,7 @@ template <class Model> class Run {
     state_.data = {{"data.sequence_length", std::to_string(data_.sequence_length)},
         {"data.seed", std::to_string(data_.seed)}, {"data.packing", data_.packing},
         {"data.document_mask", fmt::to_string(data_.document_mask)}};
-    for (size_t i = 0; i < rows_.sources().size(); ++i)  // a corpus may move, not change
+    for (size_t i = 0; i < rows_.sources().size(); ++i) // a corpus may move, not change
       for (const auto& [what, value] : {std::pair{"fingerprint", corpora[i].fingerprint()},
                {"tokenizer", corpora[i].tokenizer_hash()},
                {"weight, as an integer ratio", std::to_string(rows_.weights()[i])}})
@@ -95,17 +95,18 @@ template <class Model> class Run {
     log_data();
     const double flops = model_.config().size(data_.sequence_length).flops_per_token;
     std::vector<MicroBatch> batch;
+    const std::vector<int64_t>& profiled = config_.profile.steps;
     while (!done() && !stopping_) {
       set_comm_context(fmt::format("step {}", state_.step + 1));
       const auto start = Clock::now();
       if (batch.empty()) batch = next_batch(0);
-      if (state_.step + 1 == config_.profile.first)
+      if (!profiled.empty() && state_.step + 1 == profiled[0])
         profile_.emplace(ProfileOptions{folder_, mesh_.world.rank(), mesh_.device,
             fmt::format("pp {} dp {} cp {} ep {}", mesh_.place.pp, mesh_.place.dp, mesh_.place.cp,
                 mesh_.place.ep),
             config_.profile.tool == "capture", config_.profile.memory});
       StepMetrics metrics = step(batch);
-      if (state_.step + 1 == config_.profile.first + config_.profile.count) profile_.reset();
+      if (!profiled.empty() && state_.step == profiled[1]) profile_.reset();
       metrics.seconds = seconds_since(start);
       if (const double peak = peak_flops(mesh_.device) * real(mesh_.world.size()); peak > 0)
         metrics.mfu = flops * real(metrics.tokens) / metrics.seconds / peak;
@@ -118,7 +119,7 @@ template <class Model> class Run {
       if (config_.checkpoint.save && interval > 0 && state_.step % interval == 0) save();
       if (mesh_.world.size() == 1) stopping_ = stop_requested();
     }
-    if (config_.checkpoint.save && state_.step > saved_step_) save();  // the end, or a signal
+    if (config_.checkpoint.save && state_.step > saved_step_) save(); // the end, or a signal
     writer_.finish();
     if (stopping_) event("stop", "stopped by a signal after step {}", state_.step);
   }
@@ -145,13 +146,6 @@ template <class Model> class Run {
       event("data", "{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows",
           stream.corpus().prefix(), 100 * real(rows_.weights()[i]) / total,
           stream.corpus().num_tokens(), stream.rows_per_epoch());
-    }
-    if (const int64_t cp = mesh_.shape.cp; cp > 1) {
-      std::vector<int64_t> work(index(cp));
-      for (const MicroBatch& whole : whole_batch(0))
-        std::ranges::transform(work, context_work(whole, cp), work.begin(), std::plus());
-      event("data", "attention of the first step: the busiest CP rank has {:.3f} times the mean",
-          real(std::ranges::max(work) * cp) / real(std::reduce(work.begin(), work.end())));
     }
     last_step_ = training_.steps;
     if (data_.exhausted == "repeat") return;
@@ -187,7 +181,7 @@ template <class Model> class Run {
 
   std::string load_or_initialize() {
     std::string newest;
-    if (first_rank()) {  // looks for all ranks
+    if (first_rank()) { // looks for all ranks
       std::vector<std::string> skipped;
       newest = newest_checkpoint(folder_ / "checkpoints", &skipped).value_or("").string();
       for (const std::string& reason : skipped) fmt::print(stderr, "warning: {}\n", reason);
@@ -300,7 +294,7 @@ template <class Model> class Run {
     for (const Tensor* table : {&saved.bias, &saved.shares})
       if (table->defined())
         check_shape(*table, "router_state of the weights", {shape[0], shape[1]});
-    bias = saved.bias.defined() ? saved.bias.to(mesh_.device) : Tensor();  // not model.config's
+    bias = saved.bias.defined() ? saved.bias.to(mesh_.device) : Tensor(); // not model.config's
     if (training_.router_bias_rate > 0 && !bias.defined()) bias = at::zeros(shape, options);
     if (balance_kind(training_) != BalanceKind::global_batch) return;
     const Tensor even = at::full(shape, 1 / real(shape[1]), options.dtype(at::kDouble));
@@ -357,7 +351,7 @@ template <class Model> class Run {
       const int64_t rows = std::max<int64_t>(1, std::min(wanted, stream.rows_per_epoch()));
       double sum = 0, trained = 0;
       for (int64_t first = 0; first < rows; first += mine * mesh_.dp) {
-        std::vector<Row> part;  // this data-parallel rank's; beyond the end rows that count nothing
+        std::vector<Row> part; // this data-parallel rank's; beyond the end rows that count nothing
         for (int64_t row = first + mesh_.place.dp * mine; std::ssize(part) < mine; ++row) {
           part.push_back(stream.row(std::min(row, rows - 1)));
           if (row >= rows) std::ranges::fill(part.back().labels, -100);
@@ -412,7 +406,7 @@ template <class Model> class Run {
   std::vector<int64_t> chunks_;
   ModelPart part_;
   Model model_;
-  std::vector<std::string> rules_;  // of the optimizer, for a person
+  std::vector<std::string> rules_; // of the optimizer, for a person
   std::vector<ShardGroup> groups_;
   ModelShards shards_;
   Pipeline<Model> pipeline_;
@@ -420,9 +414,9 @@ template <class Model> class Run {
   std::vector<RowStream> validation_;
   TrainingState state_;
   int64_t saved_step_ = 0, last_step_ = 0;
-  bool stopping_ = false;  // agreed by all ranks
+  bool stopping_ = false; // agreed by all ranks
   std::optional<Profile> profile_;
-  std::optional<MetricsLog> log_;  // on the first rank
+  std::optional<MetricsLog> log_; // on the first rank
   CheckpointWriter writer_;
 };
 
@@ -479,20 +473,20 @@ void add_pretrain_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(app, "pretrain",
       "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder",
       [](const Options& options) {
-        const auto launched = Clock::now();
-        // First of all, so that what goes wrong in a job of many ranks is told once.
-        const bool plans = options.dry_run || options.rows.second > 0;
-        const auto world = plans ? nullptr : std::make_unique<World>();
-        const RunConfig config =
-            parse_run_config(read_file(options.file), options.file, options.overrides);
-        if (options.rows.second > 0) return print_rows(config, options.rows);
-        if (!world) {
-          fmt::print("{}", to_toml(config));
-          return print_plan(config, options.processes);
-        }
-        with_family(config.model.config,
-            [&]<class Model>() { return pretrain<Model>(config, *world, launched); });
-      });
+    const auto launched = Clock::now();
+    // First of all, so that what goes wrong in a job of many ranks is told once.
+    const bool plans = options.dry_run || options.rows.second > 0;
+    const auto world = plans ? nullptr : std::make_unique<World>();
+    const RunConfig config =
+        parse_run_config(read_file(options.file), options.file, options.overrides);
+    if (options.rows.second > 0) return print_rows(config, options.rows);
+    if (!world) {
+      fmt::print("{}", to_toml(config));
+      return print_plan(config, options.processes);
+    }
+    with_family(config.model.config,
+        [&]<class Model>() { return pretrain<Model>(config, *world, launched); });
+  });
   sub->add_option("config", o->file, "Run configuration (TOML); see examples/")->required();
   sub->add_option("--set", o->overrides, "Override one key, e.g. --set training.lr=1e-4")
       ->allow_extra_args(false);

@@ -122,7 +122,7 @@ json run_data(const fs::path& run) {
   PITH_CHECK(lines, "{} is no run folder: it holds no metrics.jsonl", run.string());
   json data = {{"name", run.string()}, {"steps", json::array()}, {"events", ""}};
   for (std::string text; std::getline(lines, text);) {
-    json line = json::parse(text, nullptr, /*allow_exceptions=*/false);  // half a line: killed
+    json line = json::parse(text, nullptr, /*allow_exceptions=*/false); // half a line: killed
     if (!line.is_object()) continue;
     if (line["step"].is_number()) data["steps"].push_back(line);
     if (line["event"].is_string() && line["text"].is_string())
@@ -136,7 +136,7 @@ json run_data(const fs::path& run) {
   };
   data["config"] = text_of("config.toml");
   data["profile"] = text_of("profile-rank0.txt");
-  (void)problem_of([&] {  // of an older version's configuration: no schedule
+  (void)problem_of([&] { // of an older version's configuration: no schedule
     const auto config = parse_run_config(text_of("config.toml"), "config.toml", {});
     if (const int64_t pp = config.parallel.pp; pp > 1)
       data["schedule"] =
@@ -149,7 +149,7 @@ void report(const Options& options) {
   json runs = json::array();
   for (const std::string& run : options.runs) runs.push_back(run_data(run));
   std::string data = runs.dump(-1, ' ', true, json::error_handler_t::replace);
-  data = std::regex_replace(data, std::regex("<"), "\\u003c");  // no </script>, no <!-- ends it
+  data = std::regex_replace(data, std::regex("<"), "\\u003c"); // no </script>, no <!-- ends it
   const fs::path out =
       options.out.empty() ? fs::path(options.runs[0]) / "report.html" : fs::path(options.out);
   const WrittenFile file =

@@ -45,7 +45,7 @@ template <class Model> void trace(const TraceOptions& options) {
   }
   if (result.balance_sum.defined())
     write("balance_loss", result.balance_sum / real(batch[0].global_rows * result.num_moe_layers));
-  tape.replay = true;  // so that logits and loss speak of one pass
+  tape.replay = true; // so that logits and loss speak of one pass
   write("logits", pipeline.forward_only(batch, AllLogits(), {}, tapes).per_token[0]);
   for (const Parameter* parameter : all_parameters(groups))
     for (const HfTensor& tensor : parameter->tensors)
@@ -62,8 +62,8 @@ void add_trace_command(CLI::App& app) {
   const auto [sub, o] = add_command<TraceOptions>(app, "trace",
       "Run one batch through a model folder and write logits, loss, log-probabilities, gradients",
       [](const TraceOptions& options) {
-        with_family(options.folder, [&]<class Model>() { return trace<Model>(options); });
-      });
+    with_family(options.folder, [&]<class Model>() { return trace<Model>(options); });
+  });
   o->dtype = "fp32";
   o->add_to(*sub);
   sub->add_option("--out", o->out, "safetensors file to write")->required();

@@ -145,7 +145,7 @@ layouts() {
 profiles() {
   corpus
   local steps=7 failed=0 name rank
-  local trace=(profile.first=7 profile.count=1)
+  local trace=(profile.steps=[7,7])
   layout one 1 "${trace[@]}" || failed=1
   layout ep2 2 parallel.ep=2 training.micro_batch=8 "${trace[@]}" || failed=1
   layout pp2 2 "${pp2[@]}" "${trace[@]}" || failed=1

@@ -48,7 +48,7 @@ double seconds(const std::function<void()>& f) {
     synchronize(device);
     return std::chrono::duration<double>(Clock::now() - start).count() / static_cast<double>(calls);
   };
-  sample(2);  // plans and workspaces
+  sample(2); // plans and workspaces
   const auto calls = static_cast<int64_t>(std::clamp(0.01 / sample(2), 1.0, 200.0));
   std::vector<double> samples;
   for (int i = 0; i < 11; ++i) samples.push_back(sample(calls));
@@ -198,7 +198,7 @@ void bench_attention() {
   const Tensor v = random("v", {kTokens, kKvHeads, kHeadDim});
   auto run = [&](const char* shape, const std::vector<int32_t>& cu) {
     const AttentionSpan span = span_of(cu);
-    double pairs = 0;  // (query, key) under the causal mask
+    double pairs = 0; // (query, key) under the causal mask
     for (size_t d = 1; d < cu.size(); ++d) {
       const double length = cu[d] - cu[d - 1];
       pairs += length * length / 2;
@@ -241,10 +241,9 @@ void bench_cross_entropy() {
     // before has left there, which costs the same.)
     report("cross_entropy_rows", gradient ? "4096 x 151936, gradient" : "4096 x 151936",
         {gradient ? 2 * bytes : bytes}, [&] {
-          cuda::cross_entropy_rows({logits.mutable_data_ptr(), true},
-              labels.const_data_ptr<int64_t>(), logprobs.mutable_data_ptr<float>(), rows,
-              kVocabulary, gradient);
-        });
+      cuda::cross_entropy_rows({logits.mutable_data_ptr(), true}, labels.const_data_ptr<int64_t>(),
+          logprobs.mutable_data_ptr<float>(), rows, kVocabulary, gradient);
+    });
   }
 #endif
 }
@@ -254,7 +253,7 @@ void bench_embedding() {
   fill_weight(weight, 0.02);
   const Tensor tokens =
       at::randint(kVocabulary, {kTokens}, at::TensorOptions(at::kLong).device(device));
-  const double rows = 2.0 * kTokens * kHidden;  // bytes of BF16 rows
+  const double rows = 2.0 * kTokens * kHidden; // bytes of BF16 rows
   report_both("embedding", "8192 of 151936 x 2048", {2 * rows}, {5 * rows}, {weight.value},
       [&] { return embedding(tokens, weight); });
 }
@@ -317,8 +316,8 @@ void bench_optimizer() {
   report("fill_normal", "268 M BF16", {2 * elements}, [&] { fill_normal(value, 1, "x", 1.0); });
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith
 
 int main() {
   using namespace pith;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A piece of a step as a picture: what each GPU computes, and what travels meanwhile.
 #   benchmarks/trace_picture.sh FROM_MS LENGTH_MS TRACE... >picture.svg
-# TRACE: trace-rankN.json of a run with profile.count=1, or the same compressed by gzip; one row each.
+# TRACE: trace-rankN.json of a run with profile.steps=[N,N], or the same compressed by gzip; one row each.
 # FROM_MS counts from the first kernel of the first trace. Needs jq.
 set -euo pipefail
 [ $# -ge 3 ] || { sed -n '2,5p' "$0"; exit 2; }

@@ -8,12 +8,12 @@ namespace pith {
 struct Comm::Impl {
   std::vector<int64_t> ranks;
   int64_t rank;
-  std::string name, key;  // key: the group's place in the store
+  std::string name, key; // key: the group's place in the store
   std::optional<int> mpi_tag = {};
 #if PITH_CUDA
   std::optional<NcclLink> nccl = {};
 #endif
-  int64_t operations = 0, rounds = 0;  // so far: collectives, gathers of strings
+  int64_t operations = 0, rounds = 0; // so far: collectives, gathers of strings
 
   std::string describe() const {
     return fmt::format("group {} [{}]{}", name, fmt::join(ranks, ", "), comm_context());
@@ -104,7 +104,7 @@ Work Comm::start(Operation&& given) const {
   if (device.is_cpu() && launch_info().mpi) {
     if (!group.mpi_tag) {
       const auto watched = watch("setting up MPI for " + operation->what, operation->limit_s);
-      static int64_t groups = 0;  // another tag for each group of one first member
+      static int64_t groups = 0; // another tag for each group of one first member
       const int64_t tag = ++groups * launch_info().size + group.ranks.front();
       group.mpi_tag = std::stoi(all_gather_strings(std::to_string(narrow<int>(tag))).front());
     }
@@ -156,7 +156,7 @@ std::vector<std::string> Comm::all_gather_strings(const std::string& mine) const
 }
 
 Comm World::group(std::vector<int64_t> ranks, const std::string& name) const {
-  static std::map<std::string, int64_t> made;  // groups with one name and the same ranks
+  static std::map<std::string, int64_t> made; // groups with one name and the same ranks
   const auto hash = XXH3_64bits(ranks.data(), ranks.size() * sizeof(int64_t));
   const std::string key = fmt::format("group/{}/{:x}", name, hash);
   const int64_t place = std::ranges::lower_bound(ranks, rank()) - ranks.begin();

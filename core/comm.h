@@ -6,13 +6,13 @@ namespace pith {
 
 // How this process was started: alone, by mpirun or srun (MPI), or by torchrun.
 struct Launch {
-  int64_t rank = 0, size = 1, local_rank = 0;  // local: among the processes of this machine
+  int64_t rank = 0, size = 1, local_rank = 0; // local: among the processes of this machine
   bool mpi = false;
 };
 // Reads the environment only. Throws where several processes cannot meet.
 const Launch& launch_info();
 
-struct Operation;  // core/transport.h
+struct Operation; // core/transport.h
 
 // A collective under way: its tensors may be read, written or dropped after wait() only. There the
 // host waits (CPU) or the current stream, that of the tensors (CUDA). Waiting twice is harmless;
@@ -26,7 +26,7 @@ class Work {
   struct Drop {
     void operator()(Operation* operation) const;
   };
-  std::unique_ptr<Operation, Drop> operation_;  // null: done
+  std::unique_ptr<Operation, Drop> operation_; // null: done
 };
 
 // A group of processes; a cheap handle. All members enter its collectives in one order, also with
@@ -37,11 +37,11 @@ class Work {
 // PITH_COMM_TIMEOUT_S seconds (600; a group's first: three times that) ends the job by name.
 class Comm {
  public:
-  Comm();  // this process alone
+  Comm(); // this process alone
 
   int64_t size() const;
   int64_t rank() const;
-  const std::vector<int64_t>& ranks() const;  // world ranks, ascending
+  const std::vector<int64_t>& ranks() const; // world ranks, ascending
   const std::string& name() const;
 
   // The sum, in place. float64, float32, bfloat16, int64, int32.
@@ -61,7 +61,7 @@ class Comm {
 
   // Small host data through the job's store, about a millisecond each; collective.
   std::vector<std::string> all_gather_strings(const std::string& mine) const;
-  void barrier() const { all_gather_strings(""); }  // of the hosts, not their streams
+  void barrier() const { all_gather_strings(""); } // of the hosts, not their streams
 
   struct Impl;
  private:
@@ -77,8 +77,8 @@ class Comm {
 // rank 0, and a heartbeat: after PITH_HEARTBEAT_S seconds (20) without one all end.
 class World {
  public:
-  World();   // collective
-  ~World();  // waits for all ranks, unless an exception unwinds
+  World(); // collective
+  ~World(); // waits for all ranks, unless an exception unwinds
   World(const World&) = delete;
   World& operator=(const World&) = delete;
 

@@ -46,7 +46,7 @@ at::Device select_device(const std::string& wanted) {
     // Sums of a split product: FP32, rounded once, not BF16 (LibTorch's default).
     at::globalContext().setAllowBF16ReductionCuBLAS(false);
 #if PITH_CUDA
-    int count = 1;  // each process here takes its own GPU
+    int count = 1; // each process here takes its own GPU
     cudaGetDeviceCount(&count);
     const auto index = static_cast<int>(launch_info().local_rank % count);
     PITH_CHECK(cudaSetDevice(index) == cudaSuccess, "GPU {} cannot be used", index);

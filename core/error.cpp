@@ -10,7 +10,7 @@ std::string& error_context() {
 
 std::string what_text(const char* file, int line, std::string_view statement,
     const std::string& message, std::string_view hint) {
-  std::string_view name = file;  // paths start at the room, whatever folder the build ran in
+  std::string_view name = file; // paths start at the room, whatever folder the build ran in
   for (std::string_view room : {"core/", "operators/", "models/", "engine/", "text/", "apps/"})
     if (const size_t at = name.rfind(room); at != name.npos) name.remove_prefix(at);
   std::string text = message;

@@ -67,7 +67,7 @@ MeshPlace mesh_place(const MeshShape& shape, int64_t world, int64_t rank) {
 
 MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank) {
   const int64_t plane = data_parallel(shape, world) * shape.cp;
-  const int64_t in_plane = rank % plane, first = rank - in_plane;  // of this stage
+  const int64_t in_plane = rank % plane, first = rank - in_plane; // of this stage
   const int64_t block = shape.hsdp ? shape.hsdp_size : plane;
   const auto strided = [](int64_t begin, int64_t step, int64_t count) {
     std::vector<int64_t> ranks;

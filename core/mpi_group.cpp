@@ -59,7 +59,7 @@ Tensor sum_in_order(const Tensor& parts) {
 }
 
 void mpi_start() {
-  Dl_info info;  // the wheel's library was moved: its plug-ins
+  Dl_info info; // the wheel's library was moved: its plug-ins
   if (dladdr(reinterpret_cast<void*>(mpi().init), &info) != 0) {
     const std::string folder(info.dli_fname, std::string_view(info.dli_fname).rfind('/'));
     if (access((folder + "/openmpi/libpmix.so.2").c_str(), R_OK) == 0)
@@ -91,7 +91,7 @@ std::string mpi_broadcast_text(const std::string& text) {
 
 void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t rank, int tag) {
   const auto message = [&](int64_t member, void* data, size_t bytes, bool is_send) {
-    constexpr size_t kMost = 1 << 30;  // MPI counts in int
+    constexpr size_t kMost = 1 << 30; // MPI counts in int
     const int peer = narrow<int>(ranks[index(member)]);
     for (size_t done = 0; done < bytes; done += kMost) {
       char* from = static_cast<char*>(data) + done;
@@ -114,7 +114,7 @@ void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t r
     if (member != rank) {
       message(member, from, send, true);
       message(member, to, recv, false);
-    } else if (to != from && recv > 0) {  // equal: the gather is in place
+    } else if (to != from && recv > 0) { // equal: the gather is in place
       std::memcpy(to, from, recv);
     }
     to += recv;

@@ -98,12 +98,12 @@ NcclLink nccl_connect(const std::string& id, int64_t rank, int64_t size, at::Dev
 void nccl_send(Operation& operation, const NcclLink& link) {
   const auto& [comm, stream] = link;
   Tensor out = operation.out, in = operation.in;
-  if (operation.recv.empty()) {  // sums, not of BF16
+  if (operation.recv.empty()) { // sums, not of BF16
     if (in.scalar_type() == at::kBFloat16) in = in.to(at::kFloat);
     if (operation.send.empty()) out = in;
     else if (out.scalar_type() != in.scalar_type()) out = at::empty(out.sizes(), in.options());
   }
-  const auto device = in.device().index();  // after what its current stream holds now
+  const auto device = in.device().index(); // after what its current stream holds now
   const auto ready = record_event(c10::cuda::getCurrentCUDAStream(device).stream());
   check(cudaStreamWaitEvent(stream, ready.get()));
   check(nccl().group_start());
@@ -133,10 +133,10 @@ void nccl_send(Operation& operation, const NcclLink& link) {
     if (!out.is_same(to)) to.copy_(out);
   };
   watch(operation.what, operation.limit_s, [device, event = operation.done] {
-    cudaSetDevice(device);  // else a context on the first GPU would be made
+    cudaSetDevice(device); // else a context on the first GPU would be made
     return cudaEventQuery(event.get()) != cudaErrorNotReady;
   });
 }
 
 }
-#endif  // PITH_CUDA
+#endif // PITH_CUDA

@@ -13,10 +13,10 @@ enum class ParameterGroup { matrix, expert, embedding, router, norm, bias };
 
 // How a tensor is updated (engine/optimizer.h).
 struct UpdateRule {
-  bool muon = false;         // else AdamW
-  bool decays = false;       // by training.weight_decay, else by weight_decay_other
-  double lr_scale = 1;       // of the scheduled rate
-  double weight_decay = -1;  // in the place of both, unless negative
+  bool muon = false; // else AdamW
+  bool decays = false; // by training.weight_decay, else by weight_decay_other
+  double lr_scale = 1; // of the scheduled rate
+  double weight_decay = -1; // in the place of both, unless negative
   auto operator<=>(const UpdateRule&) const = default;
 };
 
@@ -26,15 +26,15 @@ enum class Fused { none, rows, columns };
 // One tensor of the Hugging Face folder: a contiguous range of a parameter's elements. A fused
 // parameter (q, k, v; the experts' gate and up) concatenates several.
 struct HfTensor {
-  std::string name;                 // "model.layers.0.self_attn.q_proj.weight"
-  std::vector<int64_t> shape;       // as in the Hugging Face checkpoint; dim 0 may hold less
-  int64_t offset;                   // first element in the flattened parameter
-  int64_t first_row = 0, rows = 0;  // first of so many rows; 0: dim 0 is whole
+  std::string name; // "model.layers.0.self_attn.q_proj.weight"
+  std::vector<int64_t> shape; // as in the Hugging Face checkpoint; dim 0 may hold less
+  int64_t offset; // first element in the flattened parameter
+  int64_t first_row = 0, rows = 0; // first of so many rows; 0: dim 0 is whole
   Fused fused = Fused::none;
   UpdateRule rule = {};
 
   int64_t numel() const { return c10::multiply_integers(shape); }
-  int64_t first_element() const {  // in the whole tensor, flattened
+  int64_t first_element() const { // in the whole tensor, flattened
     return rows == 0 ? 0 : numel() / shape[0] * first_row;
   }
   std::vector<int64_t> whole_shape() const {
@@ -47,15 +47,15 @@ struct HfTensor {
 
 // Operators and shard groups keep its address. `value`, `grad`: views that ShardGroup binds.
 struct Parameter {
-  std::string name;  // unique; the Hugging Face name where there is one
+  std::string name; // unique; the Hugging Face name where there is one
   std::vector<int64_t> shape;
-  std::vector<HfTensor> tensors;  // in order, gap-free, all elements
+  std::vector<HfTensor> tensors; // in order, gap-free, all elements
   ParameterGroup group = ParameterGroup::matrix;
   Init init = Init::normal;
 
-  Tensor value;          // compute dtype, an autograd leaf whose .grad() is never allocated
-  Tensor grad;           // FP32 (FP64 for FP64), same shape; operators' backward adds into it
-  uint64_t version = 0;  // updates of value, for cached copies
+  Tensor value; // compute dtype, an autograd leaf whose .grad() is never allocated
+  Tensor grad; // FP32 (FP64 for FP64), same shape; operators' backward adds into it
+  uint64_t version = 0; // updates of value, for cached copies
 
   Parameter() = default;
   // One Hugging Face tensor, or several concatenated along the first dimension.

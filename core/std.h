@@ -1,6 +1,6 @@
 // The standard library, fmt and errors, precompiled for every room: files do not repeat them.
 #pragma once
-#include <bits/stdc++.h>  // libstdc++, as LibTorch's wheel
+#include <bits/stdc++.h> // libstdc++, as LibTorch's wheel
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include "core/error.h"

@@ -7,7 +7,7 @@ using at::Tensor;
 
 // "hidden: bfloat16 (4096, 2048) on cuda:0", or "hidden: undefined".
 std::string describe(const Tensor& tensor, std::string_view name);
-std::string dtype_name(at::ScalarType dtype);  // "float32", "bfloat16", ...
+std::string dtype_name(at::ScalarType dtype); // "float32", "bfloat16", ...
 
 // Throw unless tensor is defined and has this shape (-1: any size), this dtype, or both.
 void check_shape(const Tensor& tensor, std::string_view name, std::initializer_list<int64_t> shape);

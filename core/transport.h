@@ -2,10 +2,10 @@
 #pragma once
 #include "core/comm.h"
 
-struct ompi_request_t;  // MPI_Request
-struct ncclComm;        // *ncclComm_t
-struct CUevent_st;      // *cudaEvent_t
-struct CUstream_st;     // *cudaStream_t
+struct ompi_request_t; // MPI_Request
+struct ncclComm; // *ncclComm_t
+struct CUevent_st; // *cudaEvent_t
+struct CUstream_st; // *cudaStream_t
 
 namespace pith {
 
@@ -13,15 +13,15 @@ namespace pith {
 // reduce_scatter; without both: all_reduce; else all_to_all.
 struct Operation {
   const char* name = "";
-  Tensor out = {}, in = {};        // the same tensor in place
-  std::vector<int64_t> recv = {};  // elements of `out` from each member; empty: summed
-  std::vector<int64_t> send = {};  // elements of `in` to each member; empty: all to each
-  std::string what = {};           // for a person: operation, tensor, group, step
+  Tensor out = {}, in = {}; // the same tensor in place
+  std::vector<int64_t> recv = {}; // elements of `out` from each member; empty: summed
+  std::vector<int64_t> send = {}; // elements of `in` to each member; empty: all to each
+  std::string what = {}; // for a person: operation, tensor, group, step
   double limit_s = 0;
 
   std::vector<ompi_request_t*> requests = {};
   std::shared_ptr<CUevent_st> done = {};
-  std::function<void()> finish = {};  // last sums and conversions, by wait(); keeps tensors
+  std::function<void()> finish = {}; // last sums and conversions, by wait(); keeps tensors
 };
 
 // A function or variable of a library opened when it is needed.
@@ -31,9 +31,9 @@ struct Symbol {
 };
 Symbol find_symbol(const char* library, const char* name);
 
-void mpi_start();  // throws when its library or the launcher's environment is unusable
+void mpi_start(); // throws when its library or the launcher's environment is unusable
 void mpi_finish();
-std::string mpi_broadcast_text(const std::string& text);  // from rank 0 of all
+std::string mpi_broadcast_text(const std::string& text); // from rank 0 of all
 // Starts messages between these ranks, this the rank-th. `tag`: no other group of them has it.
 void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t rank, int tag);
 // Completes the requests; sleeps between tries: oversubscribed cores serve other ranks.
@@ -42,12 +42,12 @@ void mpi_wait(Operation& operation);
 #if PITH_CUDA
 struct NcclLink {
   ncclComm* comm;
-  CUstream_st* stream;  // of its own, so that groups overlap with compute and each other
+  CUstream_st* stream; // of its own, so that groups overlap with compute and each other
 };
-std::string nccl_new_id();  // by one member for all
+std::string nccl_new_id(); // by one member for all
 NcclLink nccl_connect(const std::string& id, int64_t rank, int64_t size, at::Device device);
 void nccl_send(Operation& operation, const NcclLink& link);
-void nccl_wait(Operation& operation);  // the current stream waits
+void nccl_wait(Operation& operation); // the current stream waits
 #endif
 
 // Ends the job when `done` is not true after limit_s seconds, or with the error it throws. The
@@ -61,8 +61,8 @@ void watch(std::string what, double limit_s, std::function<bool()> done);
 std::vector<std::string> store_gather(
     const std::string& place, int64_t round, int64_t rank, int64_t size, const std::string& mine);
 
-std::string comm_context();                    // "" or ", step 12"
-void note_operation(const std::string& what);  // the heartbeat tells it
+std::string comm_context(); // "" or ", step 12"
+void note_operation(const std::string& what); // the heartbeat tells it
 double comm_timeout_s();
 
 }

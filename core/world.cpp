@@ -38,14 +38,13 @@ Launch read_launch() {
   };
   if (is_set("OMPI_COMM_WORLD_SIZE"))
     return read("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", true);
-  if (is_set("RANK") && is_set("WORLD_SIZE")) {  // torchrun
+  if (is_set("RANK") && is_set("WORLD_SIZE")) { // torchrun
     const Launch launch = read("RANK", "WORLD_SIZE", "LOCAL_RANK", false);
     PITH_CHECK(launch.size == 1 || (is_set("MASTER_ADDR") && is_set("MASTER_PORT")),
         "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT");
     return launch;
   }
-  const Launch launch =
-      read("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", true);  // srun
+  const Launch launch = read("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", true); // srun
   if (launch.size > 1 && !is_set("PMIX_RANK"))
     PITH_FAIL_HINT("use srun --mpi=pmix", "srun started {} tasks that cannot meet", launch.size);
   return launch;
@@ -64,18 +63,18 @@ struct Job {
   int64_t rank = launch_info().rank, size = launch_info().size;
   double heartbeat_s = number_in("PITH_HEARTBEAT_S", 20.0);
   double tick_s = std::min(heartbeat_s, comm_timeout_s()) / 10;
-  c10::intrusive_ptr<c10d::Store> store, beats;  // main thread's, heartbeat's
+  c10::intrusive_ptr<c10d::Store> store, beats; // main thread's, heartbeat's
   std::thread heartbeat, guard;
 
-  std::mutex mutex;  // guards what follows
+  std::mutex mutex; // guards what follows
   std::condition_variable changed;
   bool stopping = false;
-  std::string failure;           // of this rank, on its way to the store
-  double since_heartbeat_s = 0;  // as the guard counts it
+  std::string failure; // of this rank, on its way to the store
+  double since_heartbeat_s = 0; // as the guard counts it
   std::string context, last_operation = "start";
   std::vector<Watch> watches;
 
-  std::vector<std::string> keys(const std::string& name) const {  // of all ranks
+  std::vector<std::string> keys(const std::string& name) const { // of all ranks
     std::vector<std::string> result;
     for (int64_t i = 0; i < size; ++i) result.push_back(fmt::format("{}/{}", name, i));
     return result;
@@ -144,7 +143,7 @@ std::string failed_operation(std::vector<Watch>& watches) {
 }
 
 void run_heartbeat() {
-  std::vector<std::string> others = job->keys("beat");  // rank 0 looks at all, the others at it
+  std::vector<std::string> others = job->keys("beat"); // rank 0 looks at all, the others at it
   if (job->rank != 0) others.resize(1);
   std::vector<std::string> seen(others.size());
   std::vector<double> ages_s(others.size());
@@ -210,7 +209,7 @@ std::string host_name() {
 }
 
 c10::intrusive_ptr<c10d::Store> open_store() {
-  FLAGS_caffe2_log_level = 2;  // C10d's own reports of lost connections would repeat ours.
+  FLAGS_caffe2_log_level = 2; // C10d's own reports of lost connections would repeat ours.
   c10d::TCPStoreOptions options;
   options.isServer = job->rank == 0;
   options.waitWorkers = false;
@@ -253,7 +252,7 @@ World::World() {
   // As long as a checkpoint of another rank; heartbeat and guard end waits.
   job->store->setTimeout(std::chrono::hours(24 * 365));
   write_beat(0);
-  store_gather("here", 0, job->rank, job->size, "");  // every beat stands before anyone reads it
+  store_gather("here", 0, job->rank, job->size, ""); // every beat stands before anyone reads it
   job->heartbeat = std::thread(run_heartbeat);
   job->guard = std::thread(run_guard);
 }
@@ -262,7 +261,7 @@ World::~World() {
   if (job == nullptr || std::uncaught_exceptions() > 0) return;
   try {
     note_operation("the end");
-    store_gather("bye", 0, job->rank, job->size, "");  // the heartbeat goes on
+    store_gather("bye", 0, job->rank, job->size, ""); // the heartbeat goes on
     {
       const std::lock_guard lock(job->mutex);
       job->stopping = true;
@@ -272,20 +271,20 @@ World::~World() {
     job->guard.join();
     const std::vector<std::string> gone = job->keys("gone");
     job->store->set(gone[index(job->rank)], std::string());
-    if (job->rank == 0) job->store->wait(gone, std::chrono::seconds(20));  // then the store ends
+    if (job->rank == 0) job->store->wait(gone, std::chrono::seconds(20)); // then the store ends
     if (launch_info().mpi) mpi_finish();
   } catch (const std::exception& error) { leave_without_store(error.what()); }
 }
 
 void end_all_ranks(const std::string& text) {
   if (job == nullptr) return;
-  if (!job->heartbeat.joinable()) leave_without_store(text);  // it did not start
+  if (!job->heartbeat.joinable()) leave_without_store(text); // it did not start
   {
     const std::lock_guard lock(job->mutex);
     if (job->failure.empty()) job->failure = text;
   }
   job->changed.notify_all();
-  for (;;) pause();  // the heartbeat ends the process or, if it is stuck, the guard
+  for (;;) pause(); // the heartbeat ends the process or, if it is stuck, the guard
 }
 
 void set_comm_context(const std::string& context) {

@@ -64,8 +64,8 @@ struct RowStream::State {
   uint64_t seed;
   bool document_mask, shuffle;
   Packing packing;
-  int64_t packed_rows = 0;  // best_fit: rows of an epoch
-  std::mutex mutex = {};    // guards the two epochs kept; a row needs more only in a tiny corpus
+  int64_t packed_rows = 0; // best_fit: rows of an epoch
+  std::mutex mutex = {}; // guards the two epochs kept; a row needs more only in a tiny corpus
   std::pair<int64_t, std::shared_ptr<const Epoch>> epochs[2] = {};
 
   // Rows [first, end) of an epoch change places with each other.
@@ -100,7 +100,7 @@ struct RowStream::State {
 
   // From the shuffled order of documents to rows. Documents of one length keep that order.
   void pack(Epoch& epoch) const {
-    std::vector<std::pair<int64_t, int64_t>> ends;  // tokens beyond the whole rows; document
+    std::vector<std::pair<int64_t, int64_t>> ends; // tokens beyond the whole rows; document
     epoch.long_begins.push_back(0);
     for (const int64_t d : epoch.documents) {
       const int64_t whole = corpus.length(d) / sequence_length;
@@ -111,7 +111,7 @@ struct RowStream::State {
       epoch.long_begins.push_back(epoch.long_begins.back() + whole);
     }
     std::ranges::stable_sort(ends, std::greater(), [](const auto& end) { return end.first; });
-    std::map<int64_t, std::vector<int64_t>> open;  // rows by the room that they have left
+    std::map<int64_t, std::vector<int64_t>> open; // rows by the room that they have left
     std::vector<int64_t> row_of(ends.size());
     epoch.begins.assign(1, 0);
     for (size_t i = 0; i < ends.size(); ++i) {
@@ -143,13 +143,13 @@ struct RowStream::State {
   // last label.
   std::vector<Span> spans_concat(int64_t index) {
     const int64_t tokens = corpus.num_tokens();
-    int64_t number = index * sequence_length / tokens;  // a row of two epochs stays in place
+    int64_t number = index * sequence_length / tokens; // a row of two epochs stays in place
     const int64_t first = (number * tokens + sequence_length - 1) / sequence_length;
     const int64_t start =
         sequence_length * shuffled(index, number, first, (number + 1) * tokens / sequence_length);
     auto current = epoch(number);
     size_t place = holder(current->begins, start % tokens);
-    int64_t skipped = start % tokens - current->begins[place];  // in rows before
+    int64_t skipped = start % tokens - current->begins[place]; // in rows before
     std::vector<Span> spans;
     for (int64_t wanted = sequence_length + (document_mask ? 0 : 1); wanted > 0; ++place) {
       if (place == current->documents.size()) {
@@ -170,7 +170,7 @@ struct RowStream::State {
     const auto current = epoch(number);
     if (row < current->whole_rows()) {
       const size_t place = holder(current->long_begins, row);
-      const int64_t before = row - current->long_begins[place];  // rows of this document
+      const int64_t before = row - current->long_begins[place]; // rows of this document
       return {{current->long_documents[place], before * sequence_length, sequence_length}};
     }
     std::vector<Span> spans;
@@ -259,7 +259,7 @@ Blend::Blend(std::vector<RowStream> sources, const std::vector<double>& weights)
     size_t chosen = 0;
     int64_t earliest = std::numeric_limits<int64_t>::max();
     for (size_t s = 0; s < weights_.size(); ++s) {
-      if (done[s] * period >= (slot + 1) * weights_[s]) continue;  // not released yet
+      if (done[s] * period >= (slot + 1) * weights_[s]) continue; // not released yet
       const int64_t deadline = ((done[s] + 1) * period + weights_[s] - 1) / weights_[s];
       if (deadline < earliest) earliest = deadline, chosen = s;
     }
@@ -278,7 +278,7 @@ int64_t Blend::rows_before_repeat() const {
   int64_t rows = std::numeric_limits<int64_t>::max();
   for (int64_t slot = 0; slot < period; ++slot) {
     const auto [source, row] = slots_[index(slot)];
-    const int64_t left = sources_[source].rows_per_epoch() - row;  // whole periods before a repeat
+    const int64_t left = sources_[source].rows_per_epoch() - row; // whole periods before a repeat
     rows = std::min(rows,
         (std::max<int64_t>(0, left) + weights_[source] - 1) / weights_[source] * period + slot);
   }
@@ -347,7 +347,7 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
     ++batch.num_rows;
     batch.trained_tokens += row.trained_tokens();
   }
-  cu_seqlens.push_back(narrow<int32_t>(std::ssize(tokens)));  // the largest of all int32 numbers
+  cu_seqlens.push_back(narrow<int32_t>(std::ssize(tokens))); // the largest of all int32 numbers
   for (size_t i = 1; i < cu_seqlens.size(); ++i)
     batch.max_seqlen = std::max(batch.max_seqlen, cu_seqlens[i] - cu_seqlens[i - 1]);
   batch.tokens = upload(tensor_of(tokens), device);

@@ -8,9 +8,9 @@ namespace pith {
 // A row of a batch before it becomes tensors.
 struct Row {
   std::vector<int64_t> tokens, labels;
-  std::vector<int64_t> positions;        // restart at documents, unless document_mask is off
-  std::vector<int64_t> document_begins;  // indices into tokens; the first is 0
-  int64_t padding = 0;                   // of the tokens, at the end; a document of its own
+  std::vector<int64_t> positions; // restart at documents, unless document_mask is off
+  std::vector<int64_t> document_begins; // indices into tokens; the first is 0
+  int64_t padding = 0; // of the tokens, at the end; a document of its own
 
   int64_t trained_tokens() const { return std::ssize(labels) - std::ranges::count(labels, -100); }
 };
@@ -31,8 +31,8 @@ class RowStream {
   RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask, bool shuffle,
       Packing packing = Packing::concat);
   Row row(int64_t index) const;
-  int64_t trained_tokens(int64_t index) const;  // of row(index), without reading tokens
-  int64_t rows_per_epoch() const;  // concat: whole ones, floor(tokens / sequence_length)
+  int64_t trained_tokens(int64_t index) const; // of row(index), without reading tokens
+  int64_t rows_per_epoch() const; // concat: whole ones, floor(tokens / sequence_length)
   const Corpus& corpus() const;
  private:
   struct State;
@@ -52,10 +52,10 @@ class Blend {
  public:
   struct Place {
     size_t source;
-    int64_t row;  // of the source's own stream
+    int64_t row; // of the source's own stream
   };
   Blend(std::vector<RowStream> sources, const std::vector<double>& weights);
-  Blend(const RowStream& only) : Blend({only}, {1}) {}  // implicit: a stream is a blend of one
+  Blend(const RowStream& only) : Blend({only}, {1}) {} // implicit: a stream is a blend of one
   Place place(int64_t index) const;
   Row row(int64_t index) const {
     const auto [source, row] = place(index);
@@ -65,13 +65,13 @@ class Blend {
     const auto [source, row] = place(index);
     return sources_[source].trained_tokens(row);
   }
-  int64_t rows_before_repeat() const;  // until a source would begin its second epoch
+  int64_t rows_before_repeat() const; // until a source would begin its second epoch
   const std::vector<RowStream>& sources() const { return sources_; }
-  const std::vector<int64_t>& weights() const { return weights_; }  // reduced integers
+  const std::vector<int64_t>& weights() const { return weights_; } // reduced integers
  private:
   std::vector<RowStream> sources_;
   std::vector<int64_t> weights_;
-  std::vector<std::pair<uint32_t, uint32_t>> slots_;  // of a period: source, its row in the period
+  std::vector<std::pair<uint32_t, uint32_t>> slots_; // of a period: source, its row in the period
 };
 
 // Rows from a JSON file (`pithtrain trace`): a list of rows, each a list of documents, each a list
@@ -98,8 +98,5 @@ std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t glo
 // for layers with this window, the rest is that of the unsplit rows.
 MicroBatch split_context(
     const MicroBatch& whole, int64_t rank, int64_t size, at::Device device, int64_t window = 0);
-
-// Pairs of query and key that each of `size` ranks computes in an attention layer.
-std::vector<int64_t> context_work(const MicroBatch& whole, int64_t size);
 
 }

@@ -64,7 +64,7 @@ std::string incomplete(const fs::path& checkpoint) {
 }
 
 void delete_older(const fs::path& root, int64_t step, int64_t keep_last) {
-  int64_t kept = 1;  // the new one
+  int64_t kept = 1; // the new one
   for (const int64_t older : steps_under(root)) {
     const fs::path folder = root / step_name(older);
     if (older < step && incomplete(folder).empty() && ++kept > keep_last) set_aside(folder);
@@ -84,7 +84,7 @@ struct Save {
   template <class Part> void guard(const Part& part) const {
     const std::string problem = problem_of(part);
     if (problem.empty()) return;
-    std::error_code ignored;  // the first error is the one to tell
+    std::error_code ignored; // the first error is the one to tell
     if (rank == 0) fs::remove_all(temporary, ignored);
     PITH_FAIL("cannot save checkpoint {}: {}", (root / name).string(), problem);
   }
@@ -125,14 +125,14 @@ struct Save {
     if (const auto own = problem_of([&] { written = write_own_files(); }); !own.empty())
       problems.push_back(own);
     const auto done = [](int64_t of_rank) { return fmt::format(".done-{:05}", of_rank); };
-    if (rank > 0) {  // tells rank 0 what was written, as a manifest, or why it could not be
+    if (rank > 0) { // tells rank 0 what was written, as a manifest, or why it could not be
       const std::string part = done(rank) + ".part";
       write_file(temporary, part,
           problems.empty() ? manifest_text(content.step, written) : problems.front());
       fs::rename(temporary / part, temporary / done(rank));
     }
     const auto give_up = std::chrono::steady_clock::now() + std::chrono::minutes(10);
-    for (int64_t r = 1; rank == 0 && r < ranks; ++r) {  // in any case: nobody must write any more
+    for (int64_t r = 1; rank == 0 && r < ranks; ++r) { // in any case: nobody must write any more
       const fs::path file = temporary / done(r);
       while (!fs::exists(file) && std::chrono::steady_clock::now() < give_up)
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -227,7 +227,7 @@ std::vector<NamedTensor> collect_weights(std::span<ShardGroup> groups, const Com
       for (size_t i = 0; i < group.parameters().size(); ++i)
         for (const HfTensor& tensor : group.parameters()[i]->tensors) {
           Tensor whole = Parameter::view_of(group.slice(values, i), tensor);
-          if (tensor.rows > 0 && expert.size() > 1) {  // the other experts belong to it
+          if (tensor.rows > 0 && expert.size() > 1) { // the other experts belong to it
             const Tensor held = Parameter::view_of(group.slice(group.values, i), tensor);
             Tensor all = at::empty(tensor.whole_shape(), held.options());
             expert.all_gather_async(all, held).wait();
@@ -261,7 +261,7 @@ void CheckpointWriter::start(
   Save save{std::move(root), std::move(content), keep_last, world.rank(), world.size()};
   save.prepare(world);
   saving_ = std::async(std::launch::async, [save = std::move(save)]() mutable {
-    Save(std::move(save)).run();  // its memory must not wait for finish()
+    Save(std::move(save)).run(); // its memory must not wait for finish()
   });
 }
 
@@ -376,7 +376,7 @@ TrainingState TrainingState::from_json(const std::string& text, const std::strin
 }
 
 std::string TrainingState::differences(const Settings& saved, const Settings& now) {
-  std::map<std::string, std::pair<std::string, std::string>> values;  // of each key: saved, now
+  std::map<std::string, std::pair<std::string, std::string>> values; // of each key: saved, now
   for (const auto& [key, value] : saved) values[key] = {value, "not in use"};
   for (const auto& [key, value] : now)
     values.try_emplace(key, "not in use", "").first->second.second = value;

@@ -14,11 +14,11 @@ std::string state_key(
 // What this rank writes of one save, on the host; the last two on rank 0 only.
 struct CheckpointContent {
   int64_t step = 0;
-  std::vector<NamedTensor> weights;    // Hugging Face names and shapes, compute dtype
-  std::vector<NamedTensor> ema;        // the same of the moving average
-  std::vector<NamedTensor> optimizer;  // by state_key; flat, CPU, float32; moments may be bfloat16
-  std::vector<std::pair<std::string, std::string>> files;  // config.json, ...: name, bytes
-  std::string training_state;                              // JSON
+  std::vector<NamedTensor> weights; // Hugging Face names and shapes, compute dtype
+  std::vector<NamedTensor> ema; // the same of the moving average
+  std::vector<NamedTensor> optimizer; // by state_key; flat, CPU, float32; moments may be bfloat16
+  std::vector<std::pair<std::string, std::string>> files; // config.json, ...: name, bytes
+  std::string training_state; // JSON
 };
 
 // step-00000020/
@@ -41,7 +41,7 @@ class CheckpointWriter {
  public:
   ~CheckpointWriter();
   void start(fs::path root, CheckpointContent content, int64_t keep_last, const Comm& world = {});
-  void finish() {  // waits
+  void finish() { // waits
     if (saving_.valid()) saving_.get();
   }
  private:
@@ -50,7 +50,7 @@ class CheckpointWriter {
 
 struct Manifest {
   int64_t step = 0;
-  std::map<std::string, WrittenFile> files;  // by path relative to the checkpoint
+  std::map<std::string, WrittenFile> files; // by path relative to the checkpoint
 };
 Manifest parse_manifest(std::string_view text, const std::string& source);
 Manifest read_manifest(const fs::path& checkpoint);
@@ -81,19 +81,19 @@ class OptimizerReader {
   };
   fs::path folder_;
   std::vector<SafetensorsFile> files_;
-  std::map<std::string, std::vector<Piece>> pieces_;  // by "KIND/TENSOR"
+  std::map<std::string, std::vector<Piece>> pieces_; // by "KIND/TENSOR"
 };
 
 // training_state.json.
 struct TrainingState {
   using Settings = std::map<std::string, std::string>;
   int64_t step = 0;
-  int64_t updates = 0;         // of the weights: steps that were not skipped
-  int64_t skipped_in_row = 0;  // the last steps
-  int64_t rows_read = 0;       // the data cursor: rows of the blend consumed
+  int64_t updates = 0; // of the weights: steps that were not skipped
+  int64_t skipped_in_row = 0; // the last steps
+  int64_t rows_read = 0; // the data cursor: rows of the blend consumed
   int64_t tokens_seen = 0;
-  Settings data;      // what the cursor counts in; a difference on resume is refused
-  Settings schedule;  // schedule_settings; a difference has to be allowed
+  Settings data; // what the cursor counts in; a difference on resume is refused
+  Settings schedule; // schedule_settings; a difference has to be allowed
 
   std::string to_json() const;
   static TrainingState from_json(const std::string& text, const std::string& source);

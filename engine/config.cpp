@@ -2,14 +2,14 @@
 #include "engine/config.h"
 
 #define TOML_ENABLE_FORMATTERS 0
-#define TOML_ASSERT(condition) static_cast<void>(0)  // it asserts what it has not checked ("[#")
+#define TOML_ASSERT(condition) static_cast<void>(0) // it asserts what it has not checked ("[#")
 #include <toml++/toml.h>
 #include "engine/file_io.h"
 
 namespace pith {
 namespace {
 
-using Field = std::variant<std::string*, int64_t*, uint64_t*, double*, bool*,
+using Field = std::variant<std::string*, int64_t*, uint64_t*, double*, bool*, std::vector<int64_t>*,
     std::vector<DataSource>*, std::vector<TensorGroup>*>;
 
 template <auto section, auto member> Field field_of(RunConfig& config) {
@@ -17,11 +17,10 @@ template <auto section, auto member> Field field_of(RunConfig& config) {
 }
 
 struct Key {
-  std::string_view full;  // "training.lr"
+  std::string_view full; // "training.lr"
   Field (*field)(RunConfig&);
-  const char* limits;  // numbers: an interval; text: the allowed words, or "path" or empty
+  const char* limits; // numbers: an interval; text: the allowed words, or "path" or empty
   const char* description;
-  const char* synonyms = "";  // what other programs call it: only to suggest the right name
 
   std::string_view section() const { return full.substr(0, full.find('.')); }
   std::string_view name() const { return full.substr(full.find('.') + 1); }
@@ -31,71 +30,69 @@ struct Key {
   #section "." #name, field_of<&RunConfig::section, &decltype(RunConfig::section)::name>
 
 const Key kKeys[] = {
-    {KEY(run, folder), "path", "where metrics, checkpoints, this configuration go", "output_dir"},
+    {KEY(run, folder), "path", "where metrics, checkpoints, this configuration go"},
     {KEY(run, device), "auto|cpu|cuda", "auto takes a GPU where there is one"},
-    {KEY(run, threads), "[0, 4096]", "CPU threads; 0 = all", "num_threads"},
-    {KEY(model, config), "path", "config.json or its folder; empty = that of model.init", "path"},
-    {KEY(model, init), "path", "Hugging Face folder or checkpoint; empty = random", "weights"},
-    {KEY(model, dtype), "bfloat16|float32", "of computing; masters are float32", "precision"},
-    {KEY(model, num_layers), "[0, 1e5]", "cut to the first N layers; 0 = all", "layers"},
-    {KEY(parallel, pp), "[1, 1024]", "pipeline stages", "pipeline pipeline_parallel_size"},
-    {KEY(parallel, cp), "[1, 1024]", "ranks that share a sequence", "context_parallel_size"},
-    {KEY(parallel, ep), "[1, 1024]", "ranks that share experts", "expert_parallel_size"},
+    {KEY(run, threads), "[0, 4096]", "CPU threads; 0 = all"},
+    {KEY(model, config), "path", "config.json or its folder; empty = that of model.init"},
+    {KEY(model, init), "path", "Hugging Face folder or checkpoint; empty = random"},
+    {KEY(model, dtype), "bfloat16|float32", "of computing; masters are float32"},
+    {KEY(model, num_layers), "[0, 1e5]", "cut to the first N layers; 0 = all"},
+    {KEY(parallel, pp), "[1, 1024]", "pipeline stages"},
+    {KEY(parallel, cp), "[1, 1024]", "ranks that share a sequence"},
+    {KEY(parallel, ep), "[1, 1024]", "ranks that share experts"},
     {KEY(parallel, sharding), "fsdp|hsdp", "over all ranks of a stage, or in replicated blocks"},
     {KEY(parallel, hsdp_size), "[0, 1e6]", "hsdp: ranks of a block, a multiple of ep"},
     {KEY(parallel, weights), "keep|reshard", "hold weights whole, or gather for each use"},
     {KEY(parallel, chunks), "", "layers of each of 2 pp chunks, as \"2,2,4,0\"; empty = by cost"},
     {KEY(parallel, head_share), "[0, 1)", "share of the tokens whose head stage 1 computes"},
     {KEY(parallel, recompute), "", "none, layer (keep only inputs of layers), or a list by stage"},
-    {KEY(data, train), "path", "corpus without .bin, or a blend of several", "path dataset"},
-    {KEY(data, validation), "path", "held-out corpus or corpora; empty = none", "eval"},
-    {KEY(data, sequence_length), "[1, 1e8]", "tokens a sequence", "seq_len max_length block_size"},
+    {KEY(data, train), "path", "corpus without .bin, or a blend of several"},
+    {KEY(data, validation), "path", "held-out corpus or corpora; empty = none"},
+    {KEY(data, sequence_length), "[1, 1e8]", "tokens a sequence"},
     {KEY(data, document_mask), "", "attention and positions stop at document borders"},
-    {KEY(data, seed), "[0, inf)", "order of documents", "shuffle_seed"},
+    {KEY(data, seed), "[0, inf)", "order of documents"},
     {KEY(data, packing), "concat|best_fit", "cut documents at row ends, or pad rows instead"},
-    {KEY(data, exhausted), "repeat|stop", "at the end of a corpus: next epoch, or end", "epochs"},
-    {KEY(training, steps), "[1, 1e9]", "optimizer steps of the run", "max_steps train_iters"},
-    {KEY(training, global_batch), "[1, 1e8]", "sequences a step", "batch_size"},
+    {KEY(data, exhausted), "repeat|stop", "at the end of a corpus: next epoch, or end"},
+    {KEY(training, steps), "[1, 1e9]", "optimizer steps of the run"},
+    {KEY(training, global_batch), "[1, 1e8]", "sequences a step"},
     {KEY(training, micro_batch), "[1, 1e8]", "sequences a micro-batch; divides global_batch"},
-    {KEY(training, lr), "(0, 1000]", "peak learning rate", "learning_rate max_lr"},
-    {KEY(training, schedule), "constant|cosine|wsd", "of lr after warm-up", "lr_scheduler_type"},
-    {KEY(training, warmup_steps), "[0, 1e9]", "steps of linear warm-up", "lr_warmup_iters"},
+    {KEY(training, lr), "(0, 1000]", "peak learning rate"},
+    {KEY(training, schedule), "constant|cosine|wsd", "of lr after warm-up"},
+    {KEY(training, warmup_steps), "[0, 1e9]", "steps of linear warm-up"},
     {KEY(training, decay_steps), "[0, 1e9]", "wsd: steps of the decay at the end"},
     {KEY(training, decay_shape), "linear|1-sqrt", "wsd: how the decay falls"},
-    {KEY(training, min_lr_ratio), "[0, 1]", "floor of the decay, as a share of lr", "min_lr"},
-    {KEY(training, weight_decay), "[0, 1000]", "of matrices, experts and embeddings", "wd"},
+    {KEY(training, min_lr_ratio), "[0, 1]", "floor of the decay, as a share of lr"},
+    {KEY(training, weight_decay), "[0, 1000]", "of matrices, experts and embeddings"},
     {KEY(training, weight_decay_other), "[0, 1000]", "of norms, biases and the router"},
-    {KEY(training, optimizer), "adamw|muon", "muon: of matrices, AdamW of the rest", "optim"},
-    {KEY(training, groups), "", "rules by tensor name; see docs/configuration.md", "param_groups"},
-    {KEY(training, moments), "float32|bfloat16", "how moments are kept", "moment_dtype"},
-    {KEY(training, beta1), "[0, 1)", "AdamW: first moment", "adam_beta1"},
-    {KEY(training, beta2), "[0, 1)", "AdamW: second moment", "adam_beta2"},
-    {KEY(training, epsilon), "(0, 1]", "AdamW: added to the root of the second moment", "eps"},
-    {KEY(training, muon_momentum), "[0, 1)", "Muon: Nesterov momentum", "momentum"},
-    {KEY(training, clip_norm), "[0, inf)", "clip gradients to this norm; 0 = off", "max_grad_norm"},
-    {KEY(training, ema_decay), "[0, 1)", "keep an average of the weights too; 0 = off", "ema"},
+    {KEY(training, optimizer), "adamw|muon", "muon: of matrices, AdamW of the rest"},
+    {KEY(training, groups), "", "rules by tensor name; see docs/configuration.md"},
+    {KEY(training, moments), "float32|bfloat16", "how moments are kept"},
+    {KEY(training, beta1), "[0, 1)", "AdamW: first moment"},
+    {KEY(training, beta2), "[0, 1)", "AdamW: second moment"},
+    {KEY(training, epsilon), "(0, 1]", "AdamW: added to the root of the second moment"},
+    {KEY(training, muon_momentum), "[0, 1)", "Muon: Nesterov momentum"},
+    {KEY(training, clip_norm), "[0, inf)", "clip gradients to this norm; 0 = off"},
+    {KEY(training, ema_decay), "[0, 1)", "keep an average of the weights too; 0 = off"},
     {KEY(training, skip_non_finite), "[0, 1e9]", "steps in a row skipped for NaN; 0 = stop at it"},
-    {KEY(training, balance_loss), "[0, inf)", "coefficient of the load-balance loss", "aux_loss"},
+    {KEY(training, balance_loss), "[0, inf)", "coefficient of the load-balance loss"},
     {KEY(training, balance_kind), "sequence|micro_batch|global_batch", "whose loads it balances"},
-    {KEY(training, z_loss), "[0, inf)", "coefficient of the router's z-loss", "z_loss_coeff"},
+    {KEY(training, z_loss), "[0, inf)", "coefficient of the router's z-loss"},
     {KEY(training, router_bias_rate), "[0, 1]", "step of balancing by bias (1e-3); 0 = off"},
     {KEY(training, force_balance), "", "route evenly whatever the router says: to measure speed"},
     {KEY(training, deterministic), "", "bit-identical when repeated or resumed"},
-    {KEY(training, seed), "[0, inf)", "initialisation of the weights", "random_seed"},
-    {KEY(training, init_std), "[0, 100]", "deviation of initial weights", "initializer_range"},
-    {KEY(validation, interval), "[0, 1e9]", "every so many steps; 0 = never", "eval_interval"},
-    {KEY(validation, tokens), "[1, inf)", "tokens a validation reads of each corpus", "eval_iters"},
-    {KEY(checkpoint, interval), "[0, 1e9]", "every so many steps; 0 = at the end", "save_interval"},
-    {KEY(checkpoint, keep_last), "[0, 1e6]", "newest to keep; 0 = all", "save_total_limit"},
+    {KEY(training, seed), "[0, inf)", "initialisation of the weights"},
+    {KEY(training, init_std), "[0, 100]", "deviation of initial weights"},
+    {KEY(validation, interval), "[0, 1e9]", "every so many steps; 0 = never"},
+    {KEY(validation, tokens), "[1, inf)", "tokens a validation reads of each corpus"},
+    {KEY(checkpoint, interval), "[0, 1e9]", "every so many steps; 0 = at the end"},
+    {KEY(checkpoint, keep_last), "[0, 1e6]", "newest to keep; 0 = all"},
     {KEY(checkpoint, resume), "", "go on from the newest complete checkpoint in run.folder"},
     {KEY(checkpoint, save), "", "false: never write one"},
     {KEY(checkpoint, allow_schedule_change), "", "resume with another schedule of lr than saved"},
     {KEY(log, tensorboard), "", "write TensorBoard event files too"},
     {KEY(log, check_finite), "", "stop at the first NaN or Inf and name the tensor"},
     {KEY(log, expert_counts), "[0, 1e9]", "record every expert's tokens every so many steps"},
-    {KEY(profile, first), "[0, 1e9]", "trace from this step on, into run.folder; 0 = never",
-        "steps"},
-    {KEY(profile, count), "[1, 1000]", "steps to trace"},
+    {KEY(profile, steps), "[1, 1e9]", "first and last to trace, into run.folder; [] = none"},
     {KEY(profile, tool), "trace|capture", "capture: ranges for nsys or ncu instead of a trace"},
     {KEY(profile, memory), "", "also a snapshot of all allocations"},
 };
@@ -107,7 +104,7 @@ const Key* find_key(std::string_view full) {
 }
 
 // The interval of a number: "[0, 1)", "(0, inf)".
-bool within(double value, std::string_view interval) {  // false for NaN
+bool within(double value, std::string_view interval) { // false for NaN
   double low = 0, high = 0;
   const size_t comma = interval.find(", ");
   std::from_chars(interval.data() + 1, interval.data() + comma, low);
@@ -264,6 +261,11 @@ void assign(const std::string& limits, const toml::node& node, const Field& fiel
     } else if constexpr (std::is_same_v<T, double>) {
       expect(node.is_number(), "a number");
       store(*node.value<double>(), target);
+    } else if constexpr (std::is_same_v<T, std::vector<int64_t>>) {
+      expect(node.is_array(), "an array of integers");
+      target->clear();
+      for (const toml::node& element : *node.as_array())
+        assign(limits, element, &target->emplace_back());
     } else if constexpr (std::is_same_v<T, std::vector<DataSource>>) {
       *target = sources_of(node);
     } else if constexpr (std::is_same_v<T, std::vector<TensorGroup>>) {
@@ -283,7 +285,7 @@ size_t edit_distance(std::string_view word, std::string_view other) {
   std::vector<size_t> row(other.size() + 1);
   std::iota(row.begin(), row.end(), 0);
   for (const char c : word) {
-    size_t before = row[0]++;  // of one letter less of both
+    size_t before = row[0]++; // of one letter less of both
     for (size_t j = 1; j <= other.size(); ++j)
       before = std::exchange(
           row[j], std::min({row[j] + 1, row[j - 1] + 1, before + (c == other[j - 1] ? 0 : 1)}));
@@ -291,8 +293,7 @@ size_t edit_distance(std::string_view word, std::string_view other) {
   return row.back();
 }
 
-// The key that was probably meant, by its name or what other programs call it: one of this section,
-// or one that is called nearly so in another.
+// The key that was probably meant: one of this section, or one called nearly so in another.
 std::string nearest_key(std::string_view full) {
   const size_t dot = full.find('.');
   const auto section = full.substr(0, dot == full.npos ? 0 : dot);
@@ -300,13 +301,9 @@ std::string nearest_key(std::string_view full) {
   std::string_view nearest;
   size_t smallest = std::numeric_limits<size_t>::max();
   for (const Key& key : kKeys) {
-    auto names = split(key.synonyms, ' ');
-    names.emplace_back(key.name());
-    for (const std::string& candidate : names) {
-      size_t distance = edit_distance(name, candidate);
-      if (!section.empty() && section != key.section()) distance += distance <= 1 ? 2 : 100;
-      if (distance < smallest) smallest = distance, nearest = key.full;
-    }
+    size_t distance = edit_distance(name, key.name());
+    if (!section.empty() && section != key.section()) distance += distance <= 1 ? 2 : 100;
+    if (distance < smallest) smallest = distance, nearest = key.full;
   }
   return std::string(nearest);
 }
@@ -363,7 +360,7 @@ class Reader {
         const toml::node* node = table.size() == 1 ? table.get("value") : nullptr;
         if (node && (!wants_text || node->is_string() || (sources && node->is_array())))
           return set(name, *node, place);
-      } catch (const toml::parse_error&) {  // the second time, what is not even text
+      } catch (const toml::parse_error&) { // the second time, what is not even text
       }
     }
     mistake(place, name, "not valid UTF-8");
@@ -400,6 +397,9 @@ class Reader {
         "only the schedule wsd has a decay of its own; this one is {}", t.schedule);
     rule(wsd || t.decay_shape == "linear", "training.decay_shape",
         "is of the schedule wsd; this one is {}", t.schedule);
+    rule(profile.steps.empty() ||
+            (profile.steps.size() == 2 && profile.steps[0] <= profile.steps[1]),
+        "profile.steps", "must be [] or [first, last]");
     rule(validation.interval == 0 || !data.validation.empty(), "validation.interval",
         "needs a corpus in data.validation");
     rule(validation.interval == 0 || validation.tokens >= data.sequence_length, "validation.tokens",
@@ -430,7 +430,7 @@ class Reader {
   }
 
   RunConfig config_;
-  std::string source_;  // of the file, in messages
+  std::string source_; // of the file, in messages
   std::vector<std::string> mistakes_;
 };
 
@@ -468,7 +468,7 @@ std::string describe_config_keys() {
   return by_section([&](const Key& key) {
     const Field field = key.field(defaults);
     const char* const types[] = {
-        "text", "integer", "integer", "float", "bool", "corpora", "groups"};
+        "text", "integer", "integer", "float", "bool", "integers", "corpora", "groups"};
     return fmt::format("  {:<22}{:<9}{:<12}{:<20} {}", key.name(), types[field.index()],
         toml_of(field), key.limits, key.description);
   });

@@ -4,18 +4,18 @@ namespace pith {
 
 // One corpus of several.
 struct DataSource {
-  std::string path;       // without extension
-  double weight = 1;      // of its rows in the blend; means nothing for validation
-  std::string name = {};  // in metrics; empty = the last part of path
+  std::string path; // without extension
+  double weight = 1; // of its rows in the blend; means nothing for validation
+  std::string name = {}; // in metrics; empty = the last part of path
   std::string label() const { return name.empty() ? fs::path(path).filename().string() : name; }
 };
 
 // Tensors that are trained in another way than the rest.
 struct TensorGroup {
-  std::string pattern;         // ECMAScript regular expression, searched in the Hugging Face name
-  std::string optimizer = {};  // adamw or muon; empty: as without the group
+  std::string pattern; // ECMAScript regular expression, searched in the Hugging Face name
+  std::string optimizer = {}; // adamw or muon; empty: as without the group
   double lr_scale = 1;
-  double weight_decay = -1;  // negative: as without the group
+  double weight_decay = -1; // negative: as without the group
 };
 
 // Defaults; descriptions and ranges stand in the table of config.cpp.
@@ -28,7 +28,7 @@ struct RunConfig {
     std::string config, init, dtype = "bfloat16";
     int64_t num_layers = 0;
   } model;
-  struct Parallel {  // processes = pp x dp x cp; dp follows from their number
+  struct Parallel { // processes = pp x dp x cp; dp follows from their number
     int64_t pp = 1, cp = 1, ep = 1;
     std::string sharding = "fsdp", weights = "keep", chunks, recompute = "none";
     int64_t hsdp_size = 0;
@@ -42,7 +42,7 @@ struct RunConfig {
     std::string packing = "concat", exhausted = "repeat";
   } data;
   struct Training {
-    int64_t steps = 1000, global_batch = 32, micro_batch = 1;  // batches in sequences
+    int64_t steps = 1000, global_batch = 32, micro_batch = 1; // batches in sequences
     double lr = 3e-4;
     std::string schedule = "cosine", decay_shape = "linear";
     int64_t warmup_steps = 0, decay_steps = 0;
@@ -70,7 +70,7 @@ struct RunConfig {
     int64_t expert_counts = 100;
   } log;
   struct Profile {
-    int64_t first = 0, count = 2;
+    std::vector<int64_t> steps;
     std::string tool = "trace";
     bool memory = false;
   } profile;

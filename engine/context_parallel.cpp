@@ -68,7 +68,7 @@ struct Side {
   RowSet rows(at::Device device) const {
     if (index.empty()) return {};
     RowSet set{index.front(), std::ssize(index), {}};
-    const bool neighbours = index.back() - index.front() + 1 == set.count;  // ascending
+    const bool neighbours = index.back() - index.front() + 1 == set.count; // ascending
     if (!neighbours) set.index = upload(tensor_of(index), device);
     return set;
   }
@@ -111,17 +111,17 @@ Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t 
     int64_t window, at::Device device) {
   std::vector<std::pair<int64_t, int64_t>> homes(index(rows.back()));
   const auto home = [&](int64_t position) -> auto& { return homes[index(position)]; };
-  for (int64_t member = 0; member < size; ++member) {  // rank and token of each position
+  for (int64_t member = 0; member < size; ++member) { // rank and token of each position
     int64_t token = 0;
     for (const int64_t position : tokens_of(rows, member, size)) home(position) = {member, token++};
   }
   const int32_t* in_document = whole.positions.const_data_ptr<int32_t>();
   const auto ranks = index(size);
   std::vector<int64_t> sent, send(ranks), received(ranks), next(ranks);
-  Side queries, keys;  // of this rank, in the unsplit rows
+  Side queries, keys; // of this rank, in the unsplit rows
   for (int64_t member = 0; member < size; ++member) {
     const std::vector<int64_t> its = tokens_of(rows, member, size);
-    for (size_t i = 0, end = 1; i < its.size(); i = end++) {  // neighbours in a document
+    for (size_t i = 0, end = 1; i < its.size(); i = end++) { // neighbours in a document
       while (end < its.size() && its[end] == its[end - 1] + 1 && in_document[its[end]] > 0) ++end;
       const int64_t first = its[i] - std::min<int64_t>(in_document[its[i]], window - 1);
       const Range reached{first, its[end - 1] + 1};
@@ -157,18 +157,6 @@ MicroBatch split_context(
   }
   if (size > 1 && window > 0) part.halo = halo_of(whole, rows, rank, size, window, device);
   return part;
-}
-
-std::vector<int64_t> context_work(const MicroBatch& whole, int64_t size) {
-  const auto rows = row_borders(whole, size);
-  std::vector<int64_t> work(index(size), 0);
-  for (int64_t rank = 0; rank < size; ++rank)
-    for (int64_t peer = 0; peer < size; ++peer)
-      for_each_piece(whole, rows, rank, peer, size, [&](const Range& q, const Range& k) {
-        const int64_t causal = q.size() * (q.size() + 1) / 2;
-        work[index(rank)] += peer == rank ? causal : q.size() * k.size();
-      });
-  return work;
 }
 
 }

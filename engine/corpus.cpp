@@ -7,9 +7,9 @@ namespace {
 using nlohmann::json;
 
 constexpr std::string_view kMagic("MMIDIDX\0\0", 9);
-constexpr size_t kHeader = 9 + 8 + 1 + 8 + 8;  // of the index: nothing behind it is aligned
+constexpr size_t kHeader = 9 + 8 + 1 + 8 + 8; // of the index: nothing behind it is aligned
 constexpr const char* kFormat = "pithtrain corpus";
-constexpr uint64_t kBlock = 256 << 10;  // bytes of PREFIX.bin under one sum of the side file
+constexpr uint64_t kBlock = 256 << 10; // bytes of PREFIX.bin under one sum of the side file
 
 // PREFIX.json.
 struct SideFile {
@@ -19,7 +19,7 @@ struct SideFile {
   int64_t documents = 0, tokens = 0;
   std::string index_xxh3;
   uint64_t block_bytes = kBlock;
-  std::string block_xxh3 = {};  // 16 hexadecimal digits a block
+  std::string block_xxh3 = {}; // 16 hexadecimal digits a block
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SideFile, format, version, vocab_size, tokenizer_hash, documents,
     tokens, index_xxh3, block_bytes, block_xxh3)
@@ -77,7 +77,7 @@ CorpusIndex parse_corpus_index(
   PITH_CHECK(load<int64_t>(index.documents, 0) == 0 &&
           load<int64_t>(index.documents, index.num_documents) == index.num_sequences,
       "{}: documents do not span all {} sequences", source, sequences);
-  int64_t tokens = 0;  // cannot overflow: at most 2^31 for each 12 bytes of the index
+  int64_t tokens = 0; // cannot overflow: at most 2^31 for each 12 bytes of the index
   const auto held = static_cast<int64_t>(bin_bytes / static_cast<uint64_t>(index.width));
   for (int64_t d = 0, s = 0; d < index.num_documents; ++d) {
     const auto end = load<int64_t>(index.documents, d + 1);
@@ -147,7 +147,7 @@ Corpus::Shard::Shard(std::string path) : prefix(std::move(path)) {
 void Corpus::Shard::verify(std::vector<std::string>& problems) const {
   const SideFile side = read_side_file(prefix + ".json").value_or(SideFile{});
   int64_t document = 0;
-  const auto document_at = [&](uint64_t byte) {  // the last one that begins at or before it
+  const auto document_at = [&](uint64_t byte) { // the last one that begins at or before it
     const auto token = static_cast<int64_t>(byte) / index.width;
     while (document + 1 < index.num_documents && index.begin(document + 1) <= token) ++document;
     return document;
@@ -164,7 +164,7 @@ void Corpus::Shard::verify(std::vector<std::string>& problems) const {
 
 Corpus::Corpus(const std::string& prefix) : prefix_(prefix), begins_{0} {
   std::vector<std::string> paths = corpus_shards(prefix);
-  if (paths.empty()) paths = {prefix};  // whose opening says what is missing
+  if (paths.empty()) paths = {prefix}; // whose opening says what is missing
   for (const std::string& path : paths) {
     const Shard& shard = shards_.emplace_back(path);
     PITH_CHECK(shard.index.width == shards_[0].index.width && shard.vocab_size == vocab_size() &&
@@ -223,7 +223,7 @@ std::vector<std::string> verify_corpus(const std::string& prefix) {
     for (const Corpus::Shard& shard : corpus.shards_) shard.verify(problems);
     std::vector<int64_t> ids(1 << 16);
     for (int64_t d = 0; d < corpus.num_documents(); ++d)
-      attempt([&] {  // an id outside the vocabulary: the first of this document
+      attempt([&] { // an id outside the vocabulary: the first of this document
         for (int64_t at = 0, left = corpus.length(d); left > 0;) {
           const int64_t count = std::min(left, std::ssize(ids));
           corpus.read(d, at, std::span(ids).first(index(count)));
@@ -346,7 +346,7 @@ void publish_corpus(const std::string& prefix, int64_t shards) {
       const fs::path from = working_name(prefix, shard, shards > 0) + extension + ".tmp";
       const fs::path to = final_name(prefix, shard, shards) + extension;
       kept.insert(to.filename());
-      if (!fs::exists(from)) continue;  // done before an interruption
+      if (!fs::exists(from)) continue; // done before an interruption
       if (old) fs::remove(to);
       else fs::rename(from, to);
     }

@@ -9,13 +9,13 @@ namespace pith {
 // (first sequence of each, then the sequence count). Checked: documents are contiguous ranges of
 // tokens, in order, that fill bin_bytes exactly.
 struct CorpusIndex {
-  int64_t width = 0;  // bytes of an id: 2 (uint16, code 8) or 4 (int32, code 4)
+  int64_t width = 0; // bytes of an id: 2 (uint16, code 8) or 4 (int32, code 4)
   int64_t num_sequences = 0, num_documents = 0, num_tokens = 0;
-  int64_t begin(int64_t document) const {  // first token; begin(num_documents) is num_tokens
+  int64_t begin(int64_t document) const { // first token; begin(num_documents) is num_tokens
     const int64_t sequence = load<int64_t>(documents, document);
     return sequence == num_sequences ? num_tokens : load<int64_t>(pointers, sequence) / width;
   }
-  const char *lengths = nullptr, *pointers = nullptr, *documents = nullptr;  // unaligned arrays
+  const char *lengths = nullptr, *pointers = nullptr, *documents = nullptr; // unaligned arrays
 };
 CorpusIndex parse_corpus_index(
     std::string_view bytes, uint64_t bin_bytes, const std::string& source);
@@ -29,9 +29,9 @@ class Corpus {
   const std::string& prefix() const { return prefix_; }
   int64_t num_documents() const { return begins_.back(); }
   int64_t num_tokens() const { return num_tokens_; }
-  int64_t vocab_size() const { return shards_[0].vocab_size; }  // 0 without a side file
-  const std::string& tokenizer_hash() const { return shards_[0].tokenizer_hash; }  // or ""
-  std::string fingerprint() const;  // hash of index, size and side file
+  int64_t vocab_size() const { return shards_[0].vocab_size; } // 0 without a side file
+  const std::string& tokenizer_hash() const { return shards_[0].tokenizer_hash; } // or ""
+  std::string fingerprint() const; // hash of index, size and side file
   std::string dtype() const { return shards_[0].index.width == 2 ? "uint16" : "int32"; }
   int64_t length(int64_t document) const {
     const CorpusIndex& index = locate(document).index;
@@ -40,13 +40,13 @@ class Corpus {
   // Copies tokens [begin, begin + out.size()) of a document. An id outside the vocabulary (without
   // a side file: a negative one) is an Error naming document and place.
   void read(int64_t document, int64_t begin, std::span<int64_t> out) const;
-  std::vector<int32_t> ids(int64_t document) const;  // all of a document
+  std::vector<int32_t> ids(int64_t document) const; // all of a document
  private:
   friend std::vector<std::string> verify_corpus(const std::string& prefix);
   struct Shard {
     explicit Shard(std::string path);
     void verify(std::vector<std::string>& problems) const;
-    std::string prefix, tokenizer_hash, facts;  // facts: what the fingerprint is of
+    std::string prefix, tokenizer_hash, facts; // facts: what the fingerprint is of
     int64_t vocab_size = 0;
     MappedFile index_file, bin;
     CorpusIndex index;
@@ -56,7 +56,7 @@ class Corpus {
 
   std::string prefix_;
   std::vector<Shard> shards_;
-  std::vector<int64_t> begins_;  // first document of each shard, and their number
+  std::vector<int64_t> begins_; // first document of each shard, and their number
   int64_t num_tokens_ = 0;
 };
 
@@ -81,14 +81,14 @@ class CorpusWriter {
       int64_t shard_tokens = 0, const CorpusProgress* resume = nullptr);
   ~CorpusWriter();
   void add_document(std::span<const int32_t> ids);
-  CorpusProgress sync();               // makes everything durable, to go on from there
-  int64_t close();                     // no more documents; returns what publish_corpus wants
-  void finish();                       // close and publish
-  void discard() { wanted_ = false; }  // what was written is removed in the end
+  CorpusProgress sync(); // makes everything durable, to go on from there
+  int64_t close(); // no more documents; returns what publish_corpus wants
+  void finish(); // close and publish
+  void discard() { wanted_ = false; } // what was written is removed in the end
  private:
   void open_shard();
   void close_shard();
-  std::string base() const;  // of the names of the open shard's files
+  std::string base() const; // of the names of the open shard's files
   std::string prefix_, tokenizer_hash_;
   int64_t vocab_size_, width_, shard_tokens_;
   bool wanted_;

@@ -12,7 +12,7 @@ ExpertExchange::ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_
   if (ranks == 1) return;
   const at::NoGradGuard no_grad;
   destination_ = topk_idx.div(local_experts_, "floor");
-  const Tensor same = destination_.unsqueeze(2) == destination_.unsqueeze(1);  // (T, K, K)
+  const Tensor same = destination_.unsqueeze(2) == destination_.unsqueeze(1); // (T, K, K)
   const Tensor repeated = same.tril(-1).any(-1);
   const Tensor owner = destination_;
   destination_ = destination_.masked_fill(repeated, -1);
@@ -20,7 +20,7 @@ ExpertExchange::ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_
   // By (rank, rows or expert); repeated entries count into a cell of their own.
   const int64_t width = 1 + local_experts_, cells = ranks * width;
   const Tensor rows = at::where(repeated, cells, owner * width).view({-1});
-  const Tensor slots = (topk_idx + owner + 1).view({-1});  // rank * width + 1 + local expert
+  const Tensor slots = (topk_idx + owner + 1).view({-1}); // rank * width + 1 + local expert
   const auto int32 = topk_idx.options().dtype(at::kInt);
   const Tensor cell = at::cat({rows, slots});
   Tensor counts = at::zeros({2, cells}, int32);

@@ -46,20 +46,20 @@ class ExpertExchange {
   void send(const Tensor& slots) { transfer(slots, received_, sent_); }
   void fetch(const Tensor& rows) { transfer(rows, sent_, received_); }
   void transfer(const Tensor& tensor, const std::vector<int64_t>& recv,
-      const std::vector<int64_t>& send);         // rows by member
-  Tensor take();                                 // the oldest transfer, complete
-  Tensor copies(const Tensor& rows) const;       // (T, N) -> (S, N)
-  Tensor sum_copies(const Tensor& slots) const;  // (S, N) -> (T, N)
+      const std::vector<int64_t>& send); // rows by member
+  Tensor take(); // the oldest transfer, complete
+  Tensor copies(const Tensor& rows) const; // (T, N) -> (S, N)
+  Tensor sum_copies(const Tensor& slots) const; // (S, N) -> (T, N)
 
   Comm group_;
-  Tensor topk_idx_, destination_;  // (T, K): expert; rank, -1 where an earlier entry goes too
+  Tensor topk_idx_, destination_; // (T, K): expert; rank, -1 where an earlier entry goes too
   int64_t local_experts_ = 0;
   // Host (2, size, 1 + local experts) int32, sent and received: rows, slots by expert, of each
   // rank. On CUDA a copy under way until counted_.
   Tensor counts_;
   std::optional<c10::Event> counted_;
-  std::vector<int64_t> sent_, received_;  // rows by rank
-  ExpertPlan by_rank_;                    // T rows to S copies, by rank
+  std::vector<int64_t> sent_, received_; // rows by rank
+  ExpertPlan by_rank_; // T rows to S copies, by rank
   std::deque<std::pair<Tensor, Work>> transfers_;
 };
 

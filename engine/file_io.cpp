@@ -54,7 +54,7 @@ OutputFile::OutputFile(fs::path path, uint64_t keep)
 }
 
 void OutputFile::append(std::string_view bytes) {
-  if (bytes.empty()) return;  // its data may be null
+  if (bytes.empty()) return; // its data may be null
   XXH3_64bits_update(sum_.get(), bytes.data(), bytes.size());
   bytes_ += bytes.size();
   if (std::fwrite(bytes.data(), 1, bytes.size(), file_.get()) != bytes.size()) fail(path_, "write");
@@ -79,7 +79,7 @@ std::string OutputFile::close() {
 nlohmann::json parse_json(std::string_view text, const std::string& source) {
   using nlohmann::json;
   using Event = json::parse_event_t;
-  std::vector<std::set<std::string>> keys;  // of the objects that are open
+  std::vector<std::set<std::string>> keys; // of the objects that are open
   const auto check = [&](int depth, Event event, json& parsed) {
     PITH_CHECK(depth < 64, "{}: values inside each other, more than 64 deep", source);
     if (event == Event::object_start) keys.emplace_back();
@@ -92,7 +92,7 @@ nlohmann::json parse_json(std::string_view text, const std::string& source) {
   try {
     return json::parse(text, check);
   } catch (const json::exception& error) {
-    const std::string_view what = error.what();  // "[json.exception.NAME.NUMBER] what and where"
+    const std::string_view what = error.what(); // "[json.exception.NAME.NUMBER] what and where"
     PITH_FAIL("{}: not JSON: {:.300}", source, what.substr(what.find("] ") + 2));
   }
 }

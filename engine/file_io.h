@@ -31,11 +31,11 @@ class OutputFile {
  public:
   explicit OutputFile(fs::path path, uint64_t keep = 0);
   void append(std::string_view bytes);
-  uint64_t bytes() const { return bytes_; }  // appended
+  uint64_t bytes() const { return bytes_; } // appended
   const fs::path& path() const { return path_; }
   void flush();
-  void sync();          // makes them durable
-  std::string close();  // makes it durable; returns the xxh3 of all bytes appended
+  void sync(); // makes them durable
+  std::string close(); // makes it durable; returns the xxh3 of all bytes appended
  private:
   fs::path path_;
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
@@ -45,7 +45,7 @@ class OutputFile {
 
 // Name, size and sum of a file; for safetensors also the sum of each tensor's bytes.
 struct WrittenFile {
-  std::string name;  // relative to its folder
+  std::string name; // relative to its folder
   uint64_t bytes = 0;
   std::string xxh3;
   std::map<std::string, std::string> tensors;
@@ -83,7 +83,7 @@ template <class T> T load(const char* array, int64_t i = 0) {
 }
 
 inline std::string hex(uint64_t value) { return fmt::format("{:016x}", value); }
-inline std::string xxh3(std::string_view bytes) {  // the 64-bit sum, as 16 digits
+inline std::string xxh3(std::string_view bytes) { // the 64-bit sum, as 16 digits
   return hex(XXH3_64bits(bytes.data(), bytes.size()));
 }
 

@@ -9,8 +9,8 @@ using nlohmann::json;
 
 constexpr const char* kIndex = "model.safetensors.index.json";
 constexpr const char* kSingle = "model.safetensors";
-constexpr std::string_view kUnnumbered = "weights-";  // files of write_weights
-constexpr size_t kListed = 3;                         // names of one kind that are listed singly
+constexpr std::string_view kUnnumbered = "weights-"; // files of write_weights
+constexpr size_t kListed = 3; // names of one kind that are listed singly
 
 // One error with all problems, a line each.
 [[noreturn]] void fail_with(const std::string& what, const std::vector<std::string>& problems) {
@@ -30,7 +30,7 @@ std::map<std::string, std::string> read_weight_map(const fs::path& path) {
   const json index = read_json(path);
   const auto map = exactly<Names>(index.is_object() ? index.value("weight_map", json()) : index);
   PITH_CHECK(map, "{}: there is no object weight_map of file names", path.string());
-  for (const auto& [name, file] : *map)  // in this folder: an index can't be trusted to stay inside
+  for (const auto& [name, file] : *map) // in this folder: an index can't be trusted to stay inside
     PITH_CHECK(fs::path(file).filename() == file && file != ".." && file != ".",
         "{}: {} lies in {}, which is not a file name", path.string(), name, file);
   return *map;
@@ -38,7 +38,7 @@ std::map<std::string, std::string> read_weight_map(const fs::path& path) {
 
 // The two tensors of one (E, K, N) in MXFP4, whose matrices lie there transposed.
 constexpr const char *kBlocks = "_blocks", *kScales = "_scales";
-constexpr int64_t kGroup = 32;  // numbers that share a scale
+constexpr int64_t kGroup = 32; // numbers that share a scale
 
 bool is_packed(const HfFolder& folder, const HfTensor& tensor) {
   return tensor.shape.size() == 3 && tensor.shape[1] % kGroup == 0 &&
@@ -49,7 +49,7 @@ bool is_packed(const HfFolder& folder, const HfTensor& tensor) {
 
 std::vector<std::string> summarize_names(std::vector<std::string> names) {
   std::ranges::sort(names, [](const std::string& a, const std::string& b) {
-    return ::strverscmp(a.c_str(), b.c_str()) < 0;  // numbers by their values
+    return ::strverscmp(a.c_str(), b.c_str()) < 0; // numbers by their values
   });
   static const std::regex number("[0-9]+");
   std::map<std::string, std::vector<std::string>> alike;
@@ -142,7 +142,7 @@ void import_tensor(const HfFolder& folder, const ImportTarget& to) {
   }
   const Tensor blocks = folder.tensor(name + kBlocks), scales = folder.tensor(name + kScales);
   const int64_t numel = to.tensor->shape[1] * to.tensor->shape[2];
-  for (int64_t e = to.first / numel; e * numel < last; ++e) {  // one matrix in memory at a time
+  for (int64_t e = to.first / numel; e * numel < last; ++e) { // one matrix in memory at a time
     const int64_t begin = std::max(to.first, e * numel), end = std::min(last, (e + 1) * numel);
     const Tensor matrix = dequantize_mxfp4(blocks[e], scales[e]).t().contiguous().view(-1);
     to.target.narrow(0, begin - to.first, end - begin)

@@ -11,11 +11,11 @@ class HfFolder {
  public:
   explicit HfFolder(const fs::path& folder);
   std::vector<std::string> names() const;
-  const SafetensorsFile* file_of(const std::string& name) const {  // null: there is no such tensor
+  const SafetensorsFile* file_of(const std::string& name) const { // null: there is no such tensor
     const auto found = file_of_.find(name);
     return found == file_of_.end() ? nullptr : &files_[found->second];
   }
-  Tensor tensor(const std::string& name) const;  // memory-mapped view
+  Tensor tensor(const std::string& name) const; // memory-mapped view
   const fs::path& path() const { return path_; }
   const std::vector<SafetensorsFile>& files() const { return files_; }
  private:

@@ -52,7 +52,7 @@ std::string step_line(const StepMetrics& m) {
       {"time", unix_seconds()}, {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
   for (const Scalars& values : {scalars_of(m), m.extra})
     for (const auto& [name, value] : values) {
-      line[name] = value;  // nlohmann writes null for what is not finite
+      line[name] = value; // nlohmann writes null for what is not finite
       if (!std::isfinite(value)) line["nonfinite"][name] = fmt::format("{}", value);
     }
   if (m.expert_counts.defined()) line["expert_load"] = expert_load(m.expert_counts, m.all_counts);

@@ -11,16 +11,16 @@ using Scalars = std::vector<std::pair<std::string, double>>;
 
 struct StepMetrics {
   int64_t step = 0, total_steps = 0;
-  double loss = 0;          // mean over the global batch's trained tokens, without balance loss
-  double balance_loss = 0;  // mean over MoE layers, without its coefficient; 1 = balanced
-  double grad_norm = 0;     // before clipping
+  double loss = 0; // mean over the global batch's trained tokens, without balance loss
+  double balance_loss = 0; // mean over MoE layers, without its coefficient; 1 = balanced
+  double grad_norm = 0; // before clipping
   double lr = 0;
-  int64_t tokens = 0, trained_tokens = 0;  // of this step; tokens: all inputs
-  int64_t tokens_seen = 0;                 // since the start of the run
-  double seconds = 0;                      // of this step
-  double mfu = 0;                          // 0 .. 1; 0 = peak not known
+  int64_t tokens = 0, trained_tokens = 0; // of this step; tokens: all inputs
+  int64_t tokens_seen = 0; // since the start of the run
+  double seconds = 0; // of this step
+  double mfu = 0; // 0 .. 1; 0 = peak not known
   double memory_peak_gib = 0;
-  Scalars extra;  // "validation/loss", ...
+  Scalars extra; // "validation/loss", ...
   // (MoE layers, E) float64 on the CPU: choices of this step, or undefined; all_counts: write them,
   // not only what they come to
   Tensor expert_counts;
@@ -39,15 +39,15 @@ class MetricsLog {
   // Appends to run_folder/metrics.jsonl, cut off before the first step after `resumed_step` or a
   // half-written line; for TensorBoard makes a new event file.
   MetricsLog(const fs::path& run_folder, int64_t resumed_step, bool tensorboard);
-  void write(const StepMetrics& metrics);  // to all sinks, and the progress line to stdout
+  void write(const StepMetrics& metrics); // to all sinks, and the progress line to stdout
   // A line in metrics.jsonl and on stdout (resume, save, validation, stop).
   void event(const std::string& name, const std::string& text);
  private:
   struct Sink {
     const char* name;
-    std::optional<OutputFile> file = {};  // none: left out
+    std::optional<OutputFile> file = {}; // none: left out
     void open(const fs::path& at, int64_t resumed_step);
-    void append(const std::string& bytes);  // and flushes
+    void append(const std::string& bytes); // and flushes
     void attempt(const std::function<void()>& part);
   };
   void print_line(const std::string& text);
@@ -55,7 +55,7 @@ class MetricsLog {
   Sink lines_{"metrics.jsonl"}, events_{"TensorBoard files"};
   bool print_ = true;
   int64_t last_step_;
-  std::deque<double> recent_seconds_;  // of the last steps
+  std::deque<double> recent_seconds_; // of the last steps
 };
 
 // "step   20/1000  loss 4.1234  grad  1.234  lr 3.00e-04   12.3k tok/s  mfu 31.0 %  mem  94.1 GiB
@@ -86,7 +86,7 @@ struct ProfileOptions {
   fs::path folder;
   int64_t rank;
   at::Device device;
-  std::string place;  // in the mesh: stands in the name of each range
+  std::string place; // in the mesh: stands in the name of each range
   bool capture, memory;
 };
 class Profile {

@@ -7,9 +7,9 @@
 namespace pith {
 
 struct ObjectiveResult {
-  Tensor loss;       // root of the backward pass, scaled by 1 / global trained tokens; or undefined
-  Tensor loss_sum;   // scalar float32: sum of the token losses of this micro-batch, no gradient
-  Tensor per_token;  // what the objective reports for each token (or row), no gradient
+  Tensor loss; // root of the backward pass, scaled by 1 / global trained tokens; or undefined
+  Tensor loss_sum; // scalar float32: sum of the token losses of this micro-batch, no gradient
+  Tensor per_token; // what the objective reports for each token (or row), no gradient
 };
 
 // Cross-entropy of the next token. per_token: log-probability of the label (T), 0 where it is -100.
@@ -26,7 +26,7 @@ struct NextTokenLoss {
 // Logits (float32) of the last token of each document, for sampling: per_token (D, V).
 struct LastTokenLogits {
   ObjectiveResult operator()(const Tensor& hidden, Parameter& head, const MicroBatch& batch) const {
-    const Tensor last = batch.cu_seqlens.slice(0, 1).to(at::kLong) - 1;  // (D)
+    const Tensor last = batch.cu_seqlens.slice(0, 1).to(at::kLong) - 1; // (D)
     return {{}, {}, head_logits(hidden.index_select(0, last), head)};
   }
 };

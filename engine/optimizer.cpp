@@ -7,7 +7,7 @@
 namespace pith {
 namespace {
 
-constexpr int64_t kBatchElements = int64_t{1} << 27;  // of matrices of one size, on a GPU
+constexpr int64_t kBatchElements = int64_t{1} << 27; // of matrices of one size, on a GPU
 
 double decay_of(const UpdateRule& rule, const RunConfig::Training& training) {
   if (rule.weight_decay >= 0) return rule.weight_decay;
@@ -16,8 +16,8 @@ double decay_of(const UpdateRule& rule, const RunConfig::Training& training) {
 
 // The directions of Muon's matrices of a group, on their way to every rank of its shard group.
 struct Directions {
-  Tensor whole = {}, part = {};       // undefined where it has none
-  std::vector<Tensor> matrices = {};  // views of `whole`
+  Tensor whole = {}, part = {}; // undefined where it has none
+  std::vector<Tensor> matrices = {}; // views of `whole`
   Work gather = {};
 };
 
@@ -47,8 +47,8 @@ Directions gather_directions(
 // What Muon subtracts, in the layout of the part. Collective.
 Tensor muon_updates(const ShardGroup& group, Directions& directions) {
   auto& [whole, part, matrices, gather] = directions;
-  std::map<std::pair<int64_t, int64_t>, std::vector<Tensor>> alike;  // this rank's, by size
-  std::vector<int64_t> work(index(group.shard().size()));  // each goes to the least busy rank
+  std::map<std::pair<int64_t, int64_t>, std::vector<Tensor>> alike; // this rank's, by size
+  std::vector<int64_t> work(index(group.shard().size())); // each goes to the least busy rank
   for (const Tensor& matrix : matrices) {
     const int64_t n = matrix.size(0), m = matrix.size(1);
     const auto least = std::ranges::min_element(work);
@@ -68,7 +68,7 @@ Tensor muon_updates(const ShardGroup& group, Directions& directions) {
     }
   }
   if (matrices.empty()) return {};
-  whole.zero_();  // the sum of one number and zeros is exact
+  whole.zero_(); // the sum of one number and zeros is exact
   for (auto& [matrix, result] : made) matrix.copy_(result);
   group.shard().reduce_scatter_async(part, whole).wait();
   return part;
@@ -81,7 +81,7 @@ std::vector<std::string> set_update_rules(
   std::vector<std::regex> patterns;
   for (const TensorGroup& group : training.groups) patterns.emplace_back(group.pattern);
   std::vector<bool> used(patterns.size());
-  std::map<std::string, std::pair<int64_t, int64_t>> rules;  // tensors, elements
+  std::map<std::string, std::pair<int64_t, int64_t>> rules; // tensors, elements
   const auto set = [&](const Parameter& parameter, HfTensor& tensor) {
     UpdateRule& rule = tensor.rule;
     const bool matrix = rule.decays && parameter.group != ParameterGroup::embedding;
@@ -157,7 +157,7 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
   Directions next = directions_of(0);
   for (size_t i = 0; i < groups.size(); ++i) {
     ShardGroup& group = groups[i];
-    Directions directions = std::exchange(next, directions_of(i + 1));  // gathered meanwhile
+    Directions directions = std::exchange(next, directions_of(i + 1)); // gathered meanwhile
     const Tensor updates = muon_updates(group, directions);
     for (const auto& [rule, begin, end, second] : group.segments()) {
       const auto part = [&](const Tensor& buffer) { return buffer.slice(0, begin, end); };
@@ -174,7 +174,7 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
     }
     if (group.ema.defined())
       group.ema.mul_(training.ema_decay).add_(group.master * (1 - training.ema_decay));
-    group.share_values();  // on its way until the next use
+    group.share_values(); // on its way until the next use
   }
 }
 
@@ -189,7 +189,7 @@ double learning_rate(const RunConfig::Training& training, int64_t step) {
   const double floor = t.min_lr_ratio * t.lr;
   if (step >= t.steps) return floor;
   const double progress = real(step - decay_begin) / real(t.steps - decay_begin);
-  const double gone = t.decay_shape == "linear" ? progress : std::sqrt(progress);  // wsd
+  const double gone = t.decay_shape == "linear" ? progress : std::sqrt(progress); // wsd
   const double share = wsd ? 1 - gone : 0.5 * (1 + std::cos(std::numbers::pi * progress));
   return floor + (t.lr - floor) * share;
 }

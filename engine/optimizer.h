@@ -14,7 +14,7 @@ inline void zero_grads(std::span<ShardGroup> groups) {
 // float64 on the device, the same on every rank. Collective.
 Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh);
 
-using Units = std::vector<std::vector<Parameter*>>;  // of a model's parameter_units()
+using Units = std::vector<std::vector<Parameter*>>; // of a model's parameter_units()
 
 // Sets the rules of all tensors by training.optimizer and training.groups, before shard groups are
 // made. Muon takes matrices and experts; other tensors of two dimensions where a group says so.

@@ -38,19 +38,19 @@ void accumulate(Tensor& total, const Tensor& part) {
 // What one layer of one micro-batch keeps for its backward pass.
 struct LayerRun {
   int64_t layer;
-  Tensor hidden;       // (T, H) leaf; where layers are recomputed only this and topk_idx stay
-  Attended attended;   // in the graph of stage 1
-  Tensor aux;          // balance loss times coefficient, a root of stage 1, or undefined
-  Attended joined;     // the same as leaves of later stages
-  Tensor shared_rows;  // (T, H) leaf of shared()
+  Tensor hidden; // (T, H) leaf; where layers are recomputed only this and topk_idx stay
+  Attended attended; // in the graph of stage 1
+  Tensor aux; // balance loss times coefficient, a root of stage 1, or undefined
+  Attended joined; // the same as leaves of later stages
+  Tensor shared_rows; // (T, H) leaf of shared()
   ExpertExchange exchange;
-  ExpertExchange::Arrived arrived;  // leaves of stage 3
-  Tensor expert_out;                // output of stage 3
-  Tensor returned, shared_leaf;     // leaves of stage 5
-  Tensor shared;                    // output of shared()
-  Tensor output;                    // (T, H)
-  bool again = false;               // recomputed in the backward pass
-  RoutingTape routes;               // with these routes
+  ExpertExchange::Arrived arrived; // leaves of stage 3
+  Tensor expert_out; // output of stage 3
+  Tensor returned, shared_leaf; // leaves of stage 5
+  Tensor shared; // output of shared()
+  Tensor output; // (T, H)
+  bool again = false; // recomputed in the backward pass
+  RoutingTape routes; // with these routes
 };
 
 struct Run {
@@ -59,11 +59,11 @@ struct Run {
   RoutingTape* tape;
   int chunk;
   int64_t microbatch;
-  Tensor embedded = {};               // (T, H), in the embedding's graph
-  std::vector<LayerRun> layers = {};  // the backward pass pops the last
-  Tensor hidden = {};                 // (T, H) leaf of the head
-  Tensor loss = {};                   // root of the head
-  Tensor handed_over = {};  // where both chunks meet on the last stage: hidden, then gradient
+  Tensor embedded = {}; // (T, H), in the embedding's graph
+  std::vector<LayerRun> layers = {}; // the backward pass pops the last
+  Tensor hidden = {}; // (T, H) leaf of the head
+  Tensor loss = {}; // root of the head
+  Tensor handed_over = {}; // where both chunks meet on the last stage: hidden, then gradient
   std::vector<WeightGradient> deferred = {};
 };
 
@@ -91,10 +91,10 @@ Work transfer(const Comm& pair, Tensor& in, const Tensor& out) {
 // One-way flows between neighbouring stages: hidden states and gradients of chunk 0 (down), chunk 1
 // (up), a shared head; a group each, in order of micro-batches: none waits for another.
 struct StageLink {
-  const Comm *from, *to;  // null: not another stage
+  const Comm *from, *to; // null: not another stage
   at::TensorOptions options;
   int64_t hidden_size;
-  size_t ahead;  // messages that may be under way
+  size_t ahead; // messages that may be under way
   std::deque<Work> sent = {};
 
   // (tokens, H). Asked for only when needed: NCCL holds processors while it waits, and a GPU that
@@ -163,15 +163,15 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   const Mesh& mesh_;
   RotaryTable rotary_;
   RouterTraining router_;
-  std::array<std::vector<int64_t>, 2> layers_;  // of this rank's two chunks
+  std::array<std::vector<int64_t>, 2> layers_; // of this rank's two chunks
   std::deque<StageLink> links_;
   ModelShards shards_;
   bool recompute_;
-  bool defers_;  // weight gradients over several actions: not if resharded
+  bool defers_; // weight gradients over several actions: not if resharded
   StageObserver observer_ = {};
 
-  bool last_ = false;                          // is this the last backward of its layers?
-  std::array<std::vector<Run>, 2> runs_ = {};  // [chunk][micro-batch]
+  bool last_ = false; // is this the last backward of its layers?
+  std::array<std::vector<Run>, 2> runs_ = {}; // [chunk][micro-batch]
   BatchResult result_ = {};
 
   void report(int64_t layer, const char* stage, const Tensor& tensor) const {
@@ -184,7 +184,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
         layer.again ? &layer.routes : run.tape};
   }
   const UnitShards& shards_of(int64_t layer) { return shards_.layers[layer]; }
-  bool grad_of(const LayerRun& layer) const {  // does its forward keep what its backward needs?
+  bool grad_of(const LayerRun& layer) const { // does its forward keep what its backward needs?
     return c10::GradMode::is_enabled() && (!recompute_ || layer.again);
   }
   Run& run_of(int chunk, int64_t microbatch) { return runs_[index(chunk)][index(microbatch)]; }
@@ -375,7 +375,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     for (Tensor* tensor : {&batch.tokens, &batch.labels, &batch.positions, &batch.row_id})
       *tensor = tensor->narrow(0, first, hidden.size(0));
     run.hidden = leaf(hidden);
-    const bool grad = c10::GradMode::is_enabled();  // the loss adds the head's gradient at once
+    const bool grad = c10::GradMode::is_enabled(); // the loss adds the head's gradient at once
     grad ? shards_.head.before_backward() : shards_.head.before_forward();
     ObjectiveResult value = objective(model_.final_norm(run.hidden), model_.head_weight(), batch);
     grad ? shards_.head.after_backward() : shards_.head.after_forward();
@@ -423,16 +423,16 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     const size_t pairs = std::min(layers_of(forward).size(), backward.layers.size());
     for (size_t i = 0; i < pairs; ++i) {
       LayerRun& b = backward.layers.back();
-      aggregate_backward(backward, b, grad);  // gradients start for the experts
+      aggregate_backward(backward, b, grad); // gradients start for the experts
       LayerRun& f = attend(forward, layers_of(forward)[i], hidden);
       std::vector<WeightGradient> weights;
       {
         const DeferWeightGradients defer(weights);
-        experts_backward(b);  // and come back during what follows
+        experts_backward(b); // and come back during what follows
       }
-      dispatch(forward, f);  // rows start for the experts
+      dispatch(forward, f); // rows start for the experts
       for (const WeightGradient& job : weights) add_weight_gradient(job);
-      experts(forward, f);  // results come back during the next line
+      experts(forward, f); // results come back during the next line
       grad = attend_backward(b);
       backward.layers.pop_back();
       hidden = aggregate(forward, f);
@@ -500,7 +500,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
       if (pass.kind != Pass::weight) continue;
       for (const WeightGradient& job : run.deferred) add_weight_gradient(job);
       run.deferred.clear();
-      if (last_ && defers_)  // else the backward was last
+      if (last_ && defers_) // else the backward was last
         for (const int64_t layer : layers_of(run)) shards_of(layer).after_backward(true);
     }
     for (StageLink& link : links_) link.finish();

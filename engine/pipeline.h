@@ -11,12 +11,12 @@ namespace pith {
 // Sums over one call's micro-batches, this rank's tokens and layers; left on the device. Losses and
 // reports are on stages that compute the head, of their tokens.
 struct BatchResult {
-  Tensor loss_sum;       // scalar float32, of token losses, or undefined
-  Tensor balance_sum;    // scalar float32, over rows and MoE layers, or undefined
-  Tensor z_sum;          // the same of logsumexp(router logits)^2 over tokens, where trained
-  Tensor expert_counts;  // (all layers, E) int64: this rank's choices
+  Tensor loss_sum; // scalar float32, of token losses, or undefined
+  Tensor balance_sum; // scalar float32, over rows and MoE layers, or undefined
+  Tensor z_sum; // the same of logsumexp(router logits)^2 over tokens, where trained
+  Tensor expert_counts; // (all layers, E) int64: this rank's choices
   int64_t num_moe_layers = 0;
-  std::vector<Tensor> per_token;  // the objective's, by micro-batch
+  std::vector<Tensor> per_token; // the objective's, by micro-batch
 };
 
 // Sees stage outputs by name, "model.layers.3.attend.rows": for traces, to find a NaN.
@@ -30,7 +30,7 @@ template <class Config> std::vector<int64_t> default_chunks(
   if (shape.pp == 1 && shape.ep == 1) return {layers, 0};
   const double head = 6.0 * real(config.vocab_size * config.hidden_size);
   const double layer = (config.size(sequence_length).flops_per_token - head) / real(layers);
-  constexpr double kHeadSpeed = 1.25;  // of its products over a layer's, measured on H200
+  constexpr double kHeadSpeed = 1.25; // of its products over a layer's, measured on H200
   return balance_chunks(shape.pp, layers, {3 * head / layer / kHeadSpeed, shape.head_share});
 }
 // What `place` holds of a model cut so. A tied head is not shared by two stages.
@@ -58,7 +58,7 @@ template <DecoderModel Model> class Pipeline {
       std::span<RoutingTape> tapes = {});
 
   void observe(StageObserver observer);
-  RouterState& router_state();  // first the configuration's bias; each forward reads it
+  RouterState& router_state(); // first the configuration's bias; each forward reads it
  private:
   struct Impl;
   std::shared_ptr<Impl> impl_;

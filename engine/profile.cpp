@@ -15,7 +15,7 @@ namespace {
 namespace profiler = torch::autograd::profiler;
 namespace settings = torch::profiler::impl;
 
-using Spans = std::vector<std::pair<uint64_t, uint64_t>>;  // begin and end in nanoseconds
+using Spans = std::vector<std::pair<uint64_t, uint64_t>>; // begin and end in nanoseconds
 
 // The same times in order, none of them twice.
 Spans merged(Spans spans) {
@@ -43,14 +43,14 @@ double alone(const std::pair<uint64_t, uint64_t>& span, const Spans& others) {
   return milliseconds({span}) - milliseconds(inside);
 }
 
-constexpr std::string_view kStage = "stage ";  // names of ranges: "stage dispatch, layer 3 (...)"
-std::optional<std::string> place_of_ranges;    // of the Profile that lives
+constexpr std::string_view kStage = "stage "; // names of ranges: "stage dispatch, layer 3 (...)"
+std::optional<std::string> place_of_ranges; // of the Profile that lives
 
 // What a trace says in words. On a CPU the operators take the kernels' place.
 std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device device) {
   Spans computing, communicating, both;
   uint64_t first = UINT64_MAX, last = 0;
-  std::map<std::string, std::pair<double, int64_t>> by_name;  // ms, calls
+  std::map<std::string, std::pair<double, int64_t>> by_name; // ms, calls
   struct Range {
     std::string stage;
     int64_t stream;
@@ -112,7 +112,7 @@ template <class F> F* torch_cuda(const char* name) {
   return reinterpret_cast<F*>(found);
 }
 
-void record_memory(bool on) {  // torch::cuda::_record_memory_history
+void record_memory(bool on) { // torch::cuda::_record_memory_history
   torch_cuda<void(
       bool, bool, int64_t, bool, bool, bool, bool, bool, const std::vector<std::string>&)>(
       "_ZN5torch4cuda22_record_memory_historyEbblbbbbbRKSt6vector"

@@ -7,7 +7,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr uint64_t kLargestHeader = 100'000'000;  // of the format's reference implementation
+constexpr uint64_t kLargestHeader = 100'000'000; // of the format's reference implementation
 constexpr size_t kMostDimensions = 64;
 
 constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {{"BF16", at::kBFloat16},
@@ -147,7 +147,7 @@ WrittenFile write_safetensors(const fs::path& path, const std::vector<NamedTenso
     offset += bytes;
   }
   header += '}';
-  header.resize((header.size() + 7) / 8 * 8, ' ');  // the data section starts aligned
+  header.resize((header.size() + 7) / 8 * 8, ' '); // the data section starts aligned
   PITH_CHECK(header.size() <= kLargestHeader, "{}: {} tensors are too many for one file",
       path.string(), tensors.size());
   OutputFile out(path);

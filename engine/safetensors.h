@@ -8,7 +8,7 @@ namespace pith {
 struct TensorEntry {
   at::ScalarType dtype;
   std::vector<int64_t> shape;
-  uint64_t begin, end;  // bytes in the data section
+  uint64_t begin, end; // bytes in the data section
 };
 
 // The header as the format defines it: 8 bytes length, JSON, data. An Error names `source` and the
@@ -16,7 +16,7 @@ struct TensorEntry {
 struct SafetensorsHeader {
   std::map<std::string, TensorEntry> tensors;
   std::map<std::string, std::string> metadata;
-  uint64_t data_offset = 0;  // in the file
+  uint64_t data_offset = 0; // in the file
 };
 SafetensorsHeader parse_safetensors_header(
     std::string_view head, uint64_t file_size, const std::string& source);
@@ -27,7 +27,7 @@ class SafetensorsFile {
   explicit SafetensorsFile(const fs::path& path);
   const SafetensorsHeader& header() const { return header_; }
   const fs::path& path() const { return path_; }
-  std::string_view bytes(const std::string& name) const;  // of one tensor, as stored
+  std::string_view bytes(const std::string& name) const; // of one tensor, as stored
   // CPU; do not write to it. No copy, unless the data are not aligned to the dtype in this file.
   Tensor tensor(const std::string& name) const;
  private:

@@ -11,7 +11,7 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   PITH_CHECK(options.top_k >= 0, "top_k {}: must be at least 0", options.top_k);
   size_t best = 0;
   for (size_t i = 0; i < logits.size(); ++i) {
-    PITH_CHECK(logits[i] < std::numeric_limits<float>::infinity(),  // false for NaN
+    PITH_CHECK(logits[i] < std::numeric_limits<float>::infinity(), // false for NaN
         "sampling: the logit of token {} is {}", i, logits[i]);
     if (logits[i] > logits[best]) best = i;
   }
@@ -25,7 +25,7 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
     const float x = logits[index(a)], y = logits[index(b)];
     return x != y ? x > y : a < b;
   };
-  const auto weight = [&](int32_t id) {  // probability over that of the best token
+  const auto weight = [&](int32_t id) { // probability over that of the best token
     const double difference = double{logits[index(id)]} - double{logits[best]};
     return std::exp(difference / options.temperature);
   };
@@ -52,13 +52,13 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   if (options.min_p > 0) std::erase_if(ids, [&](int32_t id) { return weight(id) < options.min_p; });
 
   const Philox4 bits = philox(stream_key(options.seed, "sampling"), draw_index);
-  const uint64_t high = bits.word[0] >> 5, low = bits.word[1] >> 6;  // 53 bits: uniform in [0, 1)
+  const uint64_t high = bits.word[0] >> 5, low = bits.word[1] >> 6; // 53 bits: uniform in [0, 1)
   const double target = real((high << 26) | low) * 0x1p-53 * total_weight();
   double sum = 0;
   int32_t drawn = static_cast<int32_t>(best);
   for (const int32_t id : ids) {
     const double w = weight(id);
-    if (w > 0) drawn = id;  // the last one also catches a target lost to rounding
+    if (w > 0) drawn = id; // the last one also catches a target lost to rounding
     sum += w;
     if (w > 0 && sum > target) break;
   }

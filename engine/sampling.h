@@ -3,10 +3,10 @@
 namespace pith {
 
 struct SamplingOptions {
-  double temperature = 1;  // 0 = greedy: the highest logit
-  double top_p = 1;        // 1 = off
-  double min_p = 0;        // 0 = off
-  int64_t top_k = 0;       // 0 = off
+  double temperature = 1; // 0 = greedy: the highest logit
+  double top_p = 1; // 1 = off
+  double min_p = 0; // 0 = off
+  int64_t top_k = 0; // 0 = off
   uint64_t seed = 0;
 };
 

@@ -78,7 +78,7 @@ std::vector<Action> make_schedule(
     for (int64_t i = 0; i < n; ++i) b.forward(0), b.forward(1), b.backward(1), b.backward(0);
     return b.actions;
   }
-  const int64_t after = ranks - 1 - rank;  // ranks between this one and the turn of the V
+  const int64_t after = ranks - 1 - rank; // ranks between this one and the turn of the V
   for (int64_t i = 0; i < 2 * after; ++i) b.forward(0);
   for (int64_t i = 0; i <= rank; ++i) b.forward(0), b.forward(1);
   for (int64_t i = 0; i < after; ++i) b.backward(1, true), b.weight(), b.forward(1);
@@ -130,7 +130,7 @@ Simulation simulate(
   // When a micro-batch leaves each station of its way: the chunks forward, rank 1's share of the
   // head, the chunks in reverse back.
   std::vector<std::vector<double>> left(4 * count + 1, std::vector<double>(index(n), kNever));
-  std::vector<double> at_head(index(n), kNever);  // when it comes to the head
+  std::vector<double> at_head(index(n), kNever); // when it comes to the head
 
   for (bool moved = true; moved;) {
     moved = false;
@@ -232,7 +232,7 @@ std::vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts hea
   std::vector<int64_t> best(chunks, 0);
   for (size_t layer = 0; layer < index(layers); ++layer) ++best[layer % chunks];
   Simulation now = step(best);
-  for (bool improved = true; improved;) {  // moves single layers off the busiest rank
+  for (bool improved = true; improved;) { // moves single layers off the busiest rank
     improved = false;
     const std::vector<int64_t> start = best;
     const auto busiest = index(std::ranges::min_element(now.bubble) - now.bubble.begin());

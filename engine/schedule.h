@@ -7,10 +7,10 @@ namespace pith {
 struct Pass {
   enum Kind : char {
     forward = 'F',
-    backward = 'B',        // input and weight gradients
-    backward_input = 'I',  // the same with the weight gradients put off
-    weight = 'W',          // the weight gradients put off by backward_input
-    head = 'H',            // rank 1's share of the head, forward and backward
+    backward = 'B', // input and weight gradients
+    backward_input = 'I', // the same with the weight gradients put off
+    weight = 'W', // the weight gradients put off by backward_input
+    head = 'H', // rank 1's share of the head, forward and backward
   } kind;
   int chunk;
   int64_t microbatch;
@@ -25,7 +25,7 @@ std::vector<Action> make_schedule(
     int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head = false);
 // The forward passes alone: validation, scoring.
 std::vector<Action> forward_schedule(int64_t n);
-std::string to_string(const std::vector<Action>& schedule);  // "F0:0 F1:0 F0:1|B1:0 ..."
+std::string to_string(const std::vector<Action>& schedule); // "F0:0 F1:0 F0:1|B1:0 ..."
 
 // Time of one chunk in any unit; `hidden`: what a forward saves against a backward (the smaller of
 // the two chunks' counts).
@@ -43,10 +43,10 @@ struct Simulation {
     double begin, end;
   };
   double makespan = 0;
-  std::vector<std::vector<Action>> actions;      // by rank
-  std::vector<std::vector<Interval>> intervals;  // of these actions
-  std::vector<double> bubble;                    // idle time by rank
-  std::vector<int64_t> peak_activations;         // chunks kept at once by rank
+  std::vector<std::vector<Action>> actions; // by rank
+  std::vector<std::vector<Interval>> intervals; // of these actions
+  std::vector<double> bubble; // idle time by rank
+  std::vector<int64_t> peak_activations; // chunks kept at once by rank
 };
 // costs[chunk of the whole model], 2 * ranks of them. The bubble with equal costs is
 // (ranks - 1) (F&B + B - 3 W).

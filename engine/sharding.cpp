@@ -6,7 +6,7 @@
 namespace pith {
 namespace {
 
-constexpr int64_t kAlignment = 64;  // elements: rows of BF16 matrices start on 128-byte borders
+constexpr int64_t kAlignment = 64; // elements: rows of BF16 matrices start on 128-byte borders
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -82,7 +82,7 @@ std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
   std::vector<Piece> pieces;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     for (const HfTensor& tensor : parameters_[i]->tensors) {
-      const int64_t at = offsets_[i] + tensor.offset - part_begin();  // its start in the part
+      const int64_t at = offsets_[i] + tensor.offset - part_begin(); // its start in the part
       const int64_t begin = std::max<int64_t>(at, 0);
       const int64_t end = std::min(at + tensor.numel(), value_part.numel());
       if (begin >= end) continue;
@@ -106,7 +106,7 @@ void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTenso
   if (output || decay || init == Init::normal)
     fill_normal(target, seed, tensor.name, decay ? 1 : output ? output_std : init_std, first);
   else target.fill_(init == Init::ones ? 1 : 0);
-  if (decay)  // from normal to uniform by the distribution function
+  if (decay) // from normal to uniform by the distribution function
     target.div_(-std::numbers::sqrt2).erfc_().mul_((16 - 0.01) / 2).add_(0.01).log_();
 }
 
@@ -191,7 +191,7 @@ void ShardGroup::start_reduction() {
 }
 
 Work ShardGroup::finish_reduction() {
-  gather_.wait();  // of a unit that this step did not use: value_part is about to be written
+  gather_.wait(); // of a unit that this step did not use: value_part is about to be written
   reduction_.wait();
   for (; !reductions_->empty(); reductions_->pop_front()) reductions_->front().finish();
   return replicate_.all_reduce_async(grad_part);
@@ -224,7 +224,7 @@ std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Paramete
 
 void finish_step(std::span<ShardGroup> groups, const std::function<void(const ShardGroup&)>& then) {
   for (ShardGroup& group : groups) group.start_reduction();
-  for (ShardGroup& group : std::views::reverse(groups)) {  // as the backward pass did
+  for (ShardGroup& group : std::views::reverse(groups)) { // as the backward pass did
     group.finish_reduction().wait();
     then(group);
   }

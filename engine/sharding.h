@@ -6,12 +6,12 @@
 
 namespace pith {
 
-struct ModelPart;  // models/model.h
+struct ModelPart; // models/model.h
 
 // What training keeps of each element beside its master weight.
 struct OptimizerStates {
   bool bf16_moments = false;
-  bool ema = false;  // a moving average of the weights
+  bool ema = false; // a moving average of the weights
 };
 
 // keep: weights and gradients stay whole; one reduce-scatter a step. reshard: weights are whole
@@ -31,7 +31,7 @@ class ShardGroup {
   struct Segment {
     UpdateRule rule;
     int64_t begin, end;
-    int64_t second = 0;  // where it begins in exp_avg_sq; Muon has no second moments
+    int64_t second = 0; // where it begins in exp_avg_sq; Muon has no second moments
   };
   // Elements [first, first + count) of a tensor are [begin, begin + count) of the part.
   struct Piece {
@@ -39,7 +39,7 @@ class ShardGroup {
     const HfTensor* tensor;
     int64_t first, begin, count;
   };
-  enum class Use { training, inference };  // inference: no gradients, masters, moments
+  enum class Use { training, inference }; // inference: no gradients, masters, moments
 
   // `unit`: which of the model's units it belongs to, counted from the last.
   ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device, Use use,
@@ -59,8 +59,8 @@ class ShardGroup {
 
   // The pipeline's verbs; in keep mode before_* waits for shared values, the others but the last do
   // nothing. Calls nest: several micro-batches' passes may be open at once.
-  void prefetch();        // starts to gather the weights, ahead of before_*; idempotent
-  void before_forward();  // Parameter::value may be read on the current stream until the next one
+  void prefetch(); // starts to gather the weights, ahead of before_*; idempotent
+  void before_forward(); // Parameter::value may be read on the current stream until the next one
   void after_forward();
   // Parameter::value may be read and Parameter::grad added to until after_backward(), when delayed
   // weight gradients are in too. A forward that adds some (the head's) stands between these two.
@@ -69,7 +69,7 @@ class ShardGroup {
   // backward of this group follows in this step. At most two groups' whole gradients wait.
   void after_backward(bool last = false);
 
-  void zero_grad() {  // the start of a step
+  void zero_grad() { // the start of a step
     (mode_ == ShardMode::keep ? grads : grad_part).zero_();
     reduced_ = false;
   }
@@ -84,9 +84,9 @@ class ShardGroup {
   ShardMode mode() const { return mode_; }
   int64_t unit() const { return unit_; }
   int64_t part_begin() const { return shard_.rank() * value_part.numel(); }
-  std::vector<Piece> pieces() const;              // what this rank's part holds, in order
-  int64_t second_moment_at(int64_t begin) const;  // of a piece, in exp_avg_sq; -1: it is Muon's
-  Tensor slice(const Tensor& buffer, size_t i) const {  // parameter i's of a whole buffer, flat
+  std::vector<Piece> pieces() const; // what this rank's part holds, in order
+  int64_t second_moment_at(int64_t begin) const; // of a piece, in exp_avg_sq; -1: it is Muon's
+  Tensor slice(const Tensor& buffer, size_t i) const { // parameter i's of a whole buffer, flat
     return buffer.narrow(0, offsets_[i], parameters_[i]->numel());
   }
 
@@ -115,11 +115,11 @@ class ShardGroup {
   Comm shard_, replicate_;
   ShardMode mode_;
   int64_t unit_;
-  Tensor gathered_, opened_;                // reshard: the memory of values and grads
-  Work gather_, reduction_;                 // under way: of the weights; keep: into grad_part
-  int64_t uses_ = 0, backwards_ = 0;        // open before_*, before_backward
-  bool reduced_ = false;                    // keep: the reduction of this step is started
-  std::shared_ptr<Reductions> reductions_;  // reshard: under way, of all groups of a model
+  Tensor gathered_, opened_; // reshard: the memory of values and grads
+  Work gather_, reduction_; // under way: of the weights; keep: into grad_part
+  int64_t uses_ = 0, backwards_ = 0; // open before_*, before_backward
+  bool reduced_ = false; // keep: the reduction of this step is started
+  std::shared_ptr<Reductions> reductions_; // reshard: under way, of all groups of a model
 };
 
 // Elements [first, first + target.numel()) of one tensor.
@@ -150,7 +150,7 @@ struct UnitShards {
   }
  private:
   void start(void (ShardGroup::*verb)()) const {
-    prefetch();  // of all, before the first one waits
+    prefetch(); // of all, before the first one waits
     std::ranges::for_each(groups, verb);
   }
 };
@@ -158,7 +158,7 @@ struct UnitShards {
 // Addresses into a part's groups. head_weight: null where it has no head.
 struct ModelShards {
   UnitShards embedding, head;
-  std::map<int64_t, UnitShards> layers;  // by index in the whole model
+  std::map<int64_t, UnitShards> layers; // by index in the whole model
   ModelShards() = default;
   ModelShards(std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight);
 };

@@ -5,8 +5,8 @@
 namespace pith {
 namespace {
 
-std::atomic<int64_t> first_signal_ns{0};  // 0 = none yet
-bool in_job = false;  // of several processes: there SIGTERM comes after another rank's failure
+std::atomic<int64_t> first_signal_ns{0}; // 0 = none yet
+bool in_job = false; // of several processes: there SIGTERM comes after another rank's failure
 static_assert(std::atomic<int64_t>::is_always_lock_free, "used inside a signal handler");
 
 // Calls only what POSIX lists as async-signal-safe: clock_gettime, write, _exit.
@@ -35,7 +35,7 @@ void install_signal_handlers() {
   in_job = launch_info().size > 1;
   struct sigaction action{};
   action.sa_handler = handle_stop;
-  action.sa_flags = SA_RESTART;  // a read or write in progress goes on
+  action.sa_flags = SA_RESTART; // a read or write in progress goes on
   sigemptyset(&action.sa_mask);
   for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
   std::signal(SIGPIPE, SIG_IGN);

@@ -16,7 +16,7 @@ const json& Fields::operator[](const char* key) const { return object_[key]; }
 int64_t Fields::count(const char* key, int64_t smallest) {
   if (!has(key)) return problem(key, "is missing"), smallest;
   if (!object_[key].is_number_integer()) return problem(key, "must be an integer"), smallest;
-  const auto value = object_[key].get<int64_t>();  // negative where it is too large for the type
+  const auto value = object_[key].get<int64_t>(); // negative where it is too large for the type
   if (value >= smallest && value <= (1 << 30)) return value;
   problem(key, fmt::format("must lie in [{}, 2^30]", smallest));
   return smallest;
@@ -186,8 +186,8 @@ json config_for_export(const std::string& source_json, const char* architecture,
   json object = json::parse(source_json);
   object["architectures"] = {architecture};
   object["num_hidden_layers"] = num_layers;
-  object.erase("router_state");  // of the weights that were read: with_router_state()
-  object.erase("torch_dtype");   // older name of dtype
+  object.erase("router_state"); // of the weights that were read: with_router_state()
+  object.erase("torch_dtype"); // older name of dtype
   object["dtype"] = dtype_name(dtype);
   if (object.contains("layer_types") && object["layer_types"].is_array()) {
     json& types = object["layer_types"];

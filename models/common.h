@@ -12,13 +12,13 @@ class Fields {
   explicit Fields(const nlohmann::json& object, std::string prefix = "")
       : object_(object), prefix_(std::move(prefix)) {}
 
-  bool has(const char* key) const;  // and not null
+  bool has(const char* key) const; // and not null
   const nlohmann::json& operator[](const char* key) const;
   int64_t count(const char* key, int64_t smallest = 1);
   int64_t count_or(const char* key, int64_t fallback, int64_t smallest = 1) {
     return has(key) ? count(key, smallest) : fallback;
   }
-  double number(const char* key, double fallback);  // positive
+  double number(const char* key, double fallback); // positive
   bool flag(const char* key, bool fallback);
   // A problem unless the field is absent or this: else unsupported.
   void only(const char* key, const nlohmann::json& value);
@@ -40,8 +40,8 @@ void read_common(Fields& fields, ModelConfig& config, const char* family,
 void read_heads(Fields& fields, ModelConfig& config, int64_t num_kv_heads, int64_t head_dim);
 
 struct RopeFields {
-  double partial = 0.25;      // of a head, in families that rotate a part
-  double softmax_factor = 1;  // the mscale of mscale_all_dim, squared
+  double partial = 0.25; // of a head, in families that rotate a part
+  double softmax_factor = 1; // the mscale of mscale_all_dim, squared
 };
 // rope_theta at the top level or in rope_parameters, YaRN in rope_scaling or there. Without `yarn`
 // a configuration that asks for it has a problem.
@@ -103,7 +103,7 @@ template <class ItsConfig, class ItsLayer> class Decoder {
   Tensor final_norm(const Tensor& hidden) {
     return rms_norm(hidden, norm_, config_.rms_norm_eps, config_.zero_centred);
   }
-  Parameter& head_weight() { return head_.shape.empty() ? embedding_ : head_; }  // or tied
+  Parameter& head_weight() { return head_.shape.empty() ? embedding_ : head_; } // or tied
   RotaryTable rotary(int64_t num_positions, at::Device device) const {
     return make_rotary_table(
         num_positions, config_.rotary_dim, config_.rope_theta, device, config_.yarn);
@@ -119,8 +119,8 @@ template <class ItsConfig, class ItsLayer> class Decoder {
  private:
   Config config_;
   ModelPart part_;
-  Parameter embedding_, norm_, head_;  // (V, H), (H), (V, H), as the part holds them
-  std::deque<Layer> layers_;           // a deque: operators keep addresses of parameters
+  Parameter embedding_, norm_, head_; // (V, H), (H), (V, H), as the part holds them
+  std::deque<Layer> layers_; // a deque: operators keep addresses of parameters
 };
 
 // mixing: floating-point operations of a token's attention, forward and backward.
@@ -151,11 +151,11 @@ Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size,
 
 // A dense MLP or shared experts; without parameters: undefined.
 struct SwigluMlp {
-  Parameter gate_up, down;  // (2 width, hidden): gate rows, then up rows; (hidden, width)
+  Parameter gate_up, down; // (2 width, hidden): gate rows, then up rows; (hidden, width)
 
   SwigluMlp() = default;
   SwigluMlp(const std::string& prefix, int64_t width, int64_t hidden);
-  Tensor operator()(const Tensor& rows);  // (T, H) -> (T, H)
+  Tensor operator()(const Tensor& rows); // (T, H) -> (T, H)
 };
 
 // Stages 3 and 5 with SwiGLU experts; on disk each expert's gate, up and down.
@@ -165,14 +165,14 @@ class SwigluMoe : public SumOfParts {
       const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan);
  protected:
   void make_experts(const std::string& prefix, const ModelConfig& config, const ModelPart& part);
-  Parameter router_, experts_gate_up_, experts_down_;  // (E, H); of a part (e, 2 I, H), (e, H, I)
+  Parameter router_, experts_gate_up_, experts_down_; // (E, H); of a part (e, 2 I, H), (e, H, I)
 };
 
 struct RouteChoice {
   int64_t k, num_experts;
-  bool normalize;                       // norm_topk_prob
-  int64_t groups = 1, topk_groups = 1;  // fewer: group_limited_topk()
-  double scale = 1;                     // of the weights
+  bool normalize; // norm_topk_prob
+  int64_t groups = 1, topk_groups = 1; // fewer: group_limited_topk()
+  double scale = 1; // of the weights
 };
 // Routes (or the context's: replayed, balanced), weights, balance loss of logits (T, E).
 void choose_routes(

@@ -5,7 +5,7 @@
 
 namespace pith {
 
-constexpr double kLatentEps = 1e-6;  // of the latents' norms, despite rms_norm_eps
+constexpr double kLatentEps = 1e-6; // of the latents' norms, despite rms_norm_eps
 
 void DeepseekV2Config::read(Fields& fields) {
   read_common(fields, *this, kName, "n_routed_experts");
@@ -118,8 +118,8 @@ Tensor DeepseekV2Layer::mix_tokens(const LayerContext& context, const Tensor& no
   };
   Tensor q = c.q_rank > 0 ? linear(latent_norm(parts[0], q_norm_), q_up_) : parts[0];
   q = turn(q.view({tokens, heads, c.qk_dim()}), c.plain_dim);
-  const Tensor latent = latent_norm(parts[1], kv_norm_);                // (T, R)
-  const Tensor rotary_key = turn(parts[2].unsqueeze(1), 0).squeeze(1);  // (T, Dr)
+  const Tensor latent = latent_norm(parts[1], kv_norm_); // (T, R)
+  const Tensor rotary_key = turn(parts[2].unsqueeze(1), 0).squeeze(1); // (T, Dr)
   if (context.cache == nullptr)
     return latent_attention(q, latent, rotary_key, kv_up_, c.v_dim,
         batch.ring.empty() ? whole_ring(span_of(batch), tokens) : batch.ring, c.softmax_scale,

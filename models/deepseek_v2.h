@@ -7,11 +7,11 @@ namespace pith {
 
 struct DeepseekV2Config : FamilyConfig<DeepseekV2Config> {
   static constexpr const char* kName = "deepseek_v2";
-  int64_t q_rank, kv_rank;      // q_rank 0: queries have no latent
-  int64_t plain_dim, v_dim;     // a query's or key's head: plain_dim + rotary_dim
-  int64_t dense_layers;         // the first
-  int64_t shared_experts;       // each as wide as an expert
-  int64_t groups, topk_groups;  // of experts; equal: no limit
+  int64_t q_rank, kv_rank; // q_rank 0: queries have no latent
+  int64_t plain_dim, v_dim; // a query's or key's head: plain_dim + rotary_dim
+  int64_t dense_layers; // the first
+  int64_t shared_experts; // each as wide as an expert
+  int64_t groups, topk_groups; // of experts; equal: no limit
   double routed_scale, softmax_scale;
 
   void read(Fields& fields);
@@ -33,11 +33,11 @@ class DeepseekV2Layer : public SwigluMoe {
 
   DeepseekV2Config config_;
   bool sparse_;
-  Parameter input_norm_, post_norm_, o_;  // (H), (H), (H, heads Dv)
-  Parameter in_;               // queries or their latent; latent of keys, values; rotary key
-  Parameter q_norm_, q_up_;    // with a query latent: (Rq), (heads Dqk, Rq)
-  Parameter kv_norm_, kv_up_;  // (R), (heads (Dn + Dv), R)
-  SwigluMlp mlp_;              // dense, or all shared experts
+  Parameter input_norm_, post_norm_, o_; // (H), (H), (H, heads Dv)
+  Parameter in_; // queries or their latent; latent of keys, values; rotary key
+  Parameter q_norm_, q_up_; // with a query latent: (Rq), (heads Dqk, Rq)
+  Parameter kv_norm_, kv_up_; // (R), (heads (Dn + Dv), R)
+  SwigluMlp mlp_; // dense, or all shared experts
 };
 
 using DeepseekV2Model = Decoder<DeepseekV2Config, DeepseekV2Layer>;

@@ -12,7 +12,7 @@ using nlohmann::json;
 void GptOssConfig::read(Fields& fields) {
   read_common(fields, *this, kName, "num_local_experts", "intermediate_size");
   read_heads(fields, *this, 8, 64);
-  intermediate_size = moe_intermediate_size;  // none is dense
+  intermediate_size = moe_intermediate_size; // none is dense
   rms_norm_eps = fields.number("rms_norm_eps", 1e-5);
   max_positions = fields.count_or("max_position_embeddings", 131072);
   window = fields.count_or("sliding_window", 128);
@@ -31,7 +31,7 @@ void GptOssConfig::read(Fields& fields) {
 
 std::string GptOssConfig::to_json(at::ScalarType dtype) const {
   json object = config_for_export(source_json, "GptOssForCausalLM", num_layers, dtype);
-  object.erase("quantization_config");  // what is written is not packed
+  object.erase("quantization_config"); // what is written is not packed
   return object.dump(2) + "\n";
 }
 
@@ -41,7 +41,7 @@ ModelSize GptOssConfig::size(int64_t sequence_length) const {
   // attention output; of each slot: gate and up, activation, result (its row is made again).
   const int64_t activations =
       6 * h + 3 * q + 3 * kv + experts_per_token * (h + 3 * moe_intermediate_size);
-  double keys = 0;  // that a token meets: mean over positions, all layers
+  double keys = 0; // that a token meets: mean over positions, all layers
   const double length = real(sequence_length), w = real(window);
   for (size_t i = 0; i < index(num_layers); ++i)
     keys += windowed[i] && w < length ? w - w * w / (2 * length) : length / 2;
@@ -99,9 +99,8 @@ Attended GptOssLayer::attend(const LayerContext& context, const Tensor& hidden) 
   const auto turned = [&](const Tensor& x) {
     return rotary(heads(x), context.batch.positions, context.rotary);
   };
-  const Tensor mixed =
-      attend_documents(context, turned(parts[0]), turned(parts[1]), heads(parts[2]),
-          1 / std::sqrt(real(d)), {.window = window_, .sinks = &sinks_});  // (T, Hq, D)
+  const Tensor mixed = attend_documents(context, turned(parts[0]), turned(parts[1]),
+      heads(parts[2]), 1 / std::sqrt(real(d)), {.window = window_, .sinks = &sinks_}); // (T, Hq, D)
 
   Attended out;
   out.residual = hidden + linear(mixed.reshape({tokens, q_size}), o_, &o_bias_);

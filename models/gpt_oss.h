@@ -8,11 +8,11 @@ namespace pith {
 // Weights may be in MXFP4.
 struct GptOssConfig : FamilyConfig<GptOssConfig> {
   static constexpr const char* kName = "gpt_oss";
-  std::vector<bool> windowed;  // per layer (before cut_layers)
+  std::vector<bool> windowed; // per layer (before cut_layers)
   double swiglu_alpha, swiglu_limit;
 
   void read(Fields& fields);
-  std::string to_json(at::ScalarType dtype) const;  // never of MXFP4
+  std::string to_json(at::ScalarType dtype) const; // never of MXFP4
   ModelSize size(int64_t sequence_length) const;
 };
 
@@ -27,9 +27,9 @@ class GptOssLayer : public SumOfParts {
   std::vector<Parameter*> parameters();
  private:
   GptOssConfig config_;
-  int64_t window_;  // 0: none
+  int64_t window_; // 0: none
   Parameter input_norm_, qkv_, qkv_bias_, sinks_, o_, o_bias_, post_norm_;
-  Parameter router_, router_bias_;  // (E, H), (E)
+  Parameter router_, router_bias_; // (E, H), (E)
   // Gates and ups alternate: (E, H, 2 I), (E, 2 I), (E, I, H), (E, H); E: of experts held.
   Parameter gate_up_, gate_up_bias_, down_, down_bias_;
 };

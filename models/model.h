@@ -29,21 +29,21 @@ struct LayerCache {
 
 // One micro-batch's routes, a layer an entry (undefined in dense layers).
 struct RoutingTape {
-  bool replay = false;                        // take topk_idx from here
-  std::vector<Tensor> topk_idx, topk_weight;  // (T, K) int64, float32
+  bool replay = false; // take topk_idx from here
+  std::vector<Tensor> topk_idx, topk_weight; // (T, K) int64, float32
 };
 
 // What balancing carries from step to step, one row a layer; in config.json as "router_state".
 struct RouterState {
-  Tensor bias;    // (layers, E) float32: added in the choice (Wang et al., 2408.15664)
-  Tensor shares;  // (layers, E) float64: of the last step's choices. Both: or undefined
+  Tensor bias; // (layers, E) float32: added in the choice (Wang et al., 2408.15664)
+  Tensor shares; // (layers, E) float64: of the last step's choices. Both: or undefined
 };
 
 struct RouterTraining {
-  double balance_loss = 0;     // its coefficient; 0: only measured
-  bool force_balance = false;  // balanced_routes() instead of the router
+  double balance_loss = 0; // its coefficient; 0: only measured
+  bool force_balance = false; // balanced_routes() instead of the router
   BalanceKind kind = BalanceKind::sequence;
-  double z_loss = 0;  // times the mean of logsumexp(logits)^2 (Zoph et al., 2202.08906)
+  double z_loss = 0; // times the mean of logsumexp(logits)^2 (Zoph et al., 2202.08906)
   RouterState state = {};
 };
 
@@ -52,9 +52,9 @@ struct LayerContext {
   const Mesh& mesh;
   const RotaryTable& rotary;
   const RouterTraining& router;
-  int64_t layer;      // index in the whole model
-  LayerCache* cache;  // this layer's in generation, else null
-  RoutingTape* tape;  // records or replays routes, or null
+  int64_t layer; // index in the whole model
+  LayerCache* cache; // this layer's in generation, else null
+  RoutingTape* tape; // records or replays routes, or null
 };
 
 inline AttentionSpan span_of(const MicroBatch& batch) {
@@ -82,18 +82,18 @@ inline Tensor attend_documents(const LayerContext& context, const Tensor& q, con
 }
 
 struct Attended {
-  Tensor rows;                             // (T, H) for experts and shared()
-  Tensor residual;                         // (T, H)
-  Tensor topk_idx;                         // (T, K) int64; undefined in a dense layer
-  Tensor topk_weight;                      // (T, K) float32; undefined in a dense layer
-  std::function<RouterBalance()> balance;  // empty in a dense layer
-  Tensor z_sum;                            // scalar float32, of logsumexp(logits)^2, or undefined
+  Tensor rows; // (T, H) for experts and shared()
+  Tensor residual; // (T, H)
+  Tensor topk_idx; // (T, K) int64; undefined in a dense layer
+  Tensor topk_weight; // (T, K) float32; undefined in a dense layer
+  std::function<RouterBalance()> balance; // empty in a dense layer
+  Tensor z_sum; // scalar float32, of logsumexp(logits)^2, or undefined
 };
 
 struct ModelPart {
-  std::vector<int64_t> layers;  // indices in the whole model, ascending
+  std::vector<int64_t> layers; // indices in the whole model, ascending
   bool embedding = true, head = true;
-  int64_t expert_begin, expert_end;  // of every MoE layer
+  int64_t expert_begin, expert_end; // of every MoE layer
 
   size_t place_of(int64_t layer) const {
     const auto at = std::ranges::lower_bound(layers, layer);
@@ -104,21 +104,21 @@ struct ModelPart {
 
 struct ModelConfig {
   int64_t vocab_size, hidden_size, num_layers, num_heads, max_positions;
-  int64_t num_kv_heads = 0, head_dim = 0;  // grouped-query attention
+  int64_t num_kv_heads = 0, head_dim = 0; // grouped-query attention
   int64_t num_experts, experts_per_token, moe_intermediate_size;
-  int64_t intermediate_size;  // of dense layers
+  int64_t intermediate_size; // of dense layers
   double rms_norm_eps, rope_theta;
-  int64_t rotary_dim;         // of a head, or of its turned part
-  Yarn yarn = {};             // of families that have it
-  bool zero_centred = false;  // norms multiply by 1 + weight
+  int64_t rotary_dim; // of a head, or of its turned part
+  Yarn yarn = {}; // of families that have it
+  bool zero_centred = false; // norms multiply by 1 + weight
   bool tie_embeddings;
-  int64_t window = 0;             // of layers that have one, the token included
-  std::string prefix = "model.";  // of names on disk but lm_head.weight
-  std::string source_json;        // as read: nothing is lost on export
+  int64_t window = 0; // of layers that have one, the token included
+  std::string prefix = "model."; // of names on disk but lm_head.weight
+  std::string source_json; // as read: nothing is lost on export
   RouterState router_state;
 
-  void cut_layers(int64_t layers);      // keeps the first
-  std::string generation_json() const;  // of a checkpoint
+  void cut_layers(int64_t layers); // keeps the first
+  std::string generation_json() const; // of a checkpoint
 };
 
 // Stage 5 of all families so far.
@@ -147,8 +147,8 @@ concept DecoderLayer = requires(Layer& layer, const LayerContext& context, const
 
 // For --dry-run, inspect and MFU.
 struct ModelSize {
-  int64_t parameters = 0;         // tied ones once
-  int64_t active_parameters = 0;  // that one token passes
+  int64_t parameters = 0; // tied ones once
+  int64_t active_parameters = 0; // that one token passes
   // Of a token, forward and backward: 6 per matrix weight (no embedding), causal half of attention.
   double flops_per_token = 0;
   // Elements in compute dtype that a token keeps for the backward pass, all layers.
@@ -166,16 +166,16 @@ concept DecoderModel = requires(Model& model, const Model& constant, const Tenso
   { constant.config() } -> std::same_as<const typename Model::Config&>;
   // tokens (T) -> hidden (T, H)
   { model.embed(tensor) } -> std::same_as<Tensor>;
-  { model.layer(i) } -> std::same_as<typename Model::Layer&>;  // i: in the whole model
+  { model.layer(i) } -> std::same_as<typename Model::Layer&>; // i: in the whole model
   // hidden (T, H) -> (T, H): the last norm; objectives multiply by the head's weight
   { model.final_norm(tensor) } -> std::same_as<Tensor>;
-  { model.head_weight() } -> std::same_as<Parameter&>;          // (V, H)
-  { constant.rotary(i, device) } -> std::same_as<RotaryTable>;  // i: positions
+  { model.head_weight() } -> std::same_as<Parameter&>; // (V, H)
+  { constant.rotary(i, device) } -> std::same_as<RotaryTable>; // i: positions
   // One list a unit of sharding (embedding, each layer, head), in forward order.
   { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
   { Model::Config::parse_file(fs::path()) } -> std::same_as<typename Model::Config>;
-  { config.to_json(at::kBFloat16) } -> std::same_as<std::string>;  // of a checkpoint
-  { config.size(i) } -> std::same_as<ModelSize>;                   // i: sequence length
+  { config.to_json(at::kBFloat16) } -> std::same_as<std::string>; // of a checkpoint
+  { config.size(i) } -> std::same_as<ModelSize>; // i: sequence length
 };
 
 inline ModelPart whole_model(int64_t num_layers, int64_t num_experts) {

@@ -38,7 +38,7 @@ void Qwen35MoeConfig::read(Fields& outer) {
   read_heads(fields, *this, 2, 256);
   zero_centred = true;
   max_positions = fields.count_or("max_position_embeddings", 32768);
-  intermediate_size = moe_intermediate_size;  // none is dense
+  intermediate_size = moe_intermediate_size; // none is dense
   shared_width = fields.count("shared_expert_intermediate_size");
   taps = fields.count_or("linear_conv_kernel_dim", 4);
   key_heads = fields.count_or("linear_num_key_heads", 16);
@@ -75,7 +75,7 @@ std::string Qwen35MoeConfig::to_json(at::ScalarType dtype) const {
   const bool nested = object.contains(kText);
   const std::string part = (nested ? object[kText] : object).dump();
   json text = config_for_export(part, "Qwen3_5MoeForCausalLM", num_layers, dtype);
-  if (text.contains("mtp_num_hidden_layers")) text["mtp_num_hidden_layers"] = 0;  // not written
+  if (text.contains("mtp_num_hidden_layers")) text["mtp_num_hidden_layers"] = 0; // not written
   if (!nested) return text.dump(2) + "\n";
   object["architectures"] = text["architectures"];
   object["dtype"] = text["dtype"];
@@ -86,7 +86,7 @@ std::string Qwen35MoeConfig::to_json(at::ScalarType dtype) const {
 
 ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
   const int64_t h = hidden_size, q = num_heads * head_dim, kv = num_kv_heads * head_dim;
-  const int64_t in = channels() + values() + 2 * value_heads;  // of a delta net
+  const int64_t in = channels() + values() + 2 * value_heads; // of a delta net
   int64_t activations = 0;
   double mixing = 0;
   for (int64_t layer = 0; layer < num_layers; ++layer) {
@@ -101,7 +101,7 @@ ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
   }
   ModelSize size = size_of<Qwen35MoeModel>(*this, mixing, activations);
   const auto deltas = std::ranges::count(delta.begin(), delta.begin() + num_layers, true);
-  size.scratch_per_token = deltas > 0 ? 34.0 * 4 * static_cast<double>(values()) : 0;  // FP32
+  size.scratch_per_token = deltas > 0 ? 34.0 * 4 * static_cast<double>(values()) : 0; // FP32
   size.slow_seconds_per_token = 4.6e-6 * static_cast<double>(deltas);
   return size;
 }
@@ -161,7 +161,7 @@ Tensor Qwen35MoeLayer::attention(const LayerContext& context, const Tensor& norm
   const int64_t kv_size = config_.num_kv_heads * d;
   const std::vector<Tensor> parts =
       at::split_with_sizes(linear(normed, in_), {2 * q_size, kv_size, kv_size}, 1);
-  const Tensor q_gate = parts[0].unflatten(1, {config_.num_heads, 2 * d});  // (T, Hq, 2 D)
+  const Tensor q_gate = parts[0].unflatten(1, {config_.num_heads, 2 * d}); // (T, Hq, 2 D)
   const auto heads = [&](const Tensor& x) { return x.unflatten(1, {config_.num_kv_heads, d}); };
   const auto turned = [&](const Tensor& x, Parameter& weight) {
     return rotary(rms_norm(x, weight, config_.rms_norm_eps, /*zero_centred=*/true),
@@ -189,7 +189,7 @@ Tensor Qwen35MoeLayer::delta_net(const LayerContext& context, const Tensor& norm
         heads(qkv[2], c.value_heads), {in[3], in[2], a_log_, dt_bias_}, parts, cache.state);
     const Tensor normed_out = rms_norm(out, norm_, c.rms_norm_eps);
     const Tensor gate_up = at::cat({heads(in[1], c.value_heads), normed_out}, 2);
-    return swiglu(gate_up.flatten(0, 1)).view({count, c.values()});  // times SiLU(z)
+    return swiglu(gate_up.flatten(0, 1)).view({count, c.values()}); // times SiLU(z)
   };
   const int64_t tokens = normed.size(0), sequences = batch.cu_seqlens_host.numel() - 1;
   if (context.cache == nullptr)

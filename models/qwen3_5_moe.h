@@ -7,10 +7,10 @@ namespace pith {
 
 struct Qwen35MoeConfig : FamilyConfig<Qwen35MoeConfig> {
   static constexpr const char* kName = "qwen3_5_moe";
-  int64_t key_heads, value_heads, key_dim, value_dim, taps;  // of delta nets
+  int64_t key_heads, value_heads, key_dim, value_dim, taps; // of delta nets
   int64_t shared_width;
-  std::vector<bool> delta;  // per layer (before cut_layers), or attention
-  bool fused_experts;       // on disk: one tensor of all, or one each
+  std::vector<bool> delta; // per layer (before cut_layers), or attention
+  bool fused_experts; // on disk: one tensor of all, or one each
 
   // Of the released model (text_config inside) or its text part. Weights in the folder decide on
   // names and layout, else the kind of configuration.
@@ -21,7 +21,7 @@ struct Qwen35MoeConfig : FamilyConfig<Qwen35MoeConfig> {
 
   int64_t keys() const { return key_heads * key_dim; }
   int64_t values() const { return value_heads * value_dim; }
-  int64_t channels() const { return 2 * keys() + values(); }  // of the convolution
+  int64_t channels() const { return 2 * keys() + values(); } // of the convolution
 };
 
 class Qwen35MoeLayer : public SwigluMoe {
@@ -37,11 +37,11 @@ class Qwen35MoeLayer : public SwigluMoe {
 
   Qwen35MoeConfig config_;
   bool delta_;
-  Parameter input_norm_, post_norm_, in_, out_;  // projections of either kind
-  Parameter q_norm_, k_norm_;                    // attention; in_: q and gate by head, k, v
-  Parameter conv_, a_log_, dt_bias_, norm_;      // delta net; in_: q k v, z, b, a
+  Parameter input_norm_, post_norm_, in_, out_; // projections of either kind
+  Parameter q_norm_, k_norm_; // attention; in_: q and gate by head, k, v
+  Parameter conv_, a_log_, dt_bias_, norm_; // delta net; in_: q k v, z, b, a
   SwigluMlp shared_;
-  Parameter shared_gate_;  // (1, H)
+  Parameter shared_gate_; // (1, H)
 };
 
 using Qwen35MoeModel = Decoder<Qwen35MoeConfig, Qwen35MoeLayer>;

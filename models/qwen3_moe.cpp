@@ -92,14 +92,14 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   const int64_t tokens = hidden.size(0), d = config_.head_dim;
   const int64_t q_size = config_.num_heads * d, kv_size = config_.num_kv_heads * d;
   const Tensor qkv =
-      linear(rms_norm(hidden, input_norm_, config_.rms_norm_eps), qkv_);  // (T, (Hq+2Hkv)D)
+      linear(rms_norm(hidden, input_norm_, config_.rms_norm_eps), qkv_); // (T, (Hq+2Hkv)D)
   const std::vector<Tensor> parts = at::split_with_sizes(qkv, {q_size, kv_size, kv_size}, 1);
-  Tensor q = parts[0].view({tokens, config_.num_heads, d});     // (T, Hq, D)
-  Tensor k = parts[1].view({tokens, config_.num_kv_heads, d});  // (T, Hkv, D)
+  Tensor q = parts[0].view({tokens, config_.num_heads, d}); // (T, Hq, D)
+  Tensor k = parts[1].view({tokens, config_.num_kv_heads, d}); // (T, Hkv, D)
   Tensor v = parts[2].view({tokens, config_.num_kv_heads, d});
   q = rotary(rms_norm(q, q_norm_, config_.rms_norm_eps), context.batch.positions, context.rotary);
   k = rotary(rms_norm(k, k_norm_, config_.rms_norm_eps), context.batch.positions, context.rotary);
-  const Tensor mixed = attend_documents(context, q, k, v, 1 / std::sqrt(real(d)));  // (T, Hq, D)
+  const Tensor mixed = attend_documents(context, q, k, v, 1 / std::sqrt(real(d))); // (T, Hq, D)
 
   Attended out;
   out.residual = hidden + linear(mixed.reshape({tokens, q_size}), o_);

@@ -7,7 +7,7 @@ namespace pith {
 
 struct Qwen3MoeConfig : FamilyConfig<Qwen3MoeConfig> {
   static constexpr const char* kName = "qwen3_moe";
-  std::vector<bool> sparse;  // per layer (before cut_layers), or dense
+  std::vector<bool> sparse; // per layer (before cut_layers), or dense
   bool norm_topk_prob;
 
   void read(Fields& fields);
@@ -26,7 +26,7 @@ class Qwen3MoeLayer : public SwigluMoe {
   Qwen3MoeConfig config_;
   bool sparse_;
   Parameter input_norm_, qkv_, q_norm_, k_norm_, o_, post_norm_;
-  SwigluMlp mlp_;  // of a dense layer
+  SwigluMlp mlp_; // of a dense layer
 };
 
 using Qwen3MoeModel = Decoder<Qwen3MoeConfig, Qwen3MoeLayer>;

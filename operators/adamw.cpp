@@ -33,7 +33,7 @@ template <class W, class M> void update_cpu(Tensor& master, Tensor& exp_avg, Ten
 
 template <class T> double sum_of_squares_cpu(const Tensor& grad) {
   const T* x = grad.const_data_ptr<T>();
-  double lane[4] = {};  // which the compiler keeps in vector registers
+  double lane[4] = {}; // which the compiler keeps in vector registers
   for (int64_t i = 0; i < grad.numel(); ++i) {
     const auto value = static_cast<double>(x[i]);
     lane[i % 4] += value * value;

@@ -35,7 +35,7 @@ template <class T, class M, int N> __global__ void __launch_bounds__(kThreads)
   store(value + i, rounded);
 }
 
-constexpr int kSumBlocks = 1056;  // of no device: one order of summation on all
+constexpr int kSumBlocks = 1056; // of no device: one order of summation on all
 
 // In a fixed order, valid in thread 0.
 __device__ double block_sum(double x) {

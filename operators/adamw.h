@@ -5,8 +5,8 @@
 namespace pith {
 
 struct AdamWStep {
-  double learning_rate, beta1, beta2, epsilon, weight_decay;  // decoupled: w -= lr * wd * w
-  int64_t step;  // 1 for the first update: bias correction
+  double learning_rate, beta1, beta2, epsilon, weight_decay; // decoupled: w -= lr * wd * w
+  int64_t step; // 1 for the first update: bias correction
 };
 
 // One update, all tensors flat (n): master (decayed, updated) and grad (read) float32, exp_avg and

@@ -17,14 +17,14 @@ namespace pith {
 namespace {
 
 struct Mask {
-  bool causal;          // none after its own; else all
-  int64_t before = -1;  // with causal: at most so many before; -1: all
+  bool causal; // none after its own; else all
+  int64_t before = -1; // with causal: at most so many before; -1: all
 };
 
 // Consecutive documents of one shape, computed as a batch.
 struct Run {
-  int64_t first_q, first_k;  // rows where it starts
-  int64_t count, n, m;       // documents; queries and keys of each
+  int64_t first_q, first_k; // rows where it starts
+  int64_t count, n, m; // documents; queries and keys of each
   Mask mask;
 };
 
@@ -190,7 +190,7 @@ AttentionGradients run_backward(Path path, const Tensor& dout, const Tensor& q, 
   const Tensor keys = batch_heads(k, count, repeat), values = batch_heads(v, count, repeat);
   Tensor dq, dk, dv;
   if (path == Path::cudnn) {
-    const Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // without dropout
+    const Tensor unused = at::empty({2}, q.options().dtype(at::kLong)); // without dropout
     std::tie(dq, dk, dv) = at::_cudnn_attention_backward(batch(dout), batch(q), keys, values,
         batch(part.out), batch(part.lse).contiguous(), unused, unused, {}, {}, {}, run.n, run.m,
         0.0, run.mask.causal, scale);
@@ -222,7 +222,7 @@ AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor&
     const auto result = at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k,
         one_each ? span.max_q : std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal,
         false, scale, mask.before);
-    return {std::get<0>(result), std::get<1>(result).t().unsqueeze(2)};  // lse from (Hq, Tq)
+    return {std::get<0>(result), std::get<1>(result).t().unsqueeze(2)}; // lse from (Hq, Tq)
   }
   const auto runs = runs_for(path, q, span, mask);
   if (runs.size() == 1)
@@ -249,7 +249,7 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
     return {cut(dq, q.size(2)), cut(dk, q.size(2)), cut(dv, v.size(2))};
   }
   if (path == Path::flash) {
-    const Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // without dropout
+    const Tensor unused = at::empty({2}, q.options().dtype(at::kLong)); // without dropout
     auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, whole.out,
         whole.lse.squeeze(2).t().contiguous(), span.cu_q, span.cu_k,
         std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal, unused, unused, scale,
@@ -338,7 +338,7 @@ AttentionPart with_sinks(const AttentionPart& part, const Parameter* sinks) {
 
 void add_sink_gradient(const Parameter* sinks, const Tensor& dout, const AttentionPart& whole) {
   if (sinks == nullptr) return;
-  const Tensor share = (sink_logits(*sinks, whole.lse) - whole.lse).exp_();  // of the softmax
+  const Tensor share = (sink_logits(*sinks, whole.lse) - whole.lse).exp_(); // of the softmax
   const Tensor product = (widen(dout) * whole.out).sum(-1, /*keepdim=*/true);
   sinks->grad.sub_(share.mul_(product).sum(0).view(-1));
 }

@@ -6,7 +6,7 @@
 namespace pith {
 
 struct AttentionOptions {
-  int64_t window = 0;  // keys that a query sees, its own the last; 0: all before it
+  int64_t window = 0; // keys that a query sees, its own the last; 0: all before it
   // (Hq): a logit of each head in the softmax, without a value; its gradient is added.
   const Parameter* sinks = nullptr;
 };
@@ -26,8 +26,8 @@ void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k);
 
 // From a part of the keys. Parts are merged by weights exp(lse).
 struct AttentionPart {
-  Tensor out;  // (Tq, Hq, Dv)
-  Tensor lse;  // (Tq, Hq, 1) FP32 or wider: log sum exp(scale * q k)
+  Tensor out; // (Tq, Hq, Dv)
+  Tensor lse; // (Tq, Hq, 1) FP32 or wider: log sum exp(scale * q k)
 };
 
 // No autograd: causal, as many queries as keys a document, or all see all; none lacks only one.
@@ -39,7 +39,7 @@ AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
 AttentionPart with_sinks(const AttentionPart& part, const Parameter* sinks);
 void add_sink_gradient(const Parameter* sinks, const Tensor& dout, const AttentionPart& whole);
 
-using AttentionGradients = std::array<Tensor, 3>;  // of q, k and v
+using AttentionGradients = std::array<Tensor, 3>; // of q, k and v
 // Through these keys. `whole`: out (q's dtype) and lse over all keys that are seen.
 AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
     const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,

@@ -43,7 +43,7 @@ struct Cut {
         .permute({1, 0, 3, 2, 4})
         .reshape({count, parts * heads, chunk, dim});
   }
-  Tensor join(const Tensor& x) const {  // the inverse
+  Tensor join(const Tensor& x) const { // the inverse
     return x.view({count, parts, x.size(1) / parts, chunk, x.size(3)})
         .permute({1, 0, 3, 2, 4})
         .flatten(1, 2)
@@ -57,14 +57,14 @@ Tensor inverse_norm(const Tensor& x) { return x.square().sum(-1, true).add_(1e-6
 
 // What of a chunk needs no state, (N, B, C, ..).
 struct Chunks {
-  Tensor g;                   // (T, Hv)
-  Tensor q, k, v, beta;       // q and k normalised
-  Tensor decay;               // (C, C) to later tokens of the document, else 0
-  Tensor from_start, to_end;  // (C, 1) decay since the chunk before, until its end
-  Tensor keys, scores;        // k k^T decay below the diagonal; q k^T decay
-  Tensor system;              // beta keys: (1 + system) [u w] = beta [v, from_start k]
-  Tensor u, w, written;       // with the state S before it a chunk writes u - w S at k to_end
-  Tensor step, add;           // and makes S into step S + add
+  Tensor g; // (T, Hv)
+  Tensor q, k, v, beta; // q and k normalised
+  Tensor decay; // (C, C) to later tokens of the document, else 0
+  Tensor from_start, to_end; // (C, 1) decay since the chunk before, until its end
+  Tensor keys, scores; // k k^T decay below the diagonal; q k^T decay
+  Tensor system; // beta keys: (1 + system) [u w] = beta [v, from_start k]
+  Tensor u, w, written; // with the state S before it a chunk writes u - w S at k to_end
+  Tensor step, add; // and makes S into step S + add
 };
 
 struct Rule {
@@ -75,7 +75,7 @@ struct Rule {
 
   Chunks chunks() const {
     Chunks c;
-    const auto normal = [&](const Tensor& raw) {  // for each value head
+    const auto normal = [&](const Tensor& raw) { // for each value head
       const Tensor wide = widen(raw);
       return cut.split((wide * inverse_norm(wide)).repeat_interleave(v.size(1) / k.size(1), 1));
     };
@@ -87,7 +87,7 @@ struct Rule {
     // In FP64: small differences of large sums count.
     const Tensor sum = cut.split(c.g.to(at::kDouble).unsqueeze(2)).cumsum(2);
     const Tensor begins = positions.eq(0).to(at::kFloat).view({-1, 1, 1});
-    const Tensor document = cut.split(begins.expand({-1, v.size(1), 1})).cumsum(2);  // of the chunk
+    const Tensor document = cut.split(begins.expand({-1, v.size(1), 1})).cumsum(2); // of the chunk
     const auto wide = [&](const Tensor& x) { return x.to(c.v.scalar_type()); };
     c.decay = wide(sum - sum.transpose(2, 3))
                   .masked_fill_(document.ne(document.transpose(2, 3)), -INFINITY)
@@ -137,7 +137,7 @@ Tensor scan_parts(
   const Tensor whole = scan(step, at::zeros_like(step), ones, false)[step.size(0)];
   const Tensor end = scan(step, add, start, reverse)[reverse ? 0 : step.size(0)];
   const Tensor own = at::cat({whole, end}, 2).unflatten(0, {rule.cut.parts, -1});
-  const Tensor all = in_order(own, rule.context).flatten(1, 2);  // (2 C, rows * heads, ..)
+  const Tensor all = in_order(own, rule.context).flatten(1, 2); // (2 C, rows * heads, ..)
   const Tensor ends = all.narrow(3, keys, end.size(2));
   const Tensor states = scan(all.narrow(3, 0, keys), ends, at::zeros_like(ends[0]), reverse)
                             .narrow(0, reverse ? 1 : 0, all.size(0))
@@ -152,11 +152,11 @@ Tensors backward(const Rule& rule, const Tensor& dout) {
   const int64_t n = cut.count, value_dim = rule.v.size(2);
   const auto t = [](const Tensor& x) { return x.transpose(2, 3); };
   const auto row_sum = [](const Tensor& x) { return x.sum(3, true); };
-  const Tensor before = scan_parts(rule, c.step, c.add, {}).narrow(0, 0, n);  // states
+  const Tensor before = scan_parts(rule, c.step, c.add, {}).narrow(0, 0, n); // states
   const Tensor values = c.u - at::matmul(c.w, before), d = cut.split(dout);
   Tensor du = at::matmul(t(c.scores), d);
   const Tensor read = at::matmul(t(c.q * c.from_start), d).sub_(at::matmul(t(c.w), du));
-  const Tensor after = scan_parts(rule, c.step, read, {}, true).narrow(0, 1, n);  // states' d
+  const Tensor after = scan_parts(rule, c.step, read, {}, true).narrow(0, 1, n); // states' d
   du.add_(at::matmul(c.written, after));
   const Tensor dw = at::matmul(du, t(before)).neg_(), dwritten = at::matmul(values, t(after));
 
@@ -183,14 +183,14 @@ Tensors backward(const Rule& rule, const Tensor& dout) {
   cut.last(dsum)
       .add_(sum(ends, 2))
       .add_((after * before).sum(3, true).sum(2, true).mul_(cut.last(c.from_start)));
-  const auto of_tokens = [&](const Tensor& of) {  // (T, Hv)
+  const auto of_tokens = [&](const Tensor& of) { // (T, Hv)
     return cut.join(of).squeeze(2).to(c.g.scalar_type());
   };
   const Tensor dg = of_tokens(dsum.flip(2).cumsum(2).flip(2)), beta = at::sigmoid(widen(rule.b));
   const Tensor slope = at::sigmoid(widen(rule.a) + widen(rule.dt_bias));
   const auto of_normalised = [&](const Tensor& raw, const Tensor& dy) {
     const Tensor wide = widen(raw), inverse = inverse_norm(wide), y = wide * inverse;
-    const Tensor sums = cut.join(dy).unflatten(1, {raw.size(1), -1}).sum(2);  // of value heads
+    const Tensor sums = cut.join(dy).unflatten(1, {raw.size(1), -1}).sum(2); // of value heads
     return (sums - y * (sums * y).sum(-1, true)).mul_(inverse).to(raw.scalar_type());
   };
   return {of_normalised(rule.q, dq * rule.scale()), of_normalised(rule.k, dk),
@@ -205,7 +205,7 @@ TokenParts token_parts(
     const Tensor& positions, const Tensor& cu_seqlens_host, int64_t rows, const Comm& context) {
   const int64_t tokens = positions.size(0) * context.size(), borders = cu_seqlens_host.numel();
   const int32_t* border = cu_seqlens_host.const_data_ptr<int32_t>();
-  int64_t found = 0;  // ends of rows if equally long
+  int64_t found = 0; // ends of rows if equally long
   for (int64_t i = 0; i < borders && rows > 0; ++i)
     if (border[i] == tokens / rows * (found + 1)) ++found;
   const bool equal = rows > 0 && tokens % rows == 0 && found == rows;
@@ -267,7 +267,7 @@ Tensor causal_convolution(
             .add_((seen * rows(extended, j)).flatten(0, 1).sum(0).unsqueeze(1));
     }
     const Tensor dx = dextended.narrow(1, kept, length);
-    if (split)  // what later parts read
+    if (split) // what later parts read
       dx.narrow(1, length - kept, kept)
           .add_(own_parts(in_order(dextended.narrow(1, 0, kept), parts.context), parts.context, 1));
     return Tensors{dx.reshape(x.sizes()).to(x.scalar_type()), Tensor()};
@@ -304,12 +304,12 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
   }
   return record(out, {q, k, v, gates.a, gates.b, a_log.value, dt_bias.value},
       [rule, &a_log, &dt_bias](const Tensor& dout) {
-        const Tensors d = backward(rule, dout);
-        if (a_log.value.requires_grad()) a_log.grad.add_(d[5]);
-        if (dt_bias.value.requires_grad()) dt_bias.grad.add_(d[3].sum(0));
-        return Tensors{d[0], d[1], d[2], d[3].to(rule.a.scalar_type()),
-            d[4].to(rule.b.scalar_type()), Tensor(), Tensor()};
-      });
+    const Tensors d = backward(rule, dout);
+    if (a_log.value.requires_grad()) a_log.grad.add_(d[5]);
+    if (dt_bias.value.requires_grad()) dt_bias.grad.add_(d[3].sum(0));
+    return Tensors{d[0], d[1], d[2], d[3].to(rule.a.scalar_type()), d[4].to(rule.b.scalar_type()),
+        Tensor(), Tensor()};
+  });
 }
 
 }

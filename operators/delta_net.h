@@ -9,7 +9,7 @@ namespace pith {
 // state, or, where rows are split over `context`, from another rank's part; a row is then two parts
 // (split_context). Documents begin at positions of 0.
 struct TokenParts {
-  Tensor positions;  // (T) int32, inside the document
+  Tensor positions; // (T) int32, inside the document
   int64_t count = 1;
   Comm context = {};
 };
@@ -31,8 +31,8 @@ Tensor causal_convolution(
 
 // Of a head: log decay g = -exp(a_log) softplus(a + dt_bias), writing beta = sigmoid(b).
 struct DeltaGates {
-  Tensor a, b;                 // (T, Hv)
-  Parameter &a_log, &dt_bias;  // (Hv)
+  Tensor a, b; // (T, Hv)
+  Parameter &a_log, &dt_bias; // (Hv)
 };
 // q, k (T, Hk, Dk), v (T, Hv, Dv), Hk divides Hv -> (T, Hv, Dv), value head h with key head h / (Hv
 // / Hk): q and k are L2-normalised, q divided by sqrt(Dk); S (Dk, Dv) is 0 before a document; a

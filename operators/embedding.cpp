@@ -10,11 +10,11 @@ Tensor embedding(const Tensor& given, Parameter& weight) {
   const Tensor tokens = given.contiguous();
   return record(at::index_select(weight.value.detach(), 0, tokens), {weight.value},
       [tokens, &weight](const Tensor& dy) {
-        // In the order of positions; on CUDA index_add would add in any.
-        if (dy.is_cuda()) weight.grad.index_put_({tokens}, widen(dy), /*accumulate=*/true);
-        else weight.grad.index_add_(0, tokens, widen(dy));
-        return Tensors(1);
-      });
+    // In the order of positions; on CUDA index_add would add in any.
+    if (dy.is_cuda()) weight.grad.index_put_({tokens}, widen(dy), /*accumulate=*/true);
+    else weight.grad.index_add_(0, tokens, widen(dy));
+    return Tensors(1);
+  });
 }
 
 }

@@ -64,13 +64,13 @@ Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Par
   if (bias) add_bias(y, bias->value, plan);
   return record(y, {kept, weight.value},
       [=, &weight, trained = weight.value.requires_grad()](const Tensor& given_dy) {
-        const Tensor dy = given_dy.contiguous(), x = input();
-        Tensor dx = kept.requires_grad() ? multiply_grouped(dy, backwards, plan) : Tensor();
-        if (permuted && dx.defined()) dx = sum_slots(dx, plan);
-        if (trained && bias) add_bias_gradient(bias->grad, dy, plan);
-        if (trained) add_or_defer({&weight, bias ? x : dy, bias ? dy : x, plan.offsets});
-        return Tensors{dx, Tensor()};
-      });
+    const Tensor dy = given_dy.contiguous(), x = input();
+    Tensor dx = kept.requires_grad() ? multiply_grouped(dy, backwards, plan) : Tensor();
+    if (permuted && dx.defined()) dx = sum_slots(dx, plan);
+    if (trained && bias) add_bias_gradient(bias->grad, dy, plan);
+    if (trained) add_or_defer({&weight, bias ? x : dy, bias ? dy : x, plan.offsets});
+    return Tensors{dx, Tensor()};
+  });
 }
 
 }

@@ -13,8 +13,8 @@
 namespace pith::cuda {
 namespace {
 
-constexpr int kRows = 8;    // of a block: kWarp x kRows threads
-constexpr int kSplit = 16;  // blocks that share an expert's rows
+constexpr int kRows = 8; // of a block: kWarp x kRows threads
+constexpr int kSplit = 16; // blocks that share an expert's rows
 
 // Block (columns, expert, part of its rows).
 template <class T, int N>
@@ -32,7 +32,7 @@ __global__ void bias_kernel(const T* bias, const int32_t* offsets, T* y, int64_t
 }
 
 constexpr int kTileOut = 128, kTileIn = 256, kTileRows = 64, kStages = 4;
-constexpr int kThreads = 3 * 128;  // a warpgroup that copies and two that multiply
+constexpr int kThreads = 3 * 128; // a warpgroup that copies and two that multiply
 // A copy's box: kTileRows rows of 128 bytes, swizzled in groups of 8 rows.
 constexpr int kBoxColumns = 64, kBoxBytes = kTileRows * 128;
 [[maybe_unused]] constexpr int kGroupBytes = 8 * 128;
@@ -42,20 +42,20 @@ constexpr int kStageBytes = (kOutBoxes + kInBoxes) * kBoxBytes;
 constexpr int kSumColumns = 32, kWaiting = 2;
 
 struct Shared {
-  uint8_t stages[kStages][kStageBytes];      // boxes of dy, then of x
-  float sums[2][kWaiting][64][kSumColumns];  // of both warpgroups
+  uint8_t stages[kStages][kStageBytes]; // boxes of dy, then of x
+  float sums[2][kWaiting][64][kSumColumns]; // of both warpgroups
   uint64_t full[kStages], empty[kStages];
 };
-constexpr int kSharedBytes = sizeof(Shared) + 1024;  // stages at 1024 bytes, for the swizzle
+constexpr int kSharedBytes = sizeof(Shared) + 1024; // stages at 1024 bytes, for the swizzle
 
 struct Problem {
-  const int32_t* offsets;  // (experts): the ends of their rows
+  const int32_t* offsets; // (experts): the ends of their rows
   int experts, out, in;
 };
 
 struct Tile {
-  int expert, out, in;  // first row and column of the expert's gradient
-  int begin, rows;      // of dy and x
+  int expert, out, in; // first row and column of the expert's gradient
+  int begin, rows; // of dy and x
 };
 
 // Other GPUs' compiler passes do not know the instructions.
@@ -133,7 +133,7 @@ __device__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
 __device__ void copy_tiles(
     const CUtensorMap& dy, const CUtensorMap& x, const Problem& p, Shared& shared) {
   int stage = 0;
-  uint32_t parity = 1;  // the first round finds every stage empty
+  uint32_t parity = 1; // the first round finds every stage empty
   for_each_tile(p, [&](const Tile& tile) {
     for (int row = 0; row < tile.rows; row += kTileRows) {
       wait(&shared.empty[stage], parity);
@@ -151,7 +151,7 @@ __device__ void copy_tiles(
 
 // Zeroes a stage's rows from `first` on, the next expert's. `thread` of 256.
 __device__ void clear_rows(uint8_t* stage, int first, int thread) {
-  const int vectors = (kTileRows - first) * 8;  // of 16 bytes in each box
+  const int vectors = (kTileRows - first) * 8; // of 16 bytes in each box
   for (int i = thread; i < vectors * (kOutBoxes + kInBoxes); i += 256)
     *reinterpret_cast<uint4*>(stage + i / vectors * kBoxBytes + first * 128 + i % vectors * 16) =
         uint4{0, 0, 0, 0};
@@ -165,14 +165,14 @@ __device__ void add_sums(const float (&sum)[128], const CUtensorMap& gradient, c
 #pragma unroll
   for (int box = 0; box < kTileIn / kSumColumns; ++box) {
     auto& staged = boxes[box % kWaiting];
-    if (thread == 0)  // the copy before the last has read this box
+    if (thread == 0) // the copy before the last has read this box
       ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kWaiting - 1>());
     asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int r = thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8;
       const int column = i / 2 * 8 + thread % 4 * 2, at = 2 * (8 * box + i);
-      const int swizzled = (column / 4 ^ r % 8) * 4 + column % 4;  // in units of 16 bytes
+      const int swizzled = (column / 4 ^ r % 8) * 4 + column % 4; // in units of 16 bytes
       *reinterpret_cast<float2*>(&staged[r][swizzled]) = float2{sum[at], sum[at + 1]};
     }
     ptx::fence_proxy_async(ptx::space_shared);
@@ -191,7 +191,7 @@ __device__ void multiply_tiles(
   uint32_t parity = 0;
   for_each_tile(p, [&](const Tile& tile) {
     float sum[128];
-    int reading = -1;  // its products may still be under way
+    int reading = -1; // its products may still be under way
     for (int row = 0; row < tile.rows; row += kTileRows) {
       wait(&shared.full[stage], parity);
       uint8_t* boxes = shared.stages[stage];
@@ -269,7 +269,7 @@ CUtensorMap tensor_map(CUtensorMapDataType type, const void* data, cuuint32_t ra
 
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
     int64_t rows, int64_t experts, int64_t out, int64_t in) {
-  static const int processors = [] {  // 0: another GPU
+  static const int processors = [] { // 0: another GPU
     int device = 0, major = 0, count = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "capability");

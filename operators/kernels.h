@@ -20,19 +20,19 @@ struct Data {
 
 // Computed on the host in FP64.
 template <class T> struct AdamWScalars {
-  T decay;         // lr * weight_decay
-  T beta1, rest1;  // 1 - beta
+  T decay; // lr * weight_decay
+  T beta1, rest1; // 1 - beta
   T beta2, rest2;
   T epsilon;
-  T rate;                 // lr / (1 - beta1^step)
-  T inverse_correction2;  // 1 / sqrt(1 - beta2^step)
+  T rate; // lr / (1 - beta1^step)
+  T inverse_correction2; // 1 / sqrt(1 - beta2^step)
 };
 // All (n); is_bf16: value, bf16_moments: exp_avg and exp_avg_sq.
 void adamw_update(float* master, void* exp_avg, void* exp_avg_sq, const float* grad, void* value,
     int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars, bool is_bf16,
     bool bf16_moments, CUstream_st* stream);
 
-int64_t sum_of_squares_blocks();  // elements of the scratch `partial`
+int64_t sum_of_squares_blocks(); // elements of the scratch `partial`
 void sum_of_squares(
     const float* x, int64_t n, double* partial, double* result, CUstream_st* stream);
 
@@ -68,7 +68,7 @@ struct NormRows {
 // The factor is weight + plus.
 void rms_norm_forward(
     Data x, const NormRows& rows, Data weight, float plus, double eps, Data y, float* rstd);
-int64_t rms_norm_blocks(const NormRows& rows);  // of `partial`
+int64_t rms_norm_blocks(const NormRows& rows); // of `partial`
 // dx (count, dim), dweight (dim) += unless null; partial (rms_norm_blocks, dim) is scratch.
 void rms_norm_backward(Data x, const NormRows& rows, Data weight, float plus, const float* rstd,
     Data dy, Data dx, float* partial, float* dweight);

@@ -5,8 +5,8 @@ namespace pith {
 
 // Earlier positions of one layer, B sequences.
 struct KvCache {
-  Tensor k, v;                   // (Tk, Hkv, D), packed
-  std::vector<int32_t> borders;  // (B + 1) of the sequences
+  Tensor k, v; // (Tk, Hkv, D), packed
+  std::vector<int32_t> borders; // (B + 1) of the sequences
 };
 
 // Appends k and v (T, Hkv, D), packed as in `fresh` -> the span of their queries over all held.

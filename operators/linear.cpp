@@ -6,7 +6,7 @@ namespace {
 
 // dy (T, out) -> dx, where needed; x (T, in), where defined, for the weight's gradient.
 Tensor backward(const Tensor& x, Parameter& weight, const Tensor& dy, bool needs_dx) {
-  const Tensor& value = weight.value;  // (out, in)
+  const Tensor& value = weight.value; // (out, in)
   Tensor dx;
   if (dy.scalar_type() == value.scalar_type()) {
     if (needs_dx) dx = multiply(dy, value, dy.scalar_type());
@@ -47,10 +47,10 @@ Tensor apply(const Tensor& x, Parameter& weight, const Parameter* bias, at::Scal
   const Tensor kept = weight.value.requires_grad() ? x : Tensor();
   return record(product(x, weight, bias, dtype), {x, weight.value},
       [kept, &weight, bias, needs_dx = x.requires_grad()](const Tensor& dy) {
-        if (bias && kept.defined())
-          bias->grad.add_(dy.sum(0, /*keepdim=*/false, bias->grad.scalar_type()));
-        return Tensors{backward(kept, weight, dy, needs_dx), Tensor()};
-      });
+    if (bias && kept.defined())
+      bias->grad.add_(dy.sum(0, /*keepdim=*/false, bias->grad.scalar_type()));
+    return Tensors{backward(kept, weight, dy, needs_dx), Tensor()};
+  });
 }
 
 }

@@ -15,7 +15,7 @@ int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
   const int64_t row_bytes = vocabulary * (hidden.is_cuda() ? hidden.element_size() : 4);
   const int64_t limit = std::max(granularity, budget_bytes / row_bytes);
   const int64_t chunks = std::max<int64_t>(1, (hidden.size(0) + limit - 1) / limit);
-  const int64_t rows = (hidden.size(0) + chunks - 1) / chunks;  // nearly equal
+  const int64_t rows = (hidden.size(0) + chunks - 1) / chunks; // nearly equal
   return (rows + granularity - 1) / granularity * granularity;
 }
 
@@ -72,7 +72,7 @@ CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const 
     }
     if (weight_gradient) add_weight_gradient(weight.grad, logits, hidden_chunk, scale);
   }
-  const Tensor sum = result.logprobs.sum(at::kDouble);  // FP64: no digits lost
+  const Tensor sum = result.logprobs.sum(at::kDouble); // FP64: no digits lost
   result.loss_sum = sum.neg().to(wide);
   result.loss = (sum * -scale).to(wide);
   if (hidden_gradient) dhidden = dhidden.to(given.scalar_type());

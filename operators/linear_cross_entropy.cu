@@ -36,7 +36,7 @@ __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
 template <class T, int N> __global__ __launch_bounds__(kThreads, 2) void cross_entropy_kernel(
     T* __restrict__ logits, const int64_t* __restrict__ labels, float* __restrict__ logprobs,
     int64_t vocabulary, bool gradient) {
-  constexpr int kVectors = N == 1 ? 8 : 4;  // loads in flight
+  constexpr int kVectors = N == 1 ? 8 : 4; // loads in flight
   constexpr int64_t kTile = int64_t{kThreads} * kVectors * N;
   T* row = logits + blockIdx.x * vocabulary;
   const int64_t label = labels[blockIdx.x];
@@ -74,7 +74,7 @@ template <class T, int N> __global__ __launch_bounds__(kThreads, 2) void cross_e
   if (threadIdx.x == 0) logprobs[blockIdx.x] = to_float(row[label]) - lse;
   if (!gradient) return;
 
-  __syncthreads();  // row[label] was read
+  __syncthreads(); // row[label] was read
   for (int64_t base = (vocabulary - 1) / kTile * kTile; base >= 0; base -= kTile) {
     load_tile(base);
     for (int u = 0; u < kVectors; ++u) {

@@ -5,9 +5,9 @@
 namespace pith {
 
 struct CrossEntropy {
-  Tensor loss;      // scalar float32: scale * loss_sum; a root of the backward
-  Tensor loss_sum;  // scalar float32: of -log p(label) over trained tokens, no gradient
-  Tensor logprobs;  // (T) float32: log p(label), 0 for label -100, no gradient
+  Tensor loss; // scalar float32: scale * loss_sum; a root of the backward
+  Tensor loss_sum; // scalar float32: of -log p(label) over trained tokens, no gradient
+  Tensor logprobs; // (T) float32: log p(label), 0 for label -100, no gradient
 };
 
 // hidden (T, H), weight (V, H), labels (T) int64 in [0, V) or -100. FP32 softmax, loss and logits,

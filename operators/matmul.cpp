@@ -26,7 +26,7 @@ Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
 
 void add_weight_gradient(const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha) {
   if (x.size(0) == 0) return;
-  Tensor out = gradient;  // the same memory
+  Tensor out = gradient; // the same memory
   if (widen_first(x) || widen_first(dy))
     at::addmm_out(out, out, dy.to(at::kFloat).t(), x.to(at::kFloat), 1, alpha);
   else if (x.scalar_type() == out.scalar_type()) at::addmm_out(out, out, dy.t(), x, 1, alpha);

@@ -28,7 +28,7 @@ ExpertPlan make_expert_plan(
   PITH_CHECK(count <= INT32_MAX, "make_expert_plan: {} entries do not fit into int32 slots", count);
   check_ids(topk_idx, "make_expert_plan: topk_idx", num_experts, /*none=*/-1);
   const auto int32 = topk_idx.options().dtype(at::kInt);
-  const Tensor ids = topk_idx.to(at::kShort).view(-1);  // short keys sort faster
+  const Tensor ids = topk_idx.to(at::kShort).view(-1); // short keys sort faster
   const auto [experts, entries] = at::sort(ids, /*stable=*/true, 0, /*descending=*/false);
   const Tensor ends = at::searchsorted(experts, at::arange(-1, num_experts, ids.options()),
       /*out_int32=*/true, /*right=*/true);
@@ -76,15 +76,15 @@ Tensor unpermute(const Tensor& given, const Tensor& given_weight, const ExpertPl
   PITH_IF_CUDA (slots) {
     return record(gather_sum(slots, weight, slot_of), {slots, weight},
         [slots, weight, slot_of](const Tensor& dy) {
-          const Tensor dout = dy.contiguous();
-          const Tensor dslots = at::empty_like(slots), dweight = at::empty_like(weight);
-          cuda::unpermute_backward(write(dslots), write<float>(dweight), read(dout), read(slots),
-              read<float>(weight), read<int32_t>(slot_of), slot_of.size(0), slot_of.size(1),
-              slots.size(1));
-          return Tensors{dslots, dweight};
-        });
+      const Tensor dout = dy.contiguous();
+      const Tensor dslots = at::empty_like(slots), dweight = at::empty_like(weight);
+      cuda::unpermute_backward(write(dslots), write<float>(dweight), read(dout), read(slots),
+          read<float>(weight), read<int32_t>(slot_of), slot_of.size(0), slot_of.size(1),
+          slots.size(1));
+      return Tensors{dslots, dweight};
+    });
   }
-  const Tensor entry = slot_of.view(-1).ge(0).nonzero().squeeze(1);  // with a slot
+  const Tensor entry = slot_of.view(-1).ge(0).nonzero().squeeze(1); // with a slot
   const Tensor factor = weight.view(-1).index_select(0, entry).unsqueeze(1);
   const Tensor rows = widen(slots).index_select(0, slot_of.view(-1).index_select(0, entry));
   return at::zeros({slot_of.size(0), slots.size(1)}, rows.options())

@@ -6,7 +6,7 @@ namespace pith {
 // Which row goes to which of E local experts. Slots are sorted by expert, then by row: sums have
 // one order. S = entries >= 0 in topk_idx; the others have no slot.
 struct ExpertPlan : Gather {
-  Tensor offsets;  // (E) int32: ends of the experts' slots
+  Tensor offsets; // (E) int32: ends of the experts' slots
 };
 
 // topk_idx (R, K) int64: local ids in [0, E), or -1 for other ranks' entries; R * K < 2^31, E <

@@ -123,7 +123,7 @@ template <class Keys> std::array<Tensor, 2> backward(const Tensor& dout, const T
     const Tensor& own, const Tensor& last, const AttentionPart& whole, const Keys& keys,
     const std::vector<RingStep>& ring, double scale, const Comm& context) {
   const at::ScalarType sums = sum_dtype(q, ring);
-  Tensor block = last, dq, dblock;  // what was added on its way here
+  Tensor block = last, dq, dblock; // what was added on its way here
   Work travel_back;
   for (size_t i = ring.size(); i-- > 0;) {
     const RingStep& step = ring[i];
@@ -195,15 +195,15 @@ Tensor exchange(const Tensor& rows, const Halo& halo, const Comm& context) {
   };
   return record(
       travel(rows.detach(), halo.received, halo.send), {rows}, [travel, &halo](const Tensor& dout) {
-        return Tensors{travel(dout.contiguous(), halo.send, halo.received)};
-      });
+    return Tensors{travel(dout.contiguous(), halo.send, halo.received)};
+  });
 }
 
 }
 
 void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& part) {
   Tensor out = take(whole.out, rows), lse = take(whole.lse, rows);
-  const Tensor weight = at::sigmoid(part.lse - lse);  // rounded once: the sum is formed in FP32
+  const Tensor weight = at::sigmoid(part.lse - lse); // rounded once: the sum is formed in FP32
   out.copy_(widen(out).lerp_(widen(part.out), weight));
   put_back(whole.out, rows, out);
   put_back(whole.lse, rows, lse.copy_(at::logaddexp(lse, part.lse)));
@@ -228,7 +228,7 @@ std::array<Tensor, 2> expand_latent(
       "{} does not hold keys and values of {} elements for {} heads", describe(up.value, up.name),
       v_dim, heads);
   const Tensor kv = linear(latent, up).view({latent.size(0), heads, up.value.size(0) / heads});
-  const int64_t plain = kv.size(2) - v_dim;  // Dn
+  const int64_t plain = kv.size(2) - v_dim; // Dn
   const Tensor shared = rotary_key.unsqueeze(1).expand({-1, heads, -1});
   return {cat_last(kv.narrow(2, 0, plain), shared), kv.narrow(2, plain, v_dim)};
 }
@@ -249,7 +249,7 @@ Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
       "window_attention: {} tokens and a window of {} on {} ranks, but the micro-batch was split "
       "for a window of {} on {} ranks",
       q.size(0), options.window, context.size(), halo.window, halo.send.size());
-  const Tensor own = at::cat({k, v}, 2).flatten(1);  // (T, Hkv (D + Dv))
+  const Tensor own = at::cat({k, v}, 2).flatten(1); // (T, Hkv (D + Dv))
   const Tensor all = permute(exchange(permute(own, halo.sent), halo, context), halo.keys)
                          .view({-1, k.size(1), k.size(2) + v.size(2)});
   return attention(q, all.narrow(2, 0, k.size(2)), all.narrow(2, k.size(2), v.size(2)), halo.span,

@@ -63,9 +63,9 @@ Tensor rms_norm(const Tensor& given, Parameter& weight, double eps, bool zero_ce
   const auto [y, rstd] = forward(x, weight.value, eps, plus);
   return record(y, {x, weight.value},
       [x, rstd = rstd, &weight, plus, trained = weight.value.requires_grad()](const Tensor& dy) {
-        return Tensors{
-            backward(x, rstd, weight.value, dy, trained ? weight.grad : Tensor(), plus), Tensor()};
-      });
+    return Tensors{
+        backward(x, rstd, weight.value, dy, trained ? weight.grad : Tensor(), plus), Tensor()};
+  });
 }
 
 }

@@ -6,7 +6,7 @@
 namespace pith::cuda {
 namespace {
 
-constexpr int kGroupThreads = 128;  // of a block with several rows
+constexpr int kGroupThreads = 128; // of a block with several rows
 
 // LANES threads a row (0: a block, up to MOST) with PER vectors of N, at (k * threads + lane) * N.
 template <int N_, int LANES_, int PER_, int MOST_ = kGroupThreads> struct Spread {
@@ -35,7 +35,7 @@ template <int LANES> __device__ inline float row_sum(float x) {
   } else {
     __shared__ float warp_sums[32];
     x = lanes_sum<32>(x);
-    __syncthreads();  // sums before have been read
+    __syncthreads(); // sums before have been read
     if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = x;
     __syncthreads();
     x = threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : 0.0f;
@@ -45,7 +45,7 @@ template <int LANES> __device__ inline float row_sum(float x) {
 
 __device__ inline int64_t row_start(const NormRows& rows, int64_t r) {
   if (rows.inner == 1) return r * rows.outer_stride;
-  if (r <= INT_MAX) {  // 32-bit division costs a third
+  if (r <= INT_MAX) { // 32-bit division costs a third
     const auto row = static_cast<unsigned>(r), inner = static_cast<unsigned>(rows.inner);
     return row / inner * rows.outer_stride + row % inner * rows.inner_stride;
   }
@@ -56,7 +56,7 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST) forward_k
     const T* x, NormRows rows, const T* weight, float plus, float eps, T* y, float* rstd) {
   const int rows_per_block = blockDim.x / group_size<S>();
   const int64_t r = blockIdx.x * int64_t{rows_per_block} + threadIdx.x / group_size<S>();
-  const bool valid = r < rows.count;  // others stay for the shuffles
+  const bool valid = r < rows.count; // others stay for the shuffles
   const T* from = x + row_start(rows, valid ? r : 0);
   Vec<T, S::N> cached[S::PER];
   float squares = 0;
@@ -95,7 +95,7 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST)
       a[k] = load<N>(from + j);
       d[k] = load<N>(gradient + j);
     });
-    float projection = 0;  // sum of dy w n, n = x rstd
+    float projection = 0; // sum of dy w n, n = x rstd
     for_vectors<S>(valid ? rows.dim : 0, [&](int k, int j) {
       const Vec<T, N> w = load<N>(weight + j);
       for (int i = 0; i < N; ++i) {

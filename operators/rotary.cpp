@@ -25,7 +25,7 @@ Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table
     return y;
   }
   const Tensor wide = widen(turned);
-  const auto row = [&](const Tensor& angles) {  // (T, 1, D / 2)
+  const auto row = [&](const Tensor& angles) { // (T, 1, D / 2)
     return angles.index_select(0, positions).unsqueeze(1).to(wide.scalar_type());
   };
   const Tensor cos = row(table.cos), sin = row(table.sin);
@@ -60,7 +60,7 @@ RotaryTable make_rotary_table(
     low = std::max(low, 0.0), high = std::min(high, real(head_dim - 1));
     if (low == high) high += 0.001;
     const Tensor stretched =
-        at::arange(head_dim / 2, fp64).sub(low).div(high - low).clamp(0, 1);  // share
+        at::arange(head_dim / 2, fp64).sub(low).div(high - low).clamp(0, 1); // share
     frequency.mul_(stretched.mul(1 / yarn.factor - 1).add(1));
   }
   const Tensor angle = at::outer(at::arange(max_positions, fp64), frequency);
@@ -80,9 +80,9 @@ Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table
   const Tensor turned_by = positions.contiguous();
   return record(
       rotate(x, turned_by, table, pairs, first, /*inverse=*/false), {x}, [=](const Tensor& given) {
-        const Tensor dy = given.stride(2) == 1 ? given : given.contiguous();
-        return Tensors{rotate(dy, turned_by, table, pairs, first, /*inverse=*/true)};
-      });
+    const Tensor dy = given.stride(2) == 1 ? given : given.contiguous();
+    return Tensors{rotate(dy, turned_by, table, pairs, first, /*inverse=*/true)};
+  });
 }
 
 }

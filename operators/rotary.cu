@@ -11,7 +11,7 @@ template <class T, int N, bool NEIGHBOURS> __global__ void rotary_kernel(const T
     float sign) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int chunks = half / N;
-  const int place = blockIdx.y * blockDim.x + threadIdx.x;  // of (heads, chunks)
+  const int place = blockIdx.y * blockDim.x + threadIdx.x; // of (heads, chunks)
   if (row >= rows || place >= heads * chunks) return;
   const int head = place / chunks, i = place % chunks * N;
   const int begin = NEIGHBOURS ? 2 * i : i, apart = NEIGHBOURS ? N : half;

@@ -6,16 +6,16 @@ namespace pith {
 
 // Positions 0 .. P-1, computed in FP64, kept in FP32.
 struct RotaryTable {
-  Tensor cos, sin;  // (P, D / 2) float32
+  Tensor cos, sin; // (P, D / 2) float32
 };
 
 // Frequencies that turn less than beta_slow times over the original positions are divided by
 // `factor`, those above beta_fast kept, those between mixed.
 struct Yarn {
-  double factor = 1;  // 1: plain frequencies
+  double factor = 1; // 1: plain frequencies
   double original_positions = 4096, beta_fast = 32, beta_slow = 1;
-  bool truncate = true;  // the mixed range's borders to whole frequencies
-  double magnitude = 1;  // of cos and sin
+  bool truncate = true; // the mixed range's borders to whole frequencies
+  double magnitude = 1; // of cos and sin
 };
 // 0.1 m ln(factor) + 1, or 1 where nothing is stretched: YaRN sharpens attention.
 inline double yarn_mscale(double factor, double m) {

@@ -100,7 +100,7 @@ std::function<RouterBalance()> start_balance_loss(const Tensor& given, const Ten
   check_tensor(row_id, "balance loss: row_id", at::kInt, {p.size(0)});
   const int64_t num_experts = p.size(1), k = topk_idx.size(1), width = num_experts + 1;
   check_ids(topk_idx, "balance loss: topk_idx", num_experts);
-  const Tensor row = at::where(row_id.lt(0), num_rows, row_id);  // padding: one more row
+  const Tensor row = at::where(row_id.lt(0), num_rows, row_id); // padding: one more row
   check_ids(row, "balance loss: row_id", num_rows + 1);
   // Choices of each expert in each row and, last, its tokens.
   const at::NoGradGuard no_grad;
@@ -121,14 +121,14 @@ std::function<RouterBalance()> start_balance_loss(const Tensor& given, const Ten
     Tensor share = choices / (length * k);
     if (kind == BalanceKind::micro_batch) share = choices.sum(0) / choices.sum().clamp_min(1);
     if (kind == BalanceKind::global_batch) share = shares;
-    const Tensor coefficient = (share * num_experts / length).to(p.scalar_type());  // (rows + 1, E)
+    const Tensor coefficient = (share * num_experts / length).to(p.scalar_type()); // (rows + 1, E)
     coefficient.select(0, num_rows).zero_();
     const Tensor loss =
         (p.detach() * coefficient.index_select(0, row)).sum(at::kDouble).to(p.scalar_type());
     return RouterBalance{record(loss, {p},
                              [coefficient, row](const Tensor& dloss) {
-                               return Tensors{coefficient.index_select(0, row).mul_(dloss)};
-                             }),
+      return Tensors{coefficient.index_select(0, row).mul_(dloss)};
+    }),
         local};
   };
 }

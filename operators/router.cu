@@ -8,7 +8,7 @@ constexpr int kWarpsPerBlock = 4;
 
 // Orders (score, id) as integers: larger score, then lower id. NaN is below -inf, 0 below all.
 __device__ inline uint64_t order_key(float score, int id) {
-  uint32_t bits = __float_as_uint(score == 0.0f ? 0.0f : score);  // -0 equals 0
+  uint32_t bits = __float_as_uint(score == 0.0f ? 0.0f : score); // -0 equals 0
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   if (isnan(score)) bits = 0;
   return uint64_t{bits} << 32 | (0xffffffffu - static_cast<uint32_t>(id));
@@ -27,7 +27,7 @@ __device__ inline void select_topk(const float (&score)[N], int num_experts, int
     uint64_t best = 0;
     for (int i = 0; i < N; ++i) best = key[i] > best ? key[i] : best;
     best = lanes_reduce<kWarp>(best, [](uint64_t a, uint64_t b) { return b > a ? b : a; });
-    for (int i = 0; i < N; ++i) key[i] = key[i] == best ? 0 : key[i];  // keys are unique
+    for (int i = 0; i < N; ++i) key[i] = key[i] == best ? 0 : key[i]; // keys are unique
     chosen(j, static_cast<int>(0xffffffffu - static_cast<uint32_t>(best)));
   }
 }
@@ -47,14 +47,14 @@ template <int N> __global__ void route_forward_kernel(const float* __restrict__ 
   }
   top = lanes_reduce<kWarp>(top, [](float a, float b) { return fmaxf(a, b); });
   float p[N], sum = 0;
-  for (int i = 0; i < N; ++i) sum += p[i] = expf(logit[i] - top);  // 0 beyond num_experts
+  for (int i = 0; i < N; ++i) sum += p[i] = expf(logit[i] - top); // 0 beyond num_experts
   const float scale = 1.0f / lanes_sum<kWarp>(sum);
   float* out = probabilities + row * num_experts;
   for (int i = 0; i < N; ++i) {
     const int id = lane + kWarp * i;
     if (id < num_experts) out[id] = p[i] *= scale;
   }
-  __syncwarp();  // other lanes' probabilities are read below
+  __syncwarp(); // other lanes' probabilities are read below
   if (forced == nullptr) {
     select_topk<N>(logit, num_experts, k, [&](int j, int id) {
       if (lane == 0) idx[row * k + j] = id;

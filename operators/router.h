@@ -4,9 +4,9 @@
 namespace pith {
 
 struct Routing {
-  Tensor probabilities;  // (T, E) float32 softmax of all logits, differentiable
-  Tensor topk_idx;       // (T, K) int64
-  Tensor topk_weight;    // (T, K) float32, differentiable
+  Tensor probabilities; // (T, E) float32 softmax of all logits, differentiable
+  Tensor topk_idx; // (T, K) int64
+  Tensor topk_weight; // (T, K) float32, differentiable
 };
 
 // logits (T, E) float32 -> softmax over all experts, and the top-k of the logits, ordered as the
@@ -32,8 +32,8 @@ Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::D
 enum class BalanceKind { sequence, micro_batch, global_batch };
 
 struct RouterBalance {
-  Tensor loss;    // scalar, differentiable in the probabilities
-  Tensor counts;  // (E) int64: these tokens' choices, without padding
+  Tensor loss; // scalar, differentiable in the probabilities
+  Tensor counts; // (E) int64: these tokens' choices, without padding
 };
 
 // Summed over rows, which must not be cut between calls: for each row E sum_e share_e * mean_t

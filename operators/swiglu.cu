@@ -19,7 +19,7 @@ template <class T, int N, bool ALTERNATING> struct Pairs {
   }
 };
 
-__device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }  // or NaN
+__device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; } // or NaN
 
 // out: the activation, or, BACKWARD, gate_up's gradient.
 template <class T, int N, bool ALTERNATING, bool BACKWARD> __global__ void swiglu_kernel(

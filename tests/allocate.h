@@ -11,4 +11,4 @@ inline void allocate(Parameter& parameter, at::ScalarType dtype, at::Device devi
   parameter.grad = at::zeros(parameter.shape, options.dtype(wide_dtype(dtype)));
 }
 
-}  // namespace pith
+} // namespace pith

@@ -22,7 +22,7 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
   }
   shift_ = 64 - static_cast<int>(std::bit_width(std::max<size_t>(merges.size() * 2, 2)));
   merges_.resize(size_t{1} << (64 - shift_));
-  for (const BpeMerge& m : merges)  // of a pair that is listed twice the last counts
+  for (const BpeMerge& m : merges) // of a pair that is listed twice the last counts
     merges_[place(m.left, m.right)] = {pair_key(m.left, m.right), m.rank, m.merged};
 
   // Parts of a piece are independent where symbols depend on nothing before them.
@@ -37,7 +37,7 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
   joints_.resize(kJoints);
   for (const BpeMerge& m : merges) {
     const auto &left = forms_[index(m.left)], &right = forms_[index(m.right)];
-    if (!left.empty() && !right.empty()) joints_[joint(left, right)] = true;  // a piece may hold it
+    if (!left.empty() && !right.empty()) joints_[joint(left, right)] = true; // a piece may hold it
   }
 }
 
@@ -66,8 +66,8 @@ int32_t Bpe::id_of(std::string_view form) const {
 void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
   auto& symbols = scratch.symbols;
   symbols.clear();
-  uint32_t unknown = 0;  // bytes waiting to become one unk token
-  uint32_t dropped = 0;  // bytes that the next symbol takes along
+  uint32_t unknown = 0; // bytes waiting to become one unk token
+  uint32_t dropped = 0; // bytes that the next symbol takes along
   auto add = [&](int32_t id, uint32_t length) {
     symbols.push_back({id, length + dropped});
     dropped = 0;
@@ -124,7 +124,7 @@ void Bpe::merge(Scratch& scratch) const {
   const bool is_long = count > kShort;
   ranks.resize(count);
   heap.clear();
-  auto look_up = [&](uint32_t i) {  // the pair of i and the symbol behind it
+  auto look_up = [&](uint32_t i) { // the pair of i and the symbol behind it
     auto& symbol = symbols[i];
     static const Slot none;
     const Slot& slot = symbol.next == count ? none : find(symbol.id, symbols[symbol.next].id);
@@ -141,7 +141,7 @@ void Bpe::merge(Scratch& scratch) const {
   }
   auto best = [&]() -> uint32_t {
     if (!is_long) {
-      uint32_t lowest = kNoRank;  // two loops, of which compilers vectorise the first
+      uint32_t lowest = kNoRank; // two loops, of which compilers vectorise the first
       for (const uint32_t rank : ranks) lowest = std::min(lowest, rank);
       return static_cast<uint32_t>(std::find(ranks.begin(), ranks.end(), lowest) - ranks.begin());
     }
@@ -151,7 +151,7 @@ void Bpe::merge(Scratch& scratch) const {
       heap.pop_back();
       if (ranks[static_cast<uint32_t>(top)] == top >> 32) return static_cast<uint32_t>(top);
     }
-    return count - 1;  // which has no pair
+    return count - 1; // which has no pair
   };
   for (uint32_t i = best(); ranks[i] != kNoRank; i = best()) {
     auto& [id, length, merged, previous, next] = symbols[i];

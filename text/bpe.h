@@ -5,7 +5,7 @@ namespace pith {
 
 struct BpeMerge {
   int32_t left, right, merged;
-  uint32_t rank;  // lower merges first; equal ranks from left to right
+  uint32_t rank; // lower merges first; equal ranks from left to right
 };
 
 // Orders pairs of ids by the left id, then the right one.
@@ -16,12 +16,12 @@ inline uint64_t pair_key(int32_t left, int32_t right) {
 class Bpe {
  public:
   struct Config {
-    bool byte_level = false;     // pieces are bytes, the vocabulary is spelled in byte_to_char
-    bool ignore_merges = false;  // a piece that is a token needs no merges
-    bool byte_fallback = false;  // characters outside the vocabulary become <0xNN> tokens
+    bool byte_level = false; // pieces are bytes, the vocabulary is spelled in byte_to_char
+    bool ignore_merges = false; // a piece that is a token needs no merges
+    bool byte_fallback = false; // characters outside the vocabulary become <0xNN> tokens
     bool fuse_unk = false;
     int32_t unk_id = -1;
-    std::string prefix;  // of symbols that do not begin a piece
+    std::string prefix; // of symbols that do not begin a piece
   };
 
   static constexpr uint32_t kNoRank = ~0u;
@@ -37,20 +37,20 @@ class Bpe {
     };
     struct Symbol {
       int32_t id;
-      uint32_t length;  // bytes of the piece
+      uint32_t length; // bytes of the piece
       // Of its pair with the symbol behind it, and its neighbours, while merging:
       int32_t merged = -1;
       uint32_t previous = 0, next = 0;
     };
-    int64_t dropped = 0;  // characters that no token stands for
+    int64_t dropped = 0; // characters that no token stands for
     std::vector<Entry> cache = std::vector<Entry>(kCacheSize);
     std::vector<Symbol> symbols;
-    std::vector<uint32_t> ranks;  // of the symbols' pairs
+    std::vector<uint32_t> ranks; // of the symbols' pairs
     std::vector<uint64_t> heap;
   };
 
   Bpe() = default;
-  Bpe(Bpe&&) = default;  // ids_ views forms_: it survives a move, not a copy
+  Bpe(Bpe&&) = default; // ids_ views forms_: it survives a move, not a copy
   Bpe& operator=(Bpe&&) = default;
   // `tokens` is indexed by id, "" where an id is not the model's.
   Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& merges, Config config);
@@ -68,9 +68,9 @@ class Bpe {
   static constexpr int kJointBits = 18;
   static constexpr size_t kJoints = size_t{1} << kJointBits;
 
-  size_t place(int32_t left, int32_t right) const;  // in merges_
+  size_t place(int32_t left, int32_t right) const; // in merges_
   const Slot& find(int32_t left, int32_t right) const { return merges_[place(left, right)]; }
-  int32_t id_of(std::string_view form) const;  // -1: none
+  int32_t id_of(std::string_view form) const; // -1: none
   size_t joint(std::string_view before, std::string_view behind) const;
   void encode_part(std::string_view part, Scratch& scratch, std::vector<int32_t>& ids,
       std::vector<uint32_t>* lengths) const;
@@ -78,13 +78,13 @@ class Bpe {
   void merge(Scratch& scratch) const;
 
   Config config_;
-  std::vector<std::string> forms_;                     // bytes when byte_level, else the spelling
-  std::unordered_map<std::string_view, int32_t> ids_;  // views forms_
+  std::vector<std::string> forms_; // bytes when byte_level, else the spelling
+  std::unordered_map<std::string_view, int32_t> ids_; // views forms_
   std::vector<Slot> merges_;
   int shift_ = 63;
   // Hashed (last byte, first character) of what some merge joins; empty: unused.
   std::vector<bool> joints_;
-  int32_t byte_ids_[2][256];  // of the first and of later symbols of a piece
+  int32_t byte_ids_[2][256]; // of the first and of later symbols of a piece
   int32_t fallback_ids_[256];
 };
 

@@ -4,7 +4,7 @@
 namespace pith {
 namespace {
 
-using Pair = uint64_t;  // pair_key
+using Pair = uint64_t; // pair_key
 struct PairHash {
   size_t operator()(Pair pair) const { return pair * 0x9E3779B97F4A7C15ull >> 16; }
 };
@@ -15,12 +15,12 @@ struct Candidate {
   int64_t count;
   Pair pair;
   std::vector<uint32_t> words;
-  bool operator<(const Candidate& other) const {  // it comes up later
+  bool operator<(const Candidate& other) const { // it comes up later
     return count != other.count ? count < other.count : pair > other.pair;
   }
 };
 
-struct Word {  // a different piece of the corpus and how often it stands there
+struct Word { // a different piece of the corpus and how often it stands there
   std::vector<int32_t> symbols;
   int64_t count;
 };
@@ -124,12 +124,12 @@ Tokenizer BpeTrainer::train() const {
   queue_all();
 
   std::vector<std::pair<int32_t, int32_t>> merges;
-  std::unordered_map<Pair, size_t, PairHash> places;  // of each pair in merges
+  std::unordered_map<Pair, size_t, PairHash> places; // of each pair in merges
   while (std::ssize(vocabulary) < options_.vocab_size && !queue.empty()) {
-    Candidate top = std::move(const_cast<Candidate&>(queue.top()));  // popped at once: order holds
+    Candidate top = std::move(const_cast<Candidate&>(queue.top())); // popped at once: order holds
     queue.pop();
     const int64_t count = pair_counts[top.pair];
-    if (count != top.count) {  // it changed since; counts only fall
+    if (count != top.count) { // it changed since; counts only fall
       top.count = count;
       queue.push(std::move(top));
       continue;
@@ -139,8 +139,7 @@ Tokenizer BpeTrainer::train() const {
     // Two pairs can spell one token: it keeps its id, and the vocabulary does not grow.
     const int32_t merged = id_of(vocabulary[index(left)] + vocabulary[index(right)]);
     const auto [place, is_new] = places.emplace(top.pair, merges.size());
-    if (!is_new)
-      merges[std::exchange(place->second, merges.size())] = {-1, -1};  // the later counts
+    if (!is_new) merges[std::exchange(place->second, merges.size())] = {-1, -1}; // the later counts
     merges.emplace_back(left, right);
     for (const uint32_t word : top.words) {
       merge(words[word].symbols, left, right, merged, [&](Pair pair, int change) {

@@ -107,7 +107,7 @@ std::vector<InputFile> list_inputs(
     const std::vector<std::string>& paths, const std::vector<std::string>& endings) {
   std::vector<InputFile> files;
   for (const std::string& pattern : paths)
-    for (const std::string& path : expand(pattern))  // named singly: whatever its ending
+    for (const std::string& path : expand(pattern)) // named singly: whatever its ending
       for (const std::string& file :
           fs::is_directory(path) ? files_below(path, endings) : std::vector{path}) {
         struct stat info{};
@@ -134,7 +134,7 @@ class ByteSource {
     buffer_.resize(kRead);
   }
 
-  size_t read(char* out, size_t size) {  // 0 only at the end
+  size_t read(char* out, size_t size) { // 0 only at the end
     if (!zstd_) return read_file(out, size);
     ZSTD_outBuffer output{out, size, 0};
     while (true) {
@@ -154,7 +154,7 @@ class ByteSource {
 
   void skip(uint64_t bytes) {
     if (!zstd_) {
-      ::gzdirect(file_.get());  // looks at the first bytes: what is not compressed then seeks
+      ::gzdirect(file_.get()); // looks at the first bytes: what is not compressed then seeks
       PITH_CHECK(::gzseek(file_.get(), static_cast<off_t>(bytes), SEEK_SET) >= 0,
           "cannot read {} from byte {}", path_, bytes);
       return;
@@ -166,7 +166,7 @@ class ByteSource {
     }
   }
 
-  uint64_t consumed() const {  // bytes of the file itself
+  uint64_t consumed() const { // bytes of the file itself
     return static_cast<uint64_t>(std::max<off_t>(::gzoffset(file_.get()), 0));
   }
  private:
@@ -188,7 +188,7 @@ class ByteSource {
   std::unique_ptr<ZSTD_DStream, size_t (*)(ZSTD_DStream*)> zstd_;
   std::string buffer_;
   ZSTD_inBuffer input_{};
-  size_t more_ = 1;  // not 0 inside a frame, and before the first
+  size_t more_ = 1; // not 0 inside a frame, and before the first
 };
 
 InputReader::InputReader(std::vector<InputFile> files, ReadOptions options, InputPosition start)
@@ -220,8 +220,8 @@ bool InputReader::next_rows(Chunk& chunk) {
 bool InputReader::next_bytes(Chunk& chunk) {
   const bool lines = has_lines(chunk.path);
   if (!lines && at_.offset > 0) return false;
-  size_t end = 0;         // of the last whole line, or of the long one
-  bool too_long = false;  // what was read so far is part of one line, and gone
+  size_t end = 0; // of the last whole line, or of the long one
+  bool too_long = false; // what was read so far is part of one line, and gone
   for (bool more = true; more && (end == 0 || (!too_long && pending_.size() < kChunk));) {
     if (end == 0 && pending_.size() > options_.max_line) {
       too_long = true;

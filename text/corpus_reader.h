@@ -5,9 +5,9 @@
 namespace pith {
 
 struct ReadOptions {
-  std::string text_field = "text";  // of a JSON line or a table; "a.b" is b inside a
-  std::string id_field = "";        // named in reports; "" = none
-  uint64_t max_line = 16'000'000;   // bytes of a line, or of a file that is one document
+  std::string text_field = "text"; // of a JSON line or a table; "a.b" is b inside a
+  std::string id_field = ""; // named in reports; "" = none
+  uint64_t max_line = 16'000'000; // bytes of a line, or of a file that is one document
 };
 
 struct InputFile {
@@ -31,25 +31,25 @@ struct InputPosition {
 
 struct Document {
   std::string text, id;
-  int64_t line = 0;     // from 1; 0 for a file that is one document
-  std::string problem;  // of a bad one: why
-  std::string skipped;  // of one that is left out without being bad: what it is, e.g. "empty"
+  int64_t line = 0; // from 1; 0 for a file that is one document
+  std::string problem; // of a bad one: why
+  std::string skipped; // of one that is left out without being bad: what it is, e.g. "empty"
   // Of the others, when CorpusEncoder has taken the text:
-  uint64_t bytes = 0;                     // of text
-  uint64_t hash = 0;                      // xxh3-64 of the text
-  std::array<uint64_t, 2> fingerprint{};  // xxh3-128 of the text
+  uint64_t bytes = 0; // of text
+  uint64_t hash = 0; // xxh3-64 of the text
+  std::array<uint64_t, 2> fingerprint{}; // xxh3-128 of the text
   std::vector<int32_t> ids;
 };
 
 // Neighbouring documents of one file, about 512 kB or one long document.
 struct Chunk {
   std::string path;
-  int64_t line = 0;        // lines before its first one
-  std::string lines = {};  // of JSON, whole: read_lines makes documents of them
+  int64_t line = 0; // lines before its first one
+  std::string lines = {}; // of JSON, whole: read_lines makes documents of them
   std::vector<Document> documents = {};
   InputPosition end = {};
-  uint64_t bytes_read = 0;         // of all files up to here, as they lie on the disk
-  int64_t dropped_characters = 0;  // that the tokenizer has no token for
+  uint64_t bytes_read = 0; // of all files up to here, as they lie on the disk
+  int64_t dropped_characters = 0; // that the tokenizer has no token for
 };
 
 // The texts of the next rows of a Parquet file, nothing for null; none at the end.
@@ -63,7 +63,7 @@ using OpenParquet = TableRows (*)(const std::string& path, const std::string& co
 class InputReader {
  public:
   InputReader(std::vector<InputFile> files, ReadOptions options, InputPosition start = {});
-  bool next(Chunk& chunk);  // false at the end
+  bool next(Chunk& chunk); // false at the end
  private:
   bool next_rows(Chunk& chunk);
   bool next_bytes(Chunk& chunk);
@@ -73,8 +73,8 @@ class InputReader {
   InputPosition at_;
   std::shared_ptr<class ByteSource> source_;
   TableRows table_;
-  std::string pending_;        // read, not handed out: never a whole line or file
-  uint64_t bytes_before_ = 0;  // in the files before this one
+  std::string pending_; // read, not handed out: never a whole line or file
+  uint64_t bytes_before_ = 0; // in the files before this one
 };
 
 // Parses the lines of a chunk; blank lines are no documents.
@@ -82,10 +82,10 @@ void read_lines(Chunk& chunk, const ReadOptions& options);
 
 struct EncodeSettings {
   ReadOptions read;
-  uint64_t min_length = 0, max_length = UINT64_MAX;  // bytes of a document's text
-  std::optional<int32_t> end_id;                     // put behind each document
+  uint64_t min_length = 0, max_length = UINT64_MAX; // bytes of a document's text
+  std::optional<int32_t> end_id; // put behind each document
   int workers = 1;
-  uint64_t bytes_in_flight = uint64_t{32} << 20;  // of text read and not handed out
+  uint64_t bytes_in_flight = uint64_t{32} << 20; // of text read and not handed out
 };
 
 class CorpusEncoder {
@@ -101,8 +101,8 @@ class CorpusEncoder {
   InputReader reader_;
   Tokenizer tokenizer_;
   EncodeSettings settings_;
-  std::counting_semaphore<> idle_;  // workers; a chunk's thread waits for one
-  std::exception_ptr error_;        // of the reader
+  std::counting_semaphore<> idle_; // workers; a chunk's thread waits for one
+  std::exception_ptr error_; // of the reader
   bool ended_ = false;
   uint64_t in_flight_ = 0;
   // Chunks in order, and the bytes of their texts. The last member: the first to go, when all

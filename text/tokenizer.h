@@ -4,10 +4,10 @@
 namespace pith {
 
 struct EncodeOptions {
-  bool add_special_tokens = true;  // what the file's post-processor adds, usually a start token
-  bool parse_special = true;       // special tokens spelled in the text become their ids
-  bool offsets = false;            // fill Encoding::offsets
-  bool strict = false;             // refuse ill-formed UTF-8 instead of replacing it by U+FFFD
+  bool add_special_tokens = true; // what the file's post-processor adds, usually a start token
+  bool parse_special = true; // special tokens spelled in the text become their ids
+  bool offsets = false; // fill Encoding::offsets
+  bool strict = false; // refuse ill-formed UTF-8 instead of replacing it by U+FFFD
 };
 
 // Bytes [begin, end) of the input with U+FFFD for ill-formed UTF-8. A part of a character covers
@@ -19,9 +19,9 @@ struct TokenSpan {
 
 struct Encoding {
   std::vector<int32_t> ids;
-  std::vector<TokenSpan> offsets;  // one a token, empty unless EncodeOptions::offsets
-  int64_t replaced_sequences = 0;  // ill-formed UTF-8 sequences that were read as U+FFFD
-  int64_t dropped_characters = 0;  // outside a vocabulary that has neither unk nor byte tokens
+  std::vector<TokenSpan> offsets; // one a token, empty unless EncodeOptions::offsets
+  int64_t replaced_sequences = 0; // ill-formed UTF-8 sequences that were read as U+FFFD
+  int64_t dropped_characters = 0; // outside a vocabulary that has neither unk nor byte tokens
 };
 
 // Immutable and cheap to copy; many threads may use it at once.
@@ -31,7 +31,7 @@ class Tokenizer {
   // not supported is refused by its name.
   static Tokenizer load(const fs::path& path);
   static Tokenizer from_json(std::string tokenizer_json, std::string tokenizer_config = "");
-  static Tokenizer bytes();  // ids 0..255 are the bytes, 256 is <|endoftext|>
+  static Tokenizer bytes(); // ids 0..255 are the bytes, 256 is <|endoftext|>
 
   // Writes tokenizer.json and tokenizer_config.json; the files load in Python too.
   void save(const fs::path& folder) const;
@@ -40,15 +40,15 @@ class Tokenizer {
   // Bytes that are not UTF-8 come out as U+FFFD. Ids outside the vocabulary are an error.
   std::string decode(std::span<const int32_t> ids, bool skip_special_tokens = true) const;
 
-  int64_t vocab_size() const;           // largest id + 1, added tokens included
-  std::string token(int32_t id) const;  // as the file spells it; "" for an unused id
+  int64_t vocab_size() const; // largest id + 1, added tokens included
+  std::string token(int32_t id) const; // as the file spells it; "" for an unused id
   std::optional<int32_t> id(std::string_view token) const;
   bool is_special(int32_t id) const;
   std::optional<int32_t> bos_id() const, eos_id() const, pad_id() const;
-  const std::string& chat_template() const;  // "" when tokenizer_config.json has none
-  uint64_t hash() const;                     // of the content, not of the file's layout
+  const std::string& chat_template() const; // "" when tokenizer_config.json has none
+  uint64_t hash() const; // of the content, not of the file's layout
 
-  struct State;  // private to text/
+  struct State; // private to text/
  private:
   friend class StreamingDecoder;
   explicit Tokenizer(std::shared_ptr<const State> state) : state_(std::move(state)) {}
@@ -59,13 +59,13 @@ class Tokenizer {
 class StreamingDecoder {
  public:
   explicit StreamingDecoder(Tokenizer tokenizer) : tokenizer_(std::move(tokenizer)) {}
-  std::string push(int32_t id);  // the text that this id completes, often ""
-  std::string finish();          // what was held back; incomplete characters become U+FFFD
+  std::string push(int32_t id); // the text that this id completes, often ""
+  std::string finish(); // what was held back; incomplete characters become U+FFFD
  private:
   Tokenizer tokenizer_;
-  std::vector<int32_t> window_;  // ids that give context, then ids that wait
-  size_t settled_ = 0;           // how many of them give context
-  size_t emitted_ = 0;           // bytes of decode(window_) that were given out
+  std::vector<int32_t> window_; // ids that give context, then ids that wait
+  size_t settled_ = 0; // how many of them give context
+  size_t emitted_ = 0; // bytes of decode(window_) that were given out
 };
 
 // Words with an optional leading space, numbers up to three digits, runs of punctuation, line ends.
@@ -74,10 +74,10 @@ inline constexpr std::string_view kDefaultPattern =
     "| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+";
 
 struct BpeTrainerOptions {
-  int64_t vocab_size = 8192;             // special tokens and the 256 bytes included
-  int64_t min_frequency = 0;             // a pair seen less often is not merged
-  std::string pattern{kDefaultPattern};  // how text is cut into pieces
-  std::vector<std::string> special_tokens = {"<|endoftext|>"};  // ids 0, 1, ...; the first is eos
+  int64_t vocab_size = 8192; // special tokens and the 256 bytes included
+  int64_t min_frequency = 0; // a pair seen less often is not merged
+  std::string pattern{kDefaultPattern}; // how text is cut into pieces
+  std::vector<std::string> special_tokens = {"<|endoftext|>"}; // ids 0, 1, ...; the first is eos
   int threads = 1;
 };
 
@@ -92,7 +92,7 @@ class BpeTrainer {
  private:
   using Counts = std::unordered_map<std::string, int64_t>;
   BpeTrainerOptions options_;
-  std::vector<Counts> counts_;  // one a thread
+  std::vector<Counts> counts_; // one a thread
 };
 
 }

@@ -131,7 +131,7 @@ void read_pre_tokenizer(const Json& json, Tokenizer::State& state) {
   } else if (type == "Punctuation") {
     add(Split{Regex(kPunctuationPattern, Regex::Syntax::kPcre2),
         behavior_of(get<std::string>(json, "behavior", "Isolated"))});
-  } else if (type == "Whitespace") {  // words, and runs of anything else but space
+  } else if (type == "Whitespace") { // words, and runs of anything else but space
     add(Split{Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWordMembers)), kRemoved, true});
   } else if (type == "WhitespaceSplit") {
     add(Split{Regex("\\s"), kRemoved});
@@ -157,7 +157,7 @@ Decoder make_decoder(const Json& json) {
         {Regex::literal(filled(json, "replacement")), " "}, scheme_of(json) != "never"};
   if (type != "Strip") refuse("decoder", type);
   const std::string content = filled(json, "content");
-  size_t at = 0;  // its first character is taken off both ends, so often at most
+  size_t at = 0; // its first character is taken off both ends, so often at most
   const auto code = static_cast<uint32_t>(utf8_next(content, at));
   const std::string ends = fmt::format(R"(\A\x{{{0:x}}}{{0,{1}}}(?!\A)|\x{{{0:x}}}{{0,{2}}}\z)",
       code, get<size_t>(json, "start"), get<size_t>(json, "stop"));
@@ -198,7 +198,7 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
   const Json& vocab = member(member(file, "model"), "vocab");
   PITH_CHECK(vocab.is_object(), "tokenizer.json: the model has no vocab");
   const Json& added = member(file, "added_tokens");
-  const size_t limit = 16 * (vocab.size() + added.size()) + 65536;  // a small file stays small
+  const size_t limit = 16 * (vocab.size() + added.size()) + 65536; // a small file stays small
   auto put = [&](const std::string& token, int32_t id) {
     const size_t at = index(id);
     PITH_CHECK(at < limit, "tokenizer.json: id {} of token {} is out of proportion", id, token);
@@ -290,7 +290,7 @@ void read_config(const std::string& text, Tokenizer::State& state) {
   state.pad = special("pad_token");
   const Json& chat = member(config, "chat_template");
   if (chat.is_string()) state.chat_template = chat.get<std::string>();
-  for (const Json& named : chat)  // several by name
+  for (const Json& named : chat) // several by name
     if (member(named, "name") == "default") state.chat_template = text_of(named, "template");
 }
 

@@ -31,7 +31,7 @@ class Translator {
 
   std::string run() {
     PITH_CHECK(utf8_valid_prefix(pattern_) == pattern_.size(), "regex is not UTF-8");
-    take("(?i)");  // behind the beginning it binds otherwise in Oniguruma
+    take("(?i)"); // behind the beginning it binds otherwise in Oniguruma
     while (at_ < pattern_.size()) {
       const char c = peek();
       const size_t start = out_.size();
@@ -133,7 +133,7 @@ class Translator {
     if (!next(grammar().interval)) return false;
     out_ += fmt::format("{{{}{}", token_[1] == ',' ? "0" : "", token_.substr(1));
     if (peek() == '?' && token_.find(',') == token_.npos) refuse("{n}?");
-    if (peek() == '+') {  // not possessive in Oniguruma: the interval is repeated
+    if (peek() == '+') { // not possessive in Oniguruma: the interval is repeated
       out_.insert(atom_, "(?:");
       out_ += ')';
     }
@@ -144,8 +144,8 @@ class Translator {
   std::string out_;
   std::string_view token_;
   size_t at_ = 0;
-  size_t atom_ = 0;             // where the last repeatable construct starts in out_
-  std::vector<size_t> groups_;  // where each open group starts in out_
+  size_t atom_ = 0; // where the last repeatable construct starts in out_
+  std::vector<size_t> groups_; // where each open group starts in out_
 };
 
 std::string pcre2_message(int code) {
@@ -154,7 +154,7 @@ std::string pcre2_message(int code) {
   return reinterpret_cast<const char*>(text);
 }
 
-struct Scratch {  // what a thread needs to match
+struct Scratch { // what a thread needs to match
   pcre2_match_data* data = pcre2_match_data_create(1, nullptr);
   pcre2_match_context* context = pcre2_match_context_create(nullptr);
   pcre2_jit_stack* stack = pcre2_jit_stack_create(64 << 10, 64 << 20, nullptr);
@@ -176,7 +176,7 @@ Regex::Regex(std::string_view pattern, Syntax syntax) : stand_ins_(syntax == Syn
       "(*LF)" + (stand_ins_ ? Translator(pattern).run() : std::string(pattern));
   int error = 0;
   size_t place = 0;
-  const uint32_t options =  // ^ and $ match at every line in Oniguruma
+  const uint32_t options = // ^ and $ match at every line in Oniguruma
       PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | PCRE2_MULTILINE;
   code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), options, &error,
                   &place, nullptr),

@@ -19,7 +19,7 @@ void Rewriter::copy(size_t end) {
 
 void Rewriter::replace(size_t begin, size_t end, std::span<const Change> changes, size_t skipped) {
   copy(begin);
-  size_t at = begin + skipped;  // in the old text
+  size_t at = begin + skipped; // in the old text
   for (const Change& change : changes) {
     TokenSpan place{from_.base, from_.base};
     if (track_ && change.moved > 0 && at > 0) place = from_.origin_of(at - 1, at);
@@ -45,7 +45,7 @@ namespace {
 // --- Hugging Face's forms and lower case, with its places: only changes are written ---
 
 struct Mark : Change {
-  int order;  // canonical combining class
+  int order; // canonical combining class
 };
 
 int combining_order(char32_t code) {
@@ -80,7 +80,7 @@ std::optional<char32_t> compose(char32_t first, char32_t second) {
 // another starter, stands between.
 void compose_all(std::vector<Mark>& marks) {
   std::vector<Mark> out;
-  size_t starter = SIZE_MAX;  // index in out
+  size_t starter = SIZE_MAX; // index in out
   for (const Mark& mark : marks) {
     const bool reaches = starter + 1 == out.size() || out.back().order < mark.order;
     std::optional<char32_t> composed;
@@ -128,7 +128,7 @@ void rewrite(const NormalForm& form, const Text& text, Rewriter& out) {
   const std::string_view s = text.text;
   std::vector<Mark> marks;
   std::string changed;
-  size_t border = 0;  // start of the last character that is no active one
+  size_t border = 0; // start of the last character that is no active one
   for (size_t at = 0; at < s.size();) {
     const size_t begin = at;
     if (static_cast<uint8_t>(s[at]) < 0x80) {
@@ -139,11 +139,11 @@ void rewrite(const NormalForm& form, const Text& text, Rewriter& out) {
       border = begin;
       continue;
     }
-    size_t end = at;  // take every active character that follows, too
+    size_t end = at; // take every active character that follows, too
     for (size_t next = at; next < s.size() && active[utf8_next(s, next)];) end = next;
     marks.clear();
     for (size_t i = border; i < end;) decompose(utf8_next(s, i), form.compatible, marks);
-    for (auto run = marks.begin(); run != marks.end();) {  // sort each run of marks by class
+    for (auto run = marks.begin(); run != marks.end();) { // sort each run of marks by class
       const auto stop = std::ranges::find(run, marks.end(), 0, &Mark::order);
       std::ranges::stable_sort(run, stop, {}, &Mark::order);
       run = stop == marks.end() ? stop : stop + 1;
@@ -161,7 +161,7 @@ void rewrite(const Lowercase&, const Text& text, Rewriter& out) {
   for (size_t at = 0; at < text.text.size();) {
     const size_t begin = at;
     const char32_t code = utf8_next(text.text, at);
-    const bool two = code == 0x130;  // I with dot: the one letter that becomes two
+    const bool two = code == 0x130; // I with dot: the one letter that becomes two
     const Change lower[2] = {{two ? U'i' : unicode_lower(code), 0}, {0x307, 1}};
     if (lower[0].code != code) out.replace(begin, at, {lower, two ? 2u : 1u});
   }
@@ -183,7 +183,7 @@ void rewrite(const Prepend& prepend, const Text& text, Rewriter& out) {
   const bool there = prepend.unless_there && text.text.starts_with(prepend.content);
   if (there || (prepend.only_at_start && text.base > 0) || text.text.empty()) return;
   std::vector<Change> changes = new_text(prepend.content);
-  if (!changes.empty()) changes[0].moved = 0;  // all at the place of the first character
+  if (!changes.empty()) changes[0].moved = 0; // all at the place of the first character
   out.replace(0, 0, changes);
 }
 
@@ -199,7 +199,7 @@ void decode(DecodeFuse, Tokens& tokens) {
 
 void decode(DecodeByteLevel, Tokens& tokens) {
   std::string text;
-  for (std::string& token : tokens)  // what is not spelled in bytes stands for itself
+  for (std::string& token : tokens) // what is not spelled in bytes stands for itself
     if (auto bytes = spelled_bytes(token)) token.swap(*bytes);
   decode(DecodeFuse(), tokens);
   utf8_replace_invalid(tokens[0], text);

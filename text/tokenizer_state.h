@@ -16,7 +16,7 @@ class Regex {
   // refused by name, and text is seen with stand-ins. kPcre2 is for this program's own.
   enum class Syntax { kOniguruma, kPcre2 };
   explicit Regex(std::string_view pattern, Syntax syntax = Syntax::kOniguruma);
-  static Regex literal(std::string text);  // matches this text, which is not empty, alone
+  static Regex literal(std::string text); // matches this text, which is not empty, alone
 
   // Calls match(begin, end) for every match in well-formed UTF-8, from left to right.
   template <class Match> void for_each_match(std::string_view text, Match match) const {
@@ -25,7 +25,7 @@ class Regex {
     size_t from = 0, begin = 0, end = 0, last = SIZE_MAX;
     while (from <= text.size() && find(text, from, begin, end)) {
       const bool empty = begin == end;
-      if (!(empty && begin == last)) match(begin, end);  // an empty match never follows a match
+      if (!(empty && begin == last)) match(begin, end); // an empty match never follows a match
       last = from = end;
       if (!empty) continue;
       do ++from;
@@ -36,7 +36,7 @@ class Regex {
   bool find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
  private:
   Regex() = default;
-  std::string literal_;  // instead of code_
+  std::string literal_; // instead of code_
   std::shared_ptr<pcre2_code> code_;
   bool jit_ = false, stand_ins_ = false;
 };
@@ -44,8 +44,8 @@ class Regex {
 // Well-formed UTF-8 on its way to the model.
 struct Text {
   std::string_view text;
-  const TokenSpan* origin = nullptr;  // input bytes behind each byte; null: those from `base` on
-  uint32_t base = 0;                  // where in the input it begins
+  const TokenSpan* origin = nullptr; // input bytes behind each byte; null: those from `base` on
+  uint32_t base = 0; // where in the input it begins
 
   Text slice(size_t begin, size_t end) const {
     const std::string_view part = text.substr(begin, end - begin);
@@ -56,9 +56,9 @@ struct Text {
   TokenSpan origin_of(size_t begin, size_t end) const;
 };
 
-struct Change {  // a character of changed text
+struct Change { // a character of changed text
   char32_t code;
-  int moved;  // 1: new, where the old one before it was; 0: for an old one; -n: and n after it
+  int moved; // 1: new, where the old one before it was; 0: for an old one; -n: and n after it
 };
 
 // Builds a changed copy of a Text from left to right. Places are kept where `track` is set.
@@ -68,7 +68,7 @@ class Rewriter {
   // Replaces bytes [begin, end), behind all replaced before; the first `skipped` are dropped before
   // the first change.
   void replace(size_t begin, size_t end, std::span<const Change> changes, size_t skipped = 0);
-  Text finish();  // copies the rest, if anything changed; the result views this object
+  Text finish(); // copies the rest, if anything changed; the result views this object
  private:
   void copy(size_t end);
   const Text from_;
@@ -81,7 +81,7 @@ class Rewriter {
 
 // Stages: normalizers and pre-tokenizers. Only the latter split.
 struct NormalForm {
-  bool composes, compatible;  // NFC and NFKC; NFKC and NFKD
+  bool composes, compatible; // NFC and NFKC; NFKC and NFKD
 };
 struct Lowercase {};
 struct Replace {
@@ -90,15 +90,15 @@ struct Replace {
 };
 struct Prepend {
   std::string content;
-  bool unless_there = false;   // only to text that does not begin with it
-  bool only_at_start = false;  // only where the input begins
+  bool unless_there = false; // only to text that does not begin with it
+  bool only_at_start = false; // only where the input begins
 };
 // What becomes of the matches that a text is split at:
 enum class SplitBehavior { kIsolated, kRemoved, kMergedWithPrevious, kMergedWithNext, kContiguous };
 struct Split {
   Regex pattern;
   SplitBehavior behavior;
-  bool invert = false;  // matches are what lies between
+  bool invert = false; // matches are what lies between
 };
 using Stage = std::variant<NormalForm, Lowercase, Replace, Prepend, Split>;
 
@@ -107,8 +107,8 @@ Text apply(const Stage& stage, const Text& text, Rewriter& out);
 
 // Calls sink(begin, end) for the pieces of `text`.
 template <class Sink> void split_text(const Split& split, std::string_view text, Sink sink) {
-  size_t begin = 0, done = 0;  // text[begin, done) waits for what may join it
-  bool is_match = false;       // and is, or ends in, a match
+  size_t begin = 0, done = 0; // text[begin, done) waits for what may join it
+  bool is_match = false; // and is, or ends in, a match
   auto cut = [&] {
     if (begin < done && !(is_match && split.behavior == SplitBehavior::kRemoved)) sink(begin, done);
     begin = done;
@@ -135,13 +135,13 @@ struct DecodeByteLevel {};
 struct DecodeByteFallback {};
 struct DecodeFuse {};
 struct DecodeReplace : Replace {
-  bool drops_first = false;  // in the first token it drops: the space that encoding put there
+  bool drops_first = false; // in the first token it drops: the space that encoding put there
 };
 using Decoder = std::variant<DecodeByteLevel, DecodeByteFallback, DecodeFuse, DecodeReplace>;
 
 // Applies one decoder to the spelled tokens of a text.
 void apply(const Decoder& decoder, std::vector<std::string>& tokens);
-int fallback_byte(const std::string& token);  // of "<0x41>"; -1: it is none
+int fallback_byte(const std::string& token); // of "<0x41>"; -1: it is none
 
 struct AddedToken {
   std::string content;
@@ -165,26 +165,26 @@ class AddedTokenMatcher {
 };
 
 struct Tokenizer::State {
-  std::string json, config, chat_template_file;  // as they were read: save() writes them back
-  std::vector<std::string> tokens;               // by id, added tokens included
+  std::string json, config, chat_template_file; // as they were read: save() writes them back
+  std::vector<std::string> tokens; // by id, added tokens included
   std::unordered_map<std::string, int32_t> ids;
   std::map<int32_t, AddedToken> added;
   AddedTokenMatcher raw_added, normalized_added;
 
   std::vector<Stage> normalizers, pre_tokenizers;
   std::vector<Decoder> decoders;
-  bool no_decoder = false;  // tokens are joined with spaces then
-  bool byte_level = false;  // the model reads bytes
+  bool no_decoder = false; // tokens are joined with spaces then
+  bool byte_level = false; // the model reads bytes
   Bpe bpe;
-  std::vector<int32_t> prefix, suffix;  // ids that the post-processor puts around a text
+  std::vector<int32_t> prefix, suffix; // ids that the post-processor puts around a text
   bool trim_offsets = false, trim_keeps_prefix_space = false;
-  bool needs_places = false;  // even when the caller asks for no offsets
+  bool needs_places = false; // even when the caller asks for no offsets
 
   std::optional<int32_t> bos, eos, pad;
   std::string chat_template;
   uint64_t hash = 0;
 
-  const std::string& spelling(int32_t id) const;  // fails outside the vocabulary
+  const std::string& spelling(int32_t id) const; // fails outside the vocabulary
   std::optional<int32_t> find(std::string_view token) const {
     const auto found = ids.find(std::string(token));
     return found == ids.end() ? std::nullopt : std::optional(found->second);

@@ -23,7 +23,7 @@ size_t ill_formed_length(std::string_view text) {
 
 using Table = std::unordered_map<char32_t, uint32_t>;
 
-Table read_table(std::string_view text) {  // of unicode_tables.h
+Table read_table(std::string_view text) { // of unicode_tables.h
   Table table;
   std::istringstream in{std::string(text)};
   in >> std::hex;
@@ -106,19 +106,19 @@ static char32_t unicode_stand_in(char32_t code) {
 
 bool unicode_stand_ins_respect(char32_t first, char32_t last) {
   const auto holds = [&](char32_t code) { return first <= code && code <= last; };
-  return last < 0x800 ||
-      std::ranges::all_of(
-          stand_ins, [&](const auto& pair) { return holds(pair.first) == holds(pair.second); });
+  return last < 0x800 || std::ranges::all_of(stand_ins, [&](const auto& pair) {
+    return holds(pair.first) == holds(pair.second);
+  });
 }
 
 bool unicode_substitute(std::string_view text, std::string& out) {
-  uint8_t highest = 0;  // a loop that compilers vectorise: most text ends here
+  uint8_t highest = 0; // a loop that compilers vectorise: most text ends here
   for (const char byte : text) highest = std::max(highest, static_cast<uint8_t>(byte));
   if (highest < 0xE0) return false;
   out.clear();
   size_t copied = 0;
   for (size_t at = 0; at < text.size();) {
-    if (static_cast<uint8_t>(text[at]) < 0xE0) {  // ASCII, two bytes, or a continuation
+    if (static_cast<uint8_t>(text[at]) < 0xE0) { // ASCII, two bytes, or a continuation
       ++at;
       continue;
     }

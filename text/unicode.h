@@ -3,7 +3,7 @@
 
 namespace pith {
 
-size_t utf8_valid_prefix(std::string_view text);  // length of the well-formed prefix
+size_t utf8_valid_prefix(std::string_view text); // length of the well-formed prefix
 // Replaces every ill-formed sequence by U+FFFD, counted as by Python's errors="replace".
 int64_t utf8_replace_invalid(std::string_view text, std::string& out);
 
@@ -27,7 +27,7 @@ void utf8_append(char32_t code, std::string& out);
 bool unicode_stand_ins_respect(char32_t first, char32_t last);
 // Copies `text` with stand-ins in place; false: nothing needs one.
 bool unicode_substitute(std::string_view text, std::string& out);
-bool unicode_is_inert(char32_t code);  // too young for Hugging Face's normaliser, which keeps it
+bool unicode_is_inert(char32_t code); // too young for Hugging Face's normaliser, which keeps it
 char32_t unicode_lower(char32_t code);
 bool is_white_space(char32_t code);
 // What is a word to Hugging Face, as members of a regex class.

@@ -43,9 +43,9 @@ TEST(Parameter, TensorsMustCoverTheParameter) {
   const auto make = [](std::vector<HfTensor> tensors) {
     Parameter("qkv", {6, 3}, std::move(tensors), ParameterGroup::matrix, Init::normal);
   };
-  EXPECT_THROW(make({{"q", {4, 3}, 0}, {"k", {2, 3}, 13}}), Error);  // a gap
-  EXPECT_THROW(make({{"q", {4, 3}, 0}, {"k", {2, 3}, 11}}), Error);  // an overlap
-  EXPECT_THROW(make({{"q", {4, 3}, 0}}), Error);                     // too short
+  EXPECT_THROW(make({{"q", {4, 3}, 0}, {"k", {2, 3}, 13}}), Error); // a gap
+  EXPECT_THROW(make({{"q", {4, 3}, 0}, {"k", {2, 3}, 11}}), Error); // an overlap
+  EXPECT_THROW(make({{"q", {4, 3}, 0}}), Error); // too short
   EXPECT_THROW(make({}), Error);
 }
 
@@ -63,11 +63,11 @@ TEST(Parameter, Allocate) {
   EXPECT_EQ(p.grad.scalar_type(), at::kFloat);
   EXPECT_EQ(p.grad.sizes(), p.value.sizes());
   EXPECT_FALSE(p.grad.requires_grad());
-  Parameter::view_of(p.value, p.tensors[0]).fill_(2.0);  // a leaf, written without a guard
+  Parameter::view_of(p.value, p.tensors[0]).fill_(2.0); // a leaf, written without a guard
   EXPECT_EQ(p.value.sum().item<double>(), 12.0);
   allocate(p, at::kDouble, at::kCPU);
   EXPECT_EQ(p.grad.scalar_type(), at::kDouble);
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

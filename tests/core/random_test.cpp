@@ -78,5 +78,5 @@ TEST(Random, Refuses) {
   EXPECT_THROW(fill_normal(integers, 1, "w", 1.0), Error);
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

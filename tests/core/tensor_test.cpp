@@ -49,5 +49,5 @@ TEST(Tensor, ExactIntegers) {
   EXPECT_THROW(narrow<int32_t>(uint64_t{0xFFFFFFFFFFFFFFFF}), Error);
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

@@ -107,7 +107,7 @@ TEST(RowStream, BestFitPacksEveryTokenOnceAnEpoch) {
   for (const bool shuffle : {false, true}) {
     for (const int64_t length : {1, 2, 7, 32, 64, 100, 5000}) {
       const Scratch scratch;
-      const Corpus corpus = corpus_of(scratch, random_lengths(8, 60));  // document 0 is empty
+      const Corpus corpus = corpus_of(scratch, random_lengths(8, 60)); // document 0 is empty
       const RowStream stream(corpus, length, 3, true, shuffle, Packing::best_fit);
       const int64_t rows = stream.rows_per_epoch();
       std::vector<std::vector<int64_t>> orders(3);
@@ -125,7 +125,7 @@ TEST(RowStream, BestFitPacksEveryTokenOnceAnEpoch) {
           ASSERT_LT(begin, end);
           for (size_t t = begin; t < end; ++t)
             EXPECT_EQ(row.positions[t], static_cast<int64_t>(t - begin));
-          if (row.tokens[begin] == 0) {  // no document has this id: padding
+          if (row.tokens[begin] == 0) { // no document has this id: padding
             EXPECT_TRUE(last && begin > 0);
             for (size_t t = begin; t < end; ++t)
               EXPECT_TRUE(row.tokens[t] == 0 && row.labels[t] == -100);
@@ -142,13 +142,13 @@ TEST(RowStream, BestFitPacksEveryTokenOnceAnEpoch) {
           }
         }
       }
-      std::vector<int64_t> emptiest = {length, length};  // tokens in the two emptiest rows
+      std::vector<int64_t> emptiest = {length, length}; // tokens in the two emptiest rows
       for (int64_t index = 0; index < rows; ++index) {
         const Row row = stream.row(index);
         emptiest.push_back(length - std::count(row.tokens.begin(), row.tokens.end(), 0));
       }
       std::sort(emptiest.begin(), emptiest.end());
-      EXPECT_GT(emptiest[0] + emptiest[1], length);  // else one row would hold both
+      EXPECT_GT(emptiest[0] + emptiest[1], length); // else one row would hold both
       for (auto& order : orders) {
         EXPECT_EQ(static_cast<int64_t>(order.size()), corpus.num_tokens());
         EXPECT_EQ(std::set<int64_t>(order.begin(), order.end()).size(), order.size());
@@ -160,7 +160,7 @@ TEST(RowStream, BestFitPacksEveryTokenOnceAnEpoch) {
 
 TEST(RowStream, BestFitDecreasingByHand) {
   const Scratch scratch;
-  const Corpus corpus = corpus_of(scratch, {0, 3, 25, 4, 6, 7});  // 25 = two rows and 5 tokens
+  const Corpus corpus = corpus_of(scratch, {0, 3, 25, 4, 6, 7}); // 25 = two rows and 5 tokens
   const RowStream stream(corpus, 10, 1, true, false, Packing::best_fit);
   std::vector<std::vector<int64_t>> begins;
   for (int64_t i = 0; i < stream.rows_per_epoch(); ++i) {
@@ -172,7 +172,7 @@ TEST(RowStream, BestFitDecreasingByHand) {
   // Ends in their order 7, 6, 5, 4, 3: 4 goes beside 6, 3 beside 7; 5 leaves half a row.
   EXPECT_EQ(begins,
       (std::vector<std::vector<int64_t>>{{2000}, {2010}, {5000, 1000}, {4000, 3000}, {2020, 0}}));
-  EXPECT_EQ(stream.row(0).labels.back(), 2010);  // of a document that goes on in another row
+  EXPECT_EQ(stream.row(0).labels.back(), 2010); // of a document that goes on in another row
   // Padding is marked for the balance loss, which leaves it out.
   const Tensor row_id = make_batch(stream, 3, 2, 2, 0, 1, true, at::kCPU).at(0).row_id;
   std::vector<int32_t> marks(20, 0);
@@ -202,7 +202,7 @@ TEST(RowStream, PlacesBeyond32Bits) {
   ASSERT_EQ(corpus.num_tokens(), tokens);
   const int64_t length = 4096;
   const RowStream concat(corpus, length, 1, true, false);
-  const int64_t last = tokens / length;  // the row with the epoch's end in it
+  const int64_t last = tokens / length; // the row with the epoch's end in it
   EXPECT_EQ(concat.rows_per_epoch(), last);
   const Row row = concat.row(last);
   const auto end = static_cast<size_t>(tokens - last * length - 1);
@@ -211,7 +211,7 @@ TEST(RowStream, PlacesBeyond32Bits) {
   EXPECT_EQ(row.document_begins, (std::vector<int64_t>{0, static_cast<int64_t>(end) + 1}));
   EXPECT_EQ(concat.row(8 * last).tokens.size(), 4096u);
   const RowStream packed(corpus, length, 1, true, false, Packing::best_fit);
-  EXPECT_EQ(packed.rows_per_epoch(), 3 * (size / length + 1));  // each end fills most of a row
+  EXPECT_EQ(packed.rows_per_epoch(), 3 * (size / length + 1)); // each end fills most of a row
   EXPECT_EQ(packed.row(3 * (size / length) + 2).tokens[size % length - 1], 7);
 }
 
@@ -223,7 +223,7 @@ TEST(RowStream, WithoutMaskRowsAreOneDocumentAndLabelsCross) {
   EXPECT_EQ(first.tokens, (std::vector<int64_t>{0, 1, 2, 1000, 1001}));
   EXPECT_EQ(first.labels, (std::vector<int64_t>{1, 2, 1000, 1001, 1002}));
   EXPECT_EQ(second.labels, (std::vector<int64_t>{1003, 1004, 2000, 2001, 2002}));
-  EXPECT_EQ(third.tokens, (std::vector<int64_t>{2002, 2003, 0, 1, 2}));  // into the next epoch
+  EXPECT_EQ(third.tokens, (std::vector<int64_t>{2002, 2003, 0, 1, 2})); // into the next epoch
   EXPECT_EQ(third.labels, (std::vector<int64_t>{2003, 0, 1, 2, 1000}));
   for (const Row& row : {first, second, third}) {
     EXPECT_EQ(row.document_begins, std::vector<int64_t>{0});
@@ -249,7 +249,7 @@ TEST(RowStream, TheOrderIsFixedForever) {
   for (int64_t row = 0; row < 2 * packed.rows_per_epoch(); ++row)
     firsts.push_back(packed.row(row).tokens[0]);
   EXPECT_EQ(firsts,
-      (std::vector<int64_t>{4000, 6000, 7000, 7008, 3000,  //
+      (std::vector<int64_t>{4000, 6000, 7000, 7008, 3000, //
           4000, 7000, 6000, 2000, 3000}));
   const Blend blend({packed, packed, packed}, {0.5, 0.3, 0.2});
   std::vector<size_t> sources;
@@ -274,7 +274,7 @@ TEST(RowStream, ShufflesUniformly) {
 TEST(RowStream, TinyCorporaAndBounds) {
   const Scratch scratch;
   const RowStream stream(corpus_of(scratch, {0, 2, 0}), 7, 1, true,
-      true);  // a row spans four epochs
+      true); // a row spans four epochs
   const Row row = stream.row(1);
   EXPECT_EQ(row.tokens, (std::vector<int64_t>{1001, 1000, 1001, 1000, 1001, 1000, 1001}));
   EXPECT_EQ(row.labels, (std::vector<int64_t>{-100, 1001, -100, 1001, -100, 1001, -100}));
@@ -372,7 +372,7 @@ TEST(Blend, TokenizersMustAgree) {
   writer.add_document(std::vector<int32_t>{1});
   writer.finish();
   EXPECT_ERROR(check_same_tokenizer({a, Corpus(scratch / "small")}), "vocabulary 7");
-  std::filesystem::remove(scratch / "b.json");  // of another program: does not say
+  std::filesystem::remove(scratch / "b.json"); // of another program: does not say
   check_same_tokenizer({a, Corpus(scratch / "b"), a});
 }
 
@@ -389,7 +389,7 @@ TEST(Blend, ResumesAtEveryStep) {
       return Blend(streams, {0.6, 0.3, 0.1});
     };
     const Blend straight = open();
-    EXPECT_LT(straight.rows_before_repeat(), 600);  // several epochs
+    EXPECT_LT(straight.rows_before_repeat(), 600); // several epochs
     for (int64_t step = 0; step < 200; ++step) {
       const auto expected = make_batch(straight, 6 * step, 6, 2, 0, 1, true, at::kCPU);
       const auto resumed = make_batch(open(), 6 * step, 6, 2, 0, 1, true, at::kCPU);
@@ -488,7 +488,7 @@ TEST(MakeBatch, DoesNotDependOnTheCut) {
 TEST(MakeBatch, WideIdsAndUnmaskedRows) {
   const Scratch scratch;
   CorpusWriter writer(scratch / "wide", 201088, "");
-  writer.add_document(std::vector<int32_t>{65535, 65536, 151645, 201087});  // known-faults 55
+  writer.add_document(std::vector<int32_t>{65535, 65536, 151645, 201087}); // known-faults 55
   writer.add_document(std::vector<int32_t>{5, 6});
   writer.finish();
   const RowStream stream(Corpus(scratch / "wide"), 3, 0, false, false);
@@ -503,5 +503,5 @@ TEST(MakeBatch, WideIdsAndUnmaskedRows) {
   EXPECT_EQ(micro.positions[5].item<int32_t>(), 2);
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

@@ -65,7 +65,7 @@ TEST(Checkpoint, IsAModelFolderWithOptimizerAndManifest) {
   reader.read("exp_avg", {"b.weight", {6, 4}, 0}, out);
   EXPECT_TRUE(at::equal(out.narrow(0, 0, 10), at::full({10}, 20.0)));
   EXPECT_TRUE(at::equal(out.narrow(0, 10, 14), at::full({14}, 21.0)));
-  Tensor around = at::full({4}, 0.0);  // a range over the border of two slices
+  Tensor around = at::full({4}, 0.0); // a range over the border of two slices
   reader.read("exp_avg", {"b.weight", {6, 4}, 0}, around, 8);
   EXPECT_EQ(around[1].item<float>(), 20.0f);
   EXPECT_EQ(around[2].item<float>(), 21.0f);
@@ -87,7 +87,7 @@ TEST(Checkpoint, KeepsTheLastAndReplacesTheSameStep) {
   const Scratch scratch;
   for (const int64_t step : {10, 20, 30}) write_checkpoint(scratch.path, content_of(step), 0);
   fs::create_directory(
-      scratch / "step-00000005");  // incomplete: reported, never deleted, never counted
+      scratch / "step-00000005"); // incomplete: reported, never deleted, never counted
   fs::create_directory(scratch / ".saving-step-00000031");
   put_bytes(scratch / ".saving-step-00000031" / "half", "x");
   write_checkpoint(scratch.path, content_of(40), 2);
@@ -180,7 +180,7 @@ TEST(Checkpoint, AFullDiskLeavesTheOlderOneAndNothingElse) {
   CheckpointWriter writer;
   writer.start(scratch.path, content_of(30, 1 << 17), 1);
   EXPECT_ERROR(writer.finish(), "step-00000030");
-  writer.finish();  // told once
+  writer.finish(); // told once
   writer.start(scratch.path, content_of(30, 1 << 17), 1);
   EXPECT_ERROR(writer.start(scratch.path, content_of(40), 1), "step-00000030");
   setrlimit(RLIMIT_FSIZE, &old);
@@ -195,7 +195,7 @@ TEST(Checkpoint, WriterSavesInTheBackgroundOneAfterAnother) {
   {
     CheckpointWriter writer;
     for (const int64_t step : {1, 2, 3, 4}) writer.start(scratch.path, content_of(step), 2);
-  }  // the destructor waits
+  } // the destructor waits
   EXPECT_EQ(listing(scratch.path), (Names{"step-00000003", "step-00000004"}));
   EXPECT_TRUE(verify_checkpoint(scratch / "step-00000004").empty());
 }
@@ -212,7 +212,7 @@ TEST(Checkpoint, KillsAtRandomMomentsNeverLoseTheNewestComplete) {
     ASSERT_EQ(pipe(announce), 0);
     const CheckpointContent content = content_of(0, 4096);
     const pid_t child = fork();
-    if (child == 0) {  // only plain calls here: no thread of the parent lives in the child
+    if (child == 0) { // only plain calls here: no thread of the parent lives in the child
       CheckpointContent mine = content;
       for (mine.step = step + 1;; ++mine.step) {
         write_checkpoint(scratch.path, mine, 2);
@@ -235,8 +235,8 @@ TEST(Checkpoint, KillsAtRandomMomentsNeverLoseTheNewestComplete) {
     EXPECT_TRUE(step == announced || step == announced + 1) << step << " after " << announced;
   }
   write_checkpoint(scratch.path, content_of(step + 1), 1);
-  EXPECT_EQ(listing(scratch.path).size(), 1u);  // the leftovers are gone
+  EXPECT_EQ(listing(scratch.path).size(), 1u); // the leftovers are gone
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

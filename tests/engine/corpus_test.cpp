@@ -102,7 +102,7 @@ TEST(Corpus, ShardsAreOneCorpus) {
   const Scratch one, many;
   const Corpus whole(write(one, documents));
   const std::string prefix = (many / "corpus").string();
-  write(many, documents);  // an older corpus there goes
+  write(many, documents); // an older corpus there goes
   CorpusWriter writer(prefix, 257, "hash", 12);
   for (const auto& document : documents) writer.add_document(document);
   writer.finish();
@@ -174,7 +174,7 @@ TEST(Corpus, ReadsOtherProgramsFilesWithSeveralSequencesADocument) {
   EXPECT_TRUE(read(corpus, 1).empty());
   EXPECT_EQ(read(corpus, 2), (std::vector<int64_t>{4, 5, 6, 7, 65408}));
   EXPECT_TRUE(verify_corpus(prefix).empty());
-  put_bytes(prefix + ".idx", index_of(4, 4, {4}, {0, 1}));  // the last id is negative
+  put_bytes(prefix + ".idx", index_of(4, 4, {4}, {0, 1})); // the last id is negative
   EXPECT_ERROR(read(Corpus(prefix), 0), "document 0, token 3: id -8388601");
   EXPECT_NE(verify_corpus(prefix).at(0).find("document 0, token 3"), std::string::npos);
   put_bytes(prefix + ".idx", index_of(7, 4, {2}, {0, 1}));
@@ -203,7 +203,7 @@ TEST(Corpus, HostileIndexesAreRefused) {
   for (size_t size = 0; size < good.size(); ++size)
     EXPECT_ERROR(parse(good.substr(0, size), 12), "x.idx");
   std::string huge = good;
-  std::memset(huge.data() + 18, 0xff, 16);  // both counts 2^64 - 1
+  std::memset(huge.data() + 18, 0xff, 16); // both counts 2^64 - 1
   EXPECT_ERROR(parse(huge, 12), "do not hold");
 }
 
@@ -276,5 +276,5 @@ TEST(Corpus, IndexesPastTwoToThe31Tokens) {
   EXPECT_EQ(index.begin(2), 2ll * most);
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

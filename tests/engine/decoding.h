@@ -34,4 +34,4 @@ template <class Model> void check_decoding(const nlohmann::json& config) {
     EXPECT_LT(relative_error(logits(t, t + 1, caches), expected.narrow(1, t, 1)), 1e-5) << t;
 }
 
-}  // namespace pith
+} // namespace pith

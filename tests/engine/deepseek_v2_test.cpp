@@ -29,7 +29,7 @@ json large() {
 TEST(DeepseekV2, CountsTheReleasedModels) {
   const ModelSize small = DeepseekV2Config::parse(lite(), "lite").size(4096);
   EXPECT_EQ(small.parameters, 15706484224);
-  EXPECT_NEAR(static_cast<double>(small.active_parameters), 2.66e9, 0.01e9);  // 2.4 + embedding
+  EXPECT_NEAR(static_cast<double>(small.active_parameters), 2.66e9, 0.01e9); // 2.4 + embedding
   const ModelSize big = DeepseekV2Config::parse(large(), "v2").size(4096);
   EXPECT_EQ(big.parameters, 235741434880);
   EXPECT_NEAR(static_cast<double>(big.active_parameters), 21.4e9, 0.1e9);
@@ -89,5 +89,5 @@ TEST(DeepseekV2, DecodingContinuesTheFullResult) {
   check_decoding<DeepseekV2Model>(tiny_deepseek_config());
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

@@ -144,8 +144,8 @@ template <class Model> void check_bf16(const std::string& name_of_case) {
       bound("logits"));
 
   struct Squares {
-    double ours = 0, theirs = 0;     // relative errors
-    double mine = 0, reference = 0;  // norms
+    double ours = 0, theirs = 0; // relative errors
+    double mine = 0, reference = 0; // norms
   };
   std::map<std::string, Squares> groups;
   for (const auto& [name, entry] : expected.header().tensors) {
@@ -218,5 +218,5 @@ INSTANTIATE_TEST_SUITE_P(Families, Golden,
         "qwen3_5_moe_b", "qwen3_5_moe_c"),
     [](const auto& test) { return std::string(test.param); });
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

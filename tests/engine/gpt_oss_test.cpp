@@ -24,7 +24,7 @@ json released(const std::string& size = "20b") {
 TEST(GptOss, CountsTheReleasedModels) {
   const ModelSize small = GptOssConfig::parse(released(), "20b").size(4096);
   EXPECT_EQ(small.parameters, 20914757184);
-  const int64_t embedding = 201088 * 2880;  // not counted as active in the paper
+  const int64_t embedding = 201088 * 2880; // not counted as active in the paper
   EXPECT_NEAR(static_cast<double>(small.active_parameters - embedding), 3.61e9, 0.005e9);
   const ModelSize big = GptOssConfig::parse(released("120b"), "120b").size(4096);
   EXPECT_EQ(big.parameters, 116829156672);
@@ -187,5 +187,5 @@ TEST(Mxfp4, ImportsExperts) {
           HasSubstr("w_scales: shape (3, 10, 2) in the folder, (3, 10, 4)")));
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

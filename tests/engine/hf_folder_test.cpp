@@ -133,7 +133,7 @@ TEST(HfFolder, DamagedFoldersNameFileAndTensor) {
       HfFolder{folder}, "2 problems", one, "No such file", two, "tensor layers.2.w ends at byte");
   fresh();
   write_safetensors(folder / two,
-      weights(3));  // two of them are in both files, the index says the first
+      weights(3)); // two of them are in both files, the index says the first
   EXPECT_ERROR(
       HfFolder{folder}, "tensor layers.0.w is in two files", "tensor layers.1.w", one, two);
   fresh();
@@ -174,5 +174,5 @@ TEST(HfFolder, ManyNamesBecomeOneLine) {
   EXPECT_TRUE(summarize_names({}).empty());
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

@@ -19,7 +19,7 @@ RunConfig::Training training(
 
 struct Entry {
   int64_t step;
-  const char* lr;  // nine digits, computed by hand from the closed form
+  const char* lr; // nine digits, computed by hand from the closed form
 };
 
 void expect_table(const RunConfig::Training& t, const std::vector<Entry>& rows) {
@@ -36,12 +36,12 @@ TEST(LearningRate, Constant) {
 
 TEST(LearningRate, Cosine) {
   expect_table(training("cosine", 110, 10),
-      {{1, "3.00000000e-05"},      // warm-up
-          {10, "3.00000000e-04"},  // its end: the switch is continuous
-          {11, "2.99933386e-04"},  // 3e-5 + 2.7e-4 (1 + cos(pi / 100)) / 2
-          {35, "2.60459415e-04"},  // progress 1/4
-          {60, "1.65000000e-04"},  // half way
-          {109, "3.00666144e-05"}, {110, "3.00000000e-05"},  // the floor at the last step
+      {{1, "3.00000000e-05"}, // warm-up
+          {10, "3.00000000e-04"}, // its end: the switch is continuous
+          {11, "2.99933386e-04"}, // 3e-5 + 2.7e-4 (1 + cos(pi / 100)) / 2
+          {35, "2.60459415e-04"}, // progress 1/4
+          {60, "1.65000000e-04"}, // half way
+          {109, "3.00666144e-05"}, {110, "3.00000000e-05"}, // the floor at the last step
           {5000, "3.00000000e-05"}});
 }
 
@@ -59,8 +59,8 @@ TEST(LearningRate, WsdBySquareRoot) {
   RunConfig::Training t = training("wsd", 100, 10, 20);
   t.decay_shape = "1-sqrt";
   expect_table(t,
-      {{80, "3.00000000e-04"}, {81, "2.39626165e-04"},  // 3e-5 + 2.7e-4 (1 - sqrt(1 / 20))
-          {85, "1.65000000e-04"},                       // a quarter: half of the way
+      {{80, "3.00000000e-04"}, {81, "2.39626165e-04"}, // 3e-5 + 2.7e-4 (1 - sqrt(1 / 20))
+          {85, "1.65000000e-04"}, // a quarter: half of the way
           {99, "3.68365527e-05"}, {100, "3.00000000e-05"}, {101, "3.00000000e-05"}});
   t.min_lr_ratio = 0;
   EXPECT_EQ(learning_rate(t, 85), 1.5e-4);
@@ -86,7 +86,7 @@ TEST(LearningRate, WsdRestartsWithAnotherDecay) {
 
 TEST(LearningRate, Edges) {
   EXPECT_DOUBLE_EQ(learning_rate(training("cosine", 1, 1), 1), 3e-4);
-  EXPECT_DOUBLE_EQ(learning_rate(training("cosine", 1, 0), 1), 3e-5);  // the only step is the last
+  EXPECT_DOUBLE_EQ(learning_rate(training("cosine", 1, 0), 1), 3e-5); // the only step is the last
   EXPECT_DOUBLE_EQ(learning_rate(training("cosine", 5, 5), 5), 3e-4);
   EXPECT_DOUBLE_EQ(learning_rate(training("cosine", 5, 5), 6), 3e-5);
   EXPECT_DOUBLE_EQ(learning_rate(training("wsd", 3, 0, 3), 3), 3e-5);
@@ -110,5 +110,5 @@ TEST(LearningRate, NeverRisesAfterWarmupAndNeverJumps) {
   }
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

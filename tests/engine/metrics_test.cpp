@@ -72,7 +72,7 @@ TEST_F(Metrics, LinesAreJsonWhateverTheyHold) {
   const auto all = lines();
   ASSERT_EQ(all.size(), 3u);
   EXPECT_EQ(all[0]["step"], 1);
-  EXPECT_EQ(all[0]["lr"].get<double>(), 0.1 + 0.2);  // to the last bit
+  EXPECT_EQ(all[0]["lr"].get<double>(), 0.1 + 0.2); // to the last bit
   EXPECT_EQ(all[0]["tokens_per_second"], 2048);
   EXPECT_EQ(all[0]["tokens_seen"], 1024);
   EXPECT_TRUE(all[0]["mfu"].is_null());
@@ -108,13 +108,13 @@ TEST_F(Metrics, ResumeCutsLaterStepsAndHalfLines) {
   EXPECT_EQ(read(file()), whole);
   std::ofstream(file(), std::ios::app) << R"({"step": 9, "loss": 4.)";
   { MetricsLog log(folder_, 8, false); }
-  EXPECT_EQ(read(file()), whole);  // the half line is gone
+  EXPECT_EQ(read(file()), whole); // the half line is gone
   {
     MetricsLog log(folder_, 5, false);
     log.write(step(6));
   }
   EXPECT_EQ(steps(), (std::vector<int64_t>{1, 2, 3, 4, 5, 6}));
-  EXPECT_EQ(lines()[5]["event"], "save");  // stood before step 6
+  EXPECT_EQ(lines()[5]["event"], "save"); // stood before step 6
   EXPECT_EQ(lines().size(), 7u);
   { MetricsLog log(folder_, 0, false); }
   EXPECT_EQ(read(file()), "");
@@ -216,8 +216,8 @@ TEST_F(Metrics, TimeLeftFromTheMedian) {
 TEST(TensorBoard, Crc32cOfKnownVectors) {
   EXPECT_EQ(crc32c(""), 0u);
   EXPECT_EQ(crc32c("123456789"), 0xE3069283u);
-  EXPECT_EQ(crc32c(std::string(32, '\0')), 0x8A9136AAu);    // RFC 3720 B.4
-  EXPECT_EQ(crc32c(std::string(32, '\xff')), 0x62A8AB43u);  // RFC 3720 B.4
+  EXPECT_EQ(crc32c(std::string(32, '\0')), 0x8A9136AAu); // RFC 3720 B.4
+  EXPECT_EQ(crc32c(std::string(32, '\xff')), 0x62A8AB43u); // RFC 3720 B.4
   EXPECT_EQ(masked_crc32c(std::string(8, '\0')),
       ((crc32c(std::string(8, '\0')) >> 15 | crc32c(std::string(8, '\0')) << 17) + 0xa282ead8u));
 }
@@ -248,17 +248,17 @@ TEST_F(Metrics, TensorBoardEventsReadBack) {
   const auto payloads = frames(read(path) + tensorboard_scalars(300, {{"a", 1.5}, {"b/ü", -2}}));
   ASSERT_EQ(payloads.size(), 3u);
   const auto after_time = [&](size_t i) { return payloads[i].substr(9); };
-  for (const std::string& payload : payloads) EXPECT_EQ(payload[0], '\x09');  // wall_time
+  for (const std::string& payload : payloads) EXPECT_EQ(payload[0], '\x09'); // wall_time
   EXPECT_EQ(after_time(0), std::string("\x10\x00\x1A\x0D", 4) + "brain.Event:2");
-  EXPECT_EQ(after_time(1), std::string("\x10\x08\x3A\x02\x08\x01"));  // step 8, START
+  EXPECT_EQ(after_time(1), std::string("\x10\x08\x3A\x02\x08\x01")); // step 8, START
   EXPECT_EQ(after_time(2),
-      std::string("\x10\xAC\x02\x2A\x17"  // step 300, summary
+      std::string("\x10\xAC\x02\x2A\x17" // step 300, summary
                   "\x0A\x08\x0A\x01"
-                  "a\x15\x00\x00\xC0\x3F"  // a = 1.5
+                  "a\x15\x00\x00\xC0\x3F" // a = 1.5
                   "\x0A\x0B\x0A\x04"
-                  "b/ü\x15\x00\x00\x00\xC0",  // b/ü = -2
+                  "b/ü\x15\x00\x00\x00\xC0", // b/ü = -2
           28));
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

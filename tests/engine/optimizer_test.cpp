@@ -39,7 +39,7 @@ template <class Model = Qwen3MoeModel> struct Ruled {
       Tensor noise = at::empty_like(group.grad_part);
       fill_normal(noise, 3, fmt::format("gradient {} {}", group.unit(), number), 1e-2);
       group.grads.zero_();
-      for (const auto& piece : group.pieces())  // not the padding
+      for (const auto& piece : group.pieces()) // not the padding
         group.grad_part.narrow(0, piece.begin, piece.count)
             .copy_(noise.narrow(0, piece.begin, piece.count));
     }
@@ -63,7 +63,7 @@ template <class Model> void check_matrices(const typename Model::Config& config,
         if (!matrix) continue;
         for (Tensor& one : muon_matrices(Parameter::view_of(seen, tensor), tensor.fused)) {
           EXPECT_LE(one.size(0), one.size(1)) << tensor.name;
-          if (parameter->group == ParameterGroup::expert) {  // gate, up and down of one size
+          if (parameter->group == ParameterGroup::expert) { // gate, up and down of one size
             EXPECT_EQ(one.sizes(), (std::vector<int64_t>{24, 32})) << tensor.name;
           }
           one.add_(1);
@@ -99,7 +99,7 @@ TEST(Muon, FollowsThePaperOnEveryMatrix) {
   training.clip_norm = 0;
   for (const bool gpt : {false, true}) {
     const auto check = [&]<class Model>(Ruled<Model> tiny) {
-      std::map<std::string, std::pair<Tensor, Tensor>> expected;  // weight, momentum
+      std::map<std::string, std::pair<Tensor, Tensor>> expected; // weight, momentum
       const auto each = [&](const auto& use) {
         for (ShardGroup& group : tiny.groups)
           for (size_t i = 0; i < group.parameters().size(); ++i)
@@ -355,5 +355,5 @@ TEST(Resume, RefusesAnotherOptimizerMomentsOrAverage) {
   expect(refused(other), "there is no ema of model.embed_tokens.weight");
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

@@ -11,8 +11,8 @@ namespace {
 
 struct Outcome {
   double loss = 0, balance = 0, norm = 0;
-  std::vector<Tensor> grads;     // flat, one a group
-  std::vector<Tensor> topk_idx;  // one a MoE layer, all tokens in order
+  std::vector<Tensor> grads; // flat, one a group
+  std::vector<Tensor> topk_idx; // one a MoE layer, all tokens in order
 };
 
 Outcome run(TinyModel& tiny, const std::vector<MicroBatch>& batches, double balance_loss) {
@@ -221,12 +221,12 @@ TEST(Pipeline, ZLossAndBiasOfTheRouter) {
   EXPECT_LT(relative_error(with - without, at::matmul(factor.t(), rows)), 1e-5);
 
   const Tensor bias = at::zeros({last + 1, 6});
-  bias.select(1, 5).fill_(1);  // probabilities differ by less
+  bias.select(1, 5).fill_(1); // probabilities differ by less
   gradient(0, bias, moved);
   const auto at_last = static_cast<size_t>(last);
   EXPECT_TRUE(moved.topk_idx[at_last].eq(5).any(1).all().item<bool>());
   EXPECT_FALSE(plain.topk_idx[at_last].eq(5).any(1).all().item<bool>());
-  EXPECT_NEAR(moved.topk_weight[at_last].sum(1).max().item<double>(), 1, 1e-5);  // no bias in it
+  EXPECT_NEAR(moved.topk_weight[at_last].sum(1).max().item<double>(), 1, 1e-5); // no bias in it
 }
 
 TEST(Pipeline, PaddingIsInNoBalanceLoss) {
@@ -242,5 +242,5 @@ TEST(Pipeline, ADocumentLongerThanTheRotaryTableIsRefused) {
   EXPECT_THROW(pipeline.forward_only(cut(ragged_rows(1, 200, 61), 1), NextTokenLoss()), Error);
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

@@ -24,7 +24,7 @@ TEST(Qwen35Moe, CountsTheReleasedModels) {
   };
   json config = released();
   const ModelSize small = size(config);
-  EXPECT_EQ(small.parameters, 34660610688);  // 35B with vision and MTP
+  EXPECT_EQ(small.parameters, 34660610688); // 35B with vision and MTP
   EXPECT_NEAR(static_cast<double>(small.active_parameters), 3.45e9, 0.005e9);
   json& text = config["text_config"];
   text.erase("layer_types");
@@ -166,5 +166,5 @@ TEST(Qwen35Moe, DecodingContinuesTheFullResult) {
   check_decoding<Qwen35MoeModel>(tiny_qwen35_config());
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

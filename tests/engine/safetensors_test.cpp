@@ -44,7 +44,7 @@ TEST(Safetensors, RoundTripOfEveryDtypeAndShape) {
     read.push_back(file->tensor(tensors[i].first));
     EXPECT_EQ(written.tensors.at(tensors[i].first), xxh3(file->bytes(tensors[i].first)));
   }
-  file.reset();  // the mapping must outlive the file object
+  file.reset(); // the mapping must outlive the file object
   for (size_t i = 0; i < tensors.size(); ++i) {
     EXPECT_EQ(read[i].scalar_type(), tensors[i].second.scalar_type());
     EXPECT_TRUE(at::equal(read[i], tensors[i].second)) << tensors[i].first;
@@ -68,7 +68,7 @@ TEST(Safetensors, EveryViolationNamesFileAndTensor) {
   } cases[] = {
       {"", "too few"},
       {"1234567", "too few"},
-      {std::string("\0\0\0\0\0\1\0\0", 8), "longer than the file"},  // 2^40
+      {std::string("\0\0\0\0\0\1\0\0", 8), "longer than the file"}, // 2^40
       {std::string(8, '\xff'), "longer than the file"},
       {file_of("{", ""), "not JSON"},
       {file_of("[]", ""), "not an object"},
@@ -162,5 +162,5 @@ TEST(FileIo, SealedJsonNoticesEveryChangedByteAndEveryLength) {
   }
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

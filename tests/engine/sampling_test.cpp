@@ -70,7 +70,7 @@ TEST(Sampling, FiltersKeepWhatTheyShould) {
 TEST(Sampling, GreedyAndItsEquals) {
   const std::vector<float> logits = {1, 5, -kInf, 5, 4};
   const SamplingOptions greedy{.temperature = 0};
-  EXPECT_EQ(sample(logits, greedy, 0), 1);  // the lower id of equal logits
+  EXPECT_EQ(sample(logits, greedy, 0), 1); // the lower id of equal logits
   for (uint64_t i = 0; i < 100; ++i) {
     EXPECT_EQ(sample(logits, {.top_k = 1, .seed = i}, i), 1);
     EXPECT_EQ(sample(logits, {.top_p = 1e-9, .seed = i}, i), 1);
@@ -119,7 +119,7 @@ TEST(Sampling, WideNucleus) {
   for (const auto& [id, count] : counts(logits, {.top_p = 0.5, .seed = 1}, 1000)) {
     smallest = std::min(smallest, id);
   }
-  EXPECT_GE(smallest, 1049);  // ids above 1049 hold half of the mass: sum of exp(i / 10^4)
+  EXPECT_GE(smallest, 1049); // ids above 1049 hold half of the mass: sum of exp(i / 10^4)
   EXPECT_LE(smallest, 1070);
 }
 
@@ -141,5 +141,5 @@ TEST(Sampling, RefusesWhatCannotBeDrawnFrom) {
   }
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

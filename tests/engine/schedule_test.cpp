@@ -132,5 +132,5 @@ TEST(Schedule, Drawing) {
   EXPECT_TRUE(svg.ends_with("</svg>\n"));
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

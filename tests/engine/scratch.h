@@ -42,4 +42,4 @@ inline std::string error_of(const std::function<void()>& action) {
       EXPECT_NE(text_.find(part_), std::string::npos) << part_ << "\nnot in: " << text_; \
   } while (false)
 
-}  // namespace pith
+} // namespace pith

@@ -11,7 +11,7 @@ namespace {
 
 struct Outcome {
   int status;
-  std::string text;  // its stderr
+  std::string text; // its stderr
 };
 
 // Runs `body` in a process of its own.
@@ -84,5 +84,5 @@ TEST(Signals, ABrokenPipeDoesNotKill) {
   EXPECT_EQ(WEXITSTATUS(outcome.status), 0);
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

@@ -141,4 +141,4 @@ inline double relative_error(const Tensor& a, const Tensor& b) {
   return norm > 0 ? error / norm : error;
 }
 
-}  // namespace pith
+} // namespace pith

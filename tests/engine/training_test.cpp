@@ -151,14 +151,14 @@ TEST(Restore, AForeignFolderListsEveryProblemAtOnce) {
   CheckpointContent content;
   collect_state(tiny.groups, content);
   for (auto& [name, tensor] : content.weights) {
-    if (name == "model.norm.weight") continue;  // missing
+    if (name == "model.norm.weight") continue; // missing
     Tensor changed = tensor;
-    if (name == "lm_head.weight") changed = at::full({3, 4}, 1.0f);  // wrong shape
+    if (name == "lm_head.weight") changed = at::full({3, 4}, 1.0f); // wrong shape
     if (name == "model.layers.0.self_attn.q_norm.weight")
-      changed = tensor.to(at::kLong);  // wrong dtype
+      changed = tensor.to(at::kLong); // wrong dtype
     weights.emplace_back(name, changed);
   }
-  weights.emplace_back("model.layers.9.extra", at::full({2}, 1.0f));  // left over
+  weights.emplace_back("model.layers.9.extra", at::full({2}, 1.0f)); // left over
   auto written = write_weights(folder, 0, weights);
   write_weight_index(folder, written);
   try {
@@ -225,5 +225,5 @@ TEST(NonFinite, IsNamed) {
   EXPECT_EQ(first_non_finite(tiny.groups), "gradient of " + tiny.groups[2].parameters()[0]->name);
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

@@ -99,5 +99,5 @@ TEST(SumOfSquaresGpu, AgreesWithCpu) {
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -10,7 +10,7 @@ namespace {
 struct Case {
   std::vector<int32_t> cu_q, cu_k;
   int64_t heads, kv_heads, dim;
-  std::string path;  // how the BF16 kernel's name starts
+  std::string path; // how the BF16 kernel's name starts
   int64_t v_dim = dim;
 };
 
@@ -24,18 +24,18 @@ const Case kCases[] = {
     {rows(2, 256), rows(2, 256), 32, 4, 128, "cuDNN"},
     {rows(1, 128), rows(1, 128), 8, 8, 64, "cuDNN"},
     {rows(3, 128), rows(3, 128), 12, 2, 128, "cuDNN"},
-    {rows(2, 192), rows(2, 192), 4, 2, 64, "Flash"},  // equal, but not a round length
+    {rows(2, 192), rows(2, 192), 4, 2, 64, "Flash"}, // equal, but not a round length
     {{0, 0, 5, 5, 12}, {0, 0, 5, 5, 12}, 8, 2, 64, "Flash"},
-    {{0, 1, 2, 3}, {0, 1, 2, 3}, 32, 4, 128, "Flash"},  // documents of one token
+    {{0, 1, 2, 3}, {0, 1, 2, 3}, 32, 4, 128, "Flash"}, // documents of one token
     {{0, 1}, {0, 1}, 8, 8, 32, "Flash"},
     {{0, 130, 131, 400}, {0, 130, 131, 400}, 32, 4, 128, "Flash"},
     {{0, 77, 200}, {0, 77, 200}, 12, 2, 32, "Flash"},
-    {{0, 3, 8}, {0, 60, 93}, 8, 2, 64, "Flash"},              // fewer queries than keys
-    {{0, 9, 17}, {0, 9, 17}, 6, 3, 20, "matrix"},             // no fused kernel for this head size
-    {rows(2, 256), rows(2, 256), 16, 16, 192, "cuDNN", 128},  // DeepSeek's latent attention
+    {{0, 3, 8}, {0, 60, 93}, 8, 2, 64, "Flash"}, // fewer queries than keys
+    {{0, 9, 17}, {0, 9, 17}, 6, 3, 20, "matrix"}, // no fused kernel for this head size
+    {rows(2, 256), rows(2, 256), 16, 16, 192, "cuDNN", 128}, // DeepSeek's latent attention
     {{0, 130, 131, 400}, {0, 130, 131, 400}, 16, 16, 192, "Flash", 128},
     {{0, 3, 8}, {0, 60, 93}, 16, 16, 192, "Flash", 128},
-    {rows(2, 128), rows(2, 128), 4, 2, 160, "Flash", 64},  // two sizes that cuDNN is not asked for
+    {rows(2, 128), rows(2, 128), 4, 2, 160, "Flash", 64}, // two sizes that cuDNN is not asked for
     {{0, 77, 200}, {0, 77, 200}, 4, 4, 32, "Flash", 64},
     {{0, 9, 17}, {0, 9, 17}, 6, 3, 20, "matrix", 12},
 };
@@ -137,14 +137,14 @@ TEST(AttentionGpu, PartsMatchTheReference) {
     int64_t v_dim = dim;
   };
   const Part parts[] = {
-      {rows(2, 256), rows(2, 256), true, 32, 4, 128},   // cuDNN
-      {rows(1, 256), rows(1, 128), false, 32, 4, 128},  // cuDNN, a low chunk's keys
-      {rows(3, 128), rows(3, 256), false, 12, 2, 64},   // cuDNN, a high chunk's queries
+      {rows(2, 256), rows(2, 256), true, 32, 4, 128}, // cuDNN
+      {rows(1, 256), rows(1, 128), false, 32, 4, 128}, // cuDNN, a low chunk's keys
+      {rows(3, 128), rows(3, 256), false, 12, 2, 64}, // cuDNN, a high chunk's queries
       {{0, 130, 131, 400}, {0, 130, 131, 400}, true, 8, 2, 128},
       {{0, 130, 131, 400}, {0, 7, 90, 300}, false, 8, 2, 128},
       {{0, 1, 2, 5}, {0, 100, 101, 340}, false, 8, 2, 64},
       {{0, 1, 2}, {0, 1, 2}, false, 32, 4, 128},
-      {{0, 9, 17}, {0, 3, 30}, false, 6, 3, 20},  // products
+      {{0, 9, 17}, {0, 3, 30}, false, 6, 3, 20}, // products
       {rows(2, 256), rows(2, 256), true, 16, 16, 192, 128},
       {rows(1, 256), rows(1, 128), false, 16, 16, 192, 128},
       {{0, 130, 131, 400}, {0, 7, 90, 300}, false, 16, 16, 192, 128},
@@ -252,5 +252,5 @@ TEST(AttentionGpu, DecodingContinuesTheFullResult) {
       attention(last, with_gap(k), with_gap(v), ended, 0.2), wanted, 0.01, "ended document");
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

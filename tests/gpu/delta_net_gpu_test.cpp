@@ -26,20 +26,18 @@ TEST(DeltaNetGpu, AgreesWithCpu) {
       SCOPED_TRACE(fmt::format("{} tokens, {} heads of {}", tokens, s.heads, s.dk));
       check_on_gpu(
           [](const auto& in, auto& w) {
-            return gated_delta_rule(in[0], in[1], in[2], {in[3], in[4], w[0], w[1]}, {in[5]});
-          },
+        return gated_delta_rule(in[0], in[1], in[2], {in[3], in[4], w[0], w[1]}, {in[5]});
+      },
           {random_tensor("q", {tokens, s.key_heads, s.dk}),
               random_tensor("k", {tokens, s.key_heads, s.dk}),
               random_tensor("v", {tokens, s.heads, s.dv}), random_tensor("a", {tokens, s.heads}),
               random_tensor("b", {tokens, s.heads}), positions},
           {random_tensor("a_log", {s.heads}) - 2, random_tensor("dt_bias", {s.heads})}, 2e-5);
-      check_on_gpu(
-          [](const auto& in, auto& w) {
-            return causal_convolution(in[0].narrow(1, 1, in[0].size(1) - 1), w[0], {in[1]});
-          },
-          {random_tensor("x", {tokens, 1 + s.dk}), positions}, {random_tensor("w", {s.dk, 1, 4})});
+      check_on_gpu([](const auto& in, auto& w) {
+        return causal_convolution(in[0].narrow(1, 1, in[0].size(1) - 1), w[0], {in[1]});
+      }, {random_tensor("x", {tokens, 1 + s.dk}), positions}, {random_tensor("w", {s.dk, 1, 4})});
     }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -39,5 +39,5 @@ TEST(EmbeddingGpu, LargeTable) {
   EXPECT_EQ(max_difference(w.grad[0], at::full({hidden}, 1.0)), 0.0);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

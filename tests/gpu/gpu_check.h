@@ -92,7 +92,7 @@ inline void check_on_gpu(const Operator& f, const std::vector<Tensor>& inputs,
       return result;
     };
     const std::vector<Tensor> x = rounded(inputs), w = rounded(values);
-    Tensor like;  // shape and dtype of the result
+    Tensor like; // shape and dtype of the result
     {
       at::NoGradGuard no_grad;
       like = run_operator(f, x, w, dtype, at::kCPU, {}).tensors[0];
@@ -112,4 +112,4 @@ inline void check_on_gpu(const Operator& f, const std::vector<Tensor>& inputs,
   }
 }
 
-}  // namespace pith::test
+} // namespace pith::test

@@ -25,12 +25,9 @@ TEST(GroupedLinearGpu, MatchesTheReference) {
     }
     const Tensor idx = at::cat(parts);
     const auto num_experts = static_cast<int64_t>(c.counts.size());
-    check_on_gpu(
-        [&](const std::vector<Tensor>& x, std::vector<Parameter>& p) {
-          return grouped_linear(x[0], p[0], make_expert_plan(idx.to(x[0].device()), num_experts));
-        },
-        {random_tensor("x", {idx.size(0), c.in})},
-        {random_tensor("w", {num_experts, c.out, c.in})});
+    check_on_gpu([&](const std::vector<Tensor>& x, std::vector<Parameter>& p) {
+      return grouped_linear(x[0], p[0], make_expert_plan(idx.to(x[0].device()), num_experts));
+    }, {random_tensor("x", {idx.size(0), c.in})}, {random_tensor("w", {num_experts, c.out, c.in})});
     const Tensor x = random_tensor("x", {idx.size(0), c.in});
     const std::vector<Tensor> weights{
         random_tensor("w", {num_experts, c.in, c.out}), random_tensor("b", {num_experts, c.out})};
@@ -48,5 +45,5 @@ TEST(GroupedLinearGpu, MatchesTheReference) {
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

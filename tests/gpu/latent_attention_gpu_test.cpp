@@ -41,5 +41,5 @@ TEST(LatentAttentionGpu, MatchesTheReference) {
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

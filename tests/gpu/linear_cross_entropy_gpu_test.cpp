@@ -91,14 +91,14 @@ TEST(LinearCrossEntropyGpu, WithoutGradModeNoBufferIsTouched) {
   const auto logprobs = list<float>(linear_cross_entropy(hidden, weight, labels, 1.0).logprobs);
   EXPECT_EQ(logprobs[2], 0.0f);
   EXPECT_TRUE(
-      std::isnan(logprobs[5]) && std::isnan(logprobs[6]));  // neither -100 nor in the vocabulary
+      std::isnan(logprobs[5]) && std::isnan(logprobs[6])); // neither -100 nor in the vocabulary
   EXPECT_TRUE(at::equal(weight.grad, at::full_like(weight.grad, 0.25)));
   const Tensor logits =
       at::matmul(hidden.cpu().to(at::kDouble), weight.value.cpu().to(at::kDouble).t());
   expect_close(head_logits(hidden, weight), logits, 1e-5, "head_logits");
-  const double largest = logits[3].abs().max().item<double>();  // rounded to BF16
+  const double largest = logits[3].abs().max().item<double>(); // rounded to BF16
   EXPECT_NEAR(logprobs[3], logits.log_softmax(1)[3][1000].item<double>(), largest * 0x1p-8);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -35,5 +35,5 @@ TEST(LinearGpu, Fp32BackwardOfBFloat16) {
       relative_difference(w.grad.cpu(), dy.to(at::kDouble).t().matmul(x.to(at::kDouble))), 2e-6);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -90,5 +90,5 @@ TEST(MuonGpu, StepsOfShardGroupsAgreeWithCpu) {
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

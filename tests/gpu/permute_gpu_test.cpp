@@ -44,7 +44,7 @@ TEST(PermuteGpu, PlanEqualsTheReference) {
       expect_equal_plans(make_expert_plan(idx.to(kGpu), c.num_experts, known.num_slots()), known);
     }
   }
-  const Tensor one = at::full({513, 4}, 2, at::kLong);  // one expert has everything
+  const Tensor one = at::full({513, 4}, 2, at::kLong); // one expert has everything
   expect_equal_plans(make_expert_plan(one.to(kGpu), 5), make_expert_plan(one, 5));
   const Tensor none = at::full({40, 2}, -1, at::kLong);
   expect_equal_plans(make_expert_plan(none.to(kGpu), 5), make_expert_plan(none, 5));
@@ -60,14 +60,13 @@ TEST(PermuteGpu, MatchesTheReference) {
     auto plan = [&](const Tensor& x) {
       return make_expert_plan(idx.to(x.device()), c.num_experts);
     };
-    check_on_gpu([&](const std::vector<Tensor>& x,
-                     std::vector<Parameter>&) { return permute(x[0], plan(x[0])); },
-        {random_tensor("rows", {c.rows, c.hidden})}, {});
+    check_on_gpu([&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
+      return permute(x[0], plan(x[0]));
+    }, {random_tensor("rows", {c.rows, c.hidden})}, {});
     check_on_gpu(
         [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
-          return unpermute(x[0], x[1].to(wide_dtype(x[1].scalar_type())), plan(x[0]));
-        },
-        {random_tensor("expert_rows", {slots, c.hidden}), random_tensor("weight", {c.rows, c.k})},
+      return unpermute(x[0], x[1].to(wide_dtype(x[1].scalar_type())), plan(x[0]));
+    }, {random_tensor("expert_rows", {slots, c.hidden}), random_tensor("weight", {c.rows, c.k})},
         {});
   }
 }
@@ -91,5 +90,5 @@ TEST(PermuteGpu, IndexesBeyond31Bits) {
   EXPECT_TRUE(at::equal(unpermute(permuted, at::full({rows, k}, 0.125f, kGpu), plan), x));
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

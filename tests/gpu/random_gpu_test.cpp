@@ -30,5 +30,5 @@ TEST(RandomGpu, IndicesPast32Bits) {
   EXPECT_TRUE(at::equal(whole.narrow(0, n - 999, 999), tail));
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

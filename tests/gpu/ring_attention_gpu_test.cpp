@@ -36,5 +36,5 @@ TEST(RingAttentionGpu, MergesParts) {
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -68,5 +68,5 @@ TEST(RmsNormGpu, LargeTensor) {
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

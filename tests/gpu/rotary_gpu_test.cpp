@@ -42,11 +42,9 @@ TEST(RotaryGpu, StridedHeads) {
 
 TEST(RotaryGpu, PartOfAHead) {
   for (const int64_t dim : {64, 256, 65})
-    check_on_gpu(
-        [](const auto& in, auto&) {
-          return rotary(in[0], in[1], make_rotary_table(5000, 64, 1e7, in[0].device()));
-        },
-        {random_tensor("x", {133, 3, dim}), at::arange(133).to(at::kInt)}, {}, 1e-6);
+    check_on_gpu([](const auto& in, auto&) {
+      return rotary(in[0], in[1], make_rotary_table(5000, 64, 1e7, in[0].device()));
+    }, {random_tensor("x", {133, 3, dim}), at::arange(133).to(at::kInt)}, {}, 1e-6);
 }
 
 // Pairs of neighbours, behind elements that are only copied; vectors of 8, 4, 2 and 1.
@@ -98,5 +96,5 @@ TEST(RotaryGpu, LargeTensor) {
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -26,7 +26,7 @@ TEST(RouterGpu, TopKEqualsTheReference) {
         (random_tensor("scores", {c.rows, c.num_experts}, at::kFloat) * 4).round() / 4;
     poison();
     EXPECT_TRUE(at::equal(topk_lowest_id(scores.to(kGpu), c.k).cpu(), topk_lowest_id(scores, c.k)));
-    const Tensor zero = at::zeros_like(scores) * -1;  // -0
+    const Tensor zero = at::zeros_like(scores) * -1; // -0
     EXPECT_TRUE(at::equal(topk_lowest_id(zero.to(kGpu), c.k).cpu(), topk_lowest_id(zero, c.k)));
   }
   EXPECT_EQ(topk_lowest_id(at::zeros({0, 4}).to(kGpu), 2).size(0), 0);
@@ -59,18 +59,14 @@ TEST(RouterGpu, RouteMatchesTheReference) {
       for (bool forced : {false, true}) {
         SCOPED_TRACE(fmt::format(
             "{} rows, top {} of {}, {} {}", c.rows, c.k, c.num_experts, normalize, forced));
-        check_on_gpu(
-            [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
-              const Routing r =
-                  route(wide(x[0]), c.k, normalize, forced ? balanced.to(x[0].device()) : Tensor());
-              return at::cat({r.probabilities, r.topk_weight}, 1);
-            },
-            {logits}, {});
-        check_on_gpu(
-            [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
-              return route(wide(x[0]), c.k, normalize).topk_weight;
-            },
-            {logits}, {});
+        check_on_gpu([&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
+          const Routing r =
+              route(wide(x[0]), c.k, normalize, forced ? balanced.to(x[0].device()) : Tensor());
+          return at::cat({r.probabilities, r.topk_weight}, 1);
+        }, {logits}, {});
+        check_on_gpu([&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
+          return route(wide(x[0]), c.k, normalize).topk_weight;
+        }, {logits}, {});
       }
     }
     EXPECT_TRUE(at::equal(balanced_routes(c.rows, c.k, c.num_experts, kGpu).cpu(), balanced));
@@ -84,20 +80,17 @@ TEST(RouterGpu, BalanceLossMatchesTheReference) {
   for (const Case& c : kCases) {
     const Tensor probabilities = random_tensor("p", {c.rows, c.num_experts}).abs();
     const Tensor idx = topk_lowest_id(random_tensor("scores", {c.rows, c.num_experts}), c.k);
-    const int64_t first = c.rows / 3;  // rows 0 and 2; row 1 is without tokens, so is the last
+    const int64_t first = c.rows / 3; // rows 0 and 2; row 1 is without tokens, so is the last
     const auto int32 = at::TensorOptions(at::kInt);
     const int64_t padding = (c.rows - first) / 3;
     const Tensor row_id = at::cat({at::zeros({first}, int32),
         at::full({c.rows - first - padding}, 2, int32), at::full({padding}, ~2, int32)});
-    check_on_gpu(
-        [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
-          return start_balance_loss(
-              wide(x[0]), idx.to(x[0].device()), row_id.to(x[0].device()), 4)()
-              .loss;
-        },
-        {probabilities}, {});
+    check_on_gpu([&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
+      return start_balance_loss(wide(x[0]), idx.to(x[0].device()), row_id.to(x[0].device()), 4)()
+          .loss;
+    }, {probabilities}, {});
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

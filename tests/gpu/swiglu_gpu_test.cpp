@@ -46,5 +46,5 @@ TEST(SwiGluGpu, LargeTensor) {
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -35,10 +35,10 @@ expect 2 'see pithtrain pretrain --help' pretrain
 # Mistakes in a configuration: status 1; file, line and key; all of them.
 cat >run.toml <<'END'
 [training]
-learning_rate = 1e-4
+stpes = 5
 steps = 1e6
 END
-expect 1 '^run\.toml:2: training\.learning_rate: unknown key; nearest is training\.lr$' pretrain run.toml
+expect 1 '^run\.toml:2: training\.stpes: unknown key; nearest is training\.steps$' pretrain run.toml
 expect 1 '^run\.toml:3: training\.steps: must be an integer' pretrain run.toml
 expect 1 '^--set: training\.lr: ' pretrain run.toml --set training.lr=.5
 expect 1 'cannot open nowhere\.toml' pretrain nowhere.toml

@@ -57,7 +57,7 @@ for file in $(cd straight/checkpoints/step-00000020 && find . -name '*.safetenso
 done
 
 # A profile does not change training; the trace is JSON, the summary names operators.
-train profiled --set profile.first=3 >profiled.log 2>&1
+train profiled --set profile.steps=[3,4] >profiled.log 2>&1
 diff <(numbers straight) <(numbers profiled) || fail "profiling changed training"
 "${PYTHON:-python3}" -m json.tool profiled/trace-rank0.json >/dev/null || fail "the trace is not JSON"
 grep -qE '^[0-9.]+ ms: computing [0-9.]+, communication 0.00' profiled/profile-rank0.txt || fail "no summary"

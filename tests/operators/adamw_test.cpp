@@ -124,7 +124,7 @@ TEST(AdamW, Refuses) {
   EXPECT_THROW(update(s, grad.to(at::kBFloat16), 1.0, step), Error);
   EXPECT_THROW(update(s, grad, 1.0, {1e-3, 0.9, 0.95, 1e-8, 0.1, 0}), Error);
   State half = make_state(4, at::kFloat, at::kBFloat16);
-  half.exp_avg = half.exp_avg.to(at::kBFloat16);  // and exp_avg_sq in FP32
+  half.exp_avg = half.exp_avg.to(at::kBFloat16); // and exp_avg_sq in FP32
   EXPECT_THROW(update(half, grad, 1.0, step), Error);
 }
 
@@ -149,5 +149,5 @@ TEST(SumOfSquares, SameBitsForAnyNumberOfThreads) {
   EXPECT_THROW(sum_of_squares(x.to(at::kBFloat16)), Error);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

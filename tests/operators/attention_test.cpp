@@ -52,14 +52,14 @@ struct Case {
 };
 
 const Case kCases[] = {
-    {{0, 5}, {0, 5}, 2, 2, 4},                      // one document
-    {{0, 1}, {0, 1}, 3, 1, 2},                      // one token
-    {{0, 0, 5, 5, 12}, {0, 0, 5, 5, 12}, 4, 2, 3},  // empty documents, odd head size
-    {{0, 4, 8, 12}, {0, 4, 8, 12}, 2, 1, 8},        // equal documents
+    {{0, 5}, {0, 5}, 2, 2, 4}, // one document
+    {{0, 1}, {0, 1}, 3, 1, 2}, // one token
+    {{0, 0, 5, 5, 12}, {0, 0, 5, 5, 12}, 4, 2, 3}, // empty documents, odd head size
+    {{0, 4, 8, 12}, {0, 4, 8, 12}, 2, 1, 8}, // equal documents
     {{0, 3, 6, 7, 8, 13}, {0, 3, 6, 7, 8, 13}, 6, 3, 5},
-    {{0, 1, 2}, {0, 7, 12}, 4, 2, 4},          // decoding: one query each
-    {{0, 3, 3, 5}, {0, 9, 13, 15}, 4, 1, 4},   // fewer queries than keys, none, as many
-    {{0, 4, 4, 9}, {0, 4, 4, 9}, 4, 2, 6, 3},  // values narrower than keys, and wider
+    {{0, 1, 2}, {0, 7, 12}, 4, 2, 4}, // decoding: one query each
+    {{0, 3, 3, 5}, {0, 9, 13, 15}, 4, 1, 4}, // fewer queries than keys, none, as many
+    {{0, 4, 4, 9}, {0, 4, 4, 9}, 4, 2, 6, 3}, // values narrower than keys, and wider
     {{0, 5, 10}, {0, 5, 10}, 2, 1, 3, 5},
     {{0, 1, 3}, {0, 7, 12}, 2, 2, 3, 2},
 };
@@ -248,5 +248,5 @@ TEST(Attention, NamesWhatDoesNotFit) {
       contains(error(q, k, k, make_span({0, 4, 6}, {0, 3, 6})), "document 0 has 4 queries and 3"));
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -61,7 +61,7 @@ Tensor step_by_step(const DeltaInputs& x, const Tensor& positions, Tensor* state
     if (positions[t].item<int32_t>() == 0) s = at::zeros_like(s);
     s = s * g[t].exp().view({heads, 1, 1});
     const Tensor delta =
-        (x.v[t] - (s * k[t].unsqueeze(2)).sum(1)) * beta[t].unsqueeze(1);  // (heads, dv)
+        (x.v[t] - (s * k[t].unsqueeze(2)).sum(1)) * beta[t].unsqueeze(1); // (heads, dv)
     s = s + k[t].unsqueeze(2) * delta.unsqueeze(1);
     out.push_back((s * q[t].unsqueeze(2)).sum(1));
   }
@@ -133,7 +133,7 @@ TEST(DeltaRule, StateContinues) {
   const Tensor positions = positions_of({length, length});
   DeltaInputs x(2 * length, at::kDouble, 2, 4, 5, 3);
   const Tensor whole = x.run({positions, 2}, 64).view({2, length, 4, 3});
-  const Tensor state = random_tensor("state", {2, 4, 5, 3});  // forgotten at position 0
+  const Tensor state = random_tensor("state", {2, 4, 5, 3}); // forgotten at position 0
   for (const auto& [begin, count] : {std::pair<int64_t, int64_t>{0, 7}, {7, 1}, {8, 4}}) {
     const auto rows = [&, begin = begin, count = count](const Tensor& t) {
       std::vector<int64_t> shape = t.sizes().vec();
@@ -200,7 +200,7 @@ TEST(DeltaRule, NoTokens) {
 
 TEST(DeltaRule, Refuses) {
   DeltaInputs x(4, at::kDouble, 2, 3);
-  EXPECT_THROW(x.run({positions_of({4})}, 4), Error);  // 3 heads over 2 keys
+  EXPECT_THROW(x.run({positions_of({4})}, 4), Error); // 3 heads over 2 keys
   DeltaInputs y(4);
   EXPECT_THROW(y.run({positions_of({3})}, 4), Error);
   EXPECT_THROW(y.run({positions_of({4}), 3}, 4), Error);
@@ -225,7 +225,7 @@ TEST(CausalConvolution, StopsAtDocuments) {
     SCOPED_TRACE(fmt::format("{}", fmt::join(documents, " ")));
     const Tensor positions = positions_of(documents);
     Tensor wide = random_tensor("x", {positions.size(0), 5});
-    const auto x = [&] { return wide.narrow(1, 1, 3); };  // a slice of a fused projection
+    const auto x = [&] { return wide.narrow(1, 1, 3); }; // a slice of a fused projection
     Parameter w = make_parameter("w", {3, 1, 4});
     const TokenParts parts{positions};
     EXPECT_LE(max_difference(causal_convolution(x(), w, parts), convolve(x(), w.value, positions)),
@@ -255,12 +255,12 @@ TEST(TokenParts, AreRowsOfOneLength) {
     return token_parts(at::zeros({tokens}, at::kInt), at::tensor(borders, at::kInt), rows).count;
   };
   EXPECT_EQ(count({0, 3, 4, 8}, 2, 8), 2);
-  EXPECT_EQ(count({0, 3, 5, 8}, 2, 8), 1);  // 3 and 5, or 5 and 3
+  EXPECT_EQ(count({0, 3, 5, 8}, 2, 8), 1); // 3 and 5, or 5 and 3
   EXPECT_EQ(count({0, 4, 4, 8}, 2, 8), 2);
   EXPECT_EQ(count({0, 9}, 2, 9), 1);
   EXPECT_EQ(count({0, 9}, 0, 9), 1);
   EXPECT_EQ(count({0, 0}, 1, 0), 1);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -42,5 +42,5 @@ TEST(Embedding, Refuses) {
   EXPECT_THROW(embedding(token_ids({1, 2}).view({1, 2}), w), Error);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -19,4 +19,4 @@ inline bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-}  // namespace pith::test
+} // namespace pith::test

@@ -108,4 +108,4 @@ inline void check_gradients(const std::function<Tensor()>& f, std::vector<Tensor
   }
 }
 
-}  // namespace pith::test
+} // namespace pith::test

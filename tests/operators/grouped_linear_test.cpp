@@ -59,7 +59,7 @@ TEST(GroupedLinear, AffineEqualsLinear) {
     EXPECT_LE(relative_difference(y2, y), tolerance);
     EXPECT_LE(relative_difference(x2.grad(), x.grad()), tolerance);
     EXPECT_LE(relative_difference(turned.grad, weight.grad.transpose(1, 2)), 2e-6);
-    EXPECT_EQ(bias.grad[0].abs().max().item<double>(), 0);  // no rows
+    EXPECT_EQ(bias.grad[0].abs().max().item<double>(), 0); // no rows
     EXPECT_LE(relative_difference(bias.grad[5], dy.narrow(0, 47, 7).to(at::kDouble).sum(0)), 1e-6);
   }
 }
@@ -148,5 +148,5 @@ TEST(GroupedLinear, NamesWhatDoesNotFit) {
       error_text([&] { grouped_affine(x.narrow(1, 0, 4), weight, bias, plan); }), "experts.bias"));
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -56,12 +56,10 @@ TEST(LatentAttention, GradientsMatchFiniteDifferences) {
     const AttentionSpan span = make_span(borders);
     Inputs x(borders.back());
     check_gradients([&] { return x.attend(span); }, {x.q, x.latent, x.rotary_key}, {&x.up});
-    check_gradients(
-        [&] {
-          const auto [k, v] = expand_latent(x.latent, x.rotary_key, x.up, kHeads, kV);
-          return attention(x.q, k, v, span, 0.4);
-        },
-        {x.q, x.latent, x.rotary_key}, {&x.up});
+    check_gradients([&] {
+      const auto [k, v] = expand_latent(x.latent, x.rotary_key, x.up, kHeads, kV);
+      return attention(x.q, k, v, span, 0.4);
+    }, {x.q, x.latent, x.rotary_key}, {&x.up});
   }
 }
 
@@ -97,5 +95,5 @@ TEST(LatentAttention, NamesWhatDoesNotFit) {
   EXPECT_TRUE(contains(error_text(wide), "values of 7 elements for 3 heads"));
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

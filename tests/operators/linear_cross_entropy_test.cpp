@@ -72,7 +72,7 @@ TEST(LinearCrossEntropy, MatchesLogSoftmax) {
     const Tensor expected =
         logprobs.gather(1, labels.clamp_min(0).unsqueeze(1)).squeeze(1) * trained;
     EXPECT_LE(max_difference(result.entropy.logprobs, expected),
-        1e-5);  // FP32 logits of BF16 products
+        1e-5); // FP32 logits of BF16 products
     EXPECT_NEAR(result.entropy.loss_sum.item<double>(), -expected.sum().item<double>(), 1e-3);
     EXPECT_NEAR(result.entropy.loss.item<double>(), -expected.sum().item<double>() / 8, 1e-4);
     Tensor dlogits = logprobs.exp();
@@ -175,5 +175,5 @@ TEST(LinearCrossEntropy, NamesWhatDoesNotFit) {
   EXPECT_TRUE(contains(error(at::zeros({3, 5}), labels), "hidden"));
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -41,7 +41,7 @@ TEST(Linear, Fp32ResultOfBFloat16) {
   const Tensor dy64 = dy.to(at::kDouble);
   EXPECT_LE(relative_difference(w.grad, dy64.t().matmul(x64)), 1e-6);
   EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
-  EXPECT_LE(relative_difference(x.grad(), dy64.matmul(w64)), 0x1p-8);  // rounded once
+  EXPECT_LE(relative_difference(x.grad(), dy64.matmul(w64)), 0x1p-8); // rounded once
 }
 
 TEST(Linear, BFloat16IsRoundedOnceAndItsWeightGradientNotAtAll) {
@@ -101,5 +101,5 @@ TEST(Linear, Refuses) {
   EXPECT_THROW(linear(random_tensor("x", {3, 4}), w, &b), Error);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

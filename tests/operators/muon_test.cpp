@@ -67,7 +67,7 @@ TEST(NewtonSchulz, MakesMatricesNearlyOrthogonal) {
     EXPECT_GT(s.min().item<double>(), 0.6);
     EXPECT_LT(s.max().item<double>(), 1.3);
     const auto [ux, sx, vx] = at::linalg_svd(x, /*full_matrices=*/false);
-    const Tensor inside = ux.transpose(1, 2).bmm(y).bmm(vx.transpose(1, 2));  // diagonal
+    const Tensor inside = ux.transpose(1, 2).bmm(y).bmm(vx.transpose(1, 2)); // diagonal
     EXPECT_LT(max_difference(inside, inside * at::eye(shape[1], inside.options())), 1e-10);
   }
 }
@@ -108,5 +108,5 @@ TEST(Muon, MomentumAndUpdate) {
   EXPECT_TRUE(at::equal(value, master.to(at::kBFloat16)));
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

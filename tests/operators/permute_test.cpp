@@ -9,19 +9,19 @@ namespace pith::test {
 namespace {
 
 struct Case {
-  std::vector<int64_t> topk_idx;  // (rows, k)
+  std::vector<int64_t> topk_idx; // (rows, k)
   int64_t rows, k, num_experts;
 };
 
 const Case kCases[] = {
-    {{0, 1, 2, 0, 1, 2}, 3, 2, 4},  // expert 3 without rows
-    {{3, 3, 3, 3, 3}, 5, 1, 4},     // one expert with all rows
+    {{0, 1, 2, 0, 1, 2}, 3, 2, 4}, // expert 3 without rows
+    {{3, 3, 3, 3, 3}, 5, 1, 4}, // one expert with all rows
     {{-1, 2, 0, -1, -1, -1, 1, 0, 2, 1, 0, -1}, 4, 3,
-        3},                   // entries of other ranks, a row without any
-    {{-1, -1}, 1, 2, 5},      // no slots at all
-    {{}, 0, 2, 3},            // no rows at all
-    {{1}, 1, 1, 2},           // a single token
-    {{1, 1, 0, 0}, 2, 2, 2},  // an expert twice in a row
+        3}, // entries of other ranks, a row without any
+    {{-1, -1}, 1, 2, 5}, // no slots at all
+    {{}, 0, 2, 3}, // no rows at all
+    {{1}, 1, 1, 2}, // a single token
+    {{1, 1, 0, 0}, 2, 2, 2}, // an expert twice in a row
 };
 
 TEST(ExpertPlan, IsAStableSortByExpert) {
@@ -60,9 +60,9 @@ TEST(Permute, MovesRowsAndSumsThemBack) {
   const ExpertPlan plan = make_expert_plan(ids({2, 0, -1, 2, -1, -1}, {3, 2}), 3);
   const Tensor rows = values({1, 2, 3, 4, 5, 6}, {3, 2});
   EXPECT_EQ(
-      list<float>(permute(rows, plan)), (std::vector<float>{1, 2, 1, 2, 3, 4}));  // rows 0, 0, 1
+      list<float>(permute(rows, plan)), (std::vector<float>{1, 2, 1, 2, 3, 4})); // rows 0, 0, 1
   const Tensor expert_rows = values({10, 20, 30, 40, 50, 60}, {3, 2});
-  const Tensor weight = values({0.5, 2, 9, 0.25, 9, 9}, {3, 2});  // the 9s belong to entries of -1
+  const Tensor weight = values({0.5, 2, 9, 0.25, 9, 9}, {3, 2}); // the 9s belong to entries of -1
   EXPECT_EQ(list<float>(unpermute(expert_rows, weight, plan)),
       (std::vector<float>{35, 60, 12.5, 15, 0, 0}));
 }
@@ -70,11 +70,11 @@ TEST(Permute, MovesRowsAndSumsThemBack) {
 // Sums are in FP32 and rounded once: BF16 partial sums would lose the small terms.
 TEST(Permute, Bfloat16IsRoundedOnce) {
   const ExpertPlan plan = make_expert_plan(ids({0, 1, 2, 3, 4, 5, 6, 7}, {1, 8}), 8);
-  Tensor expert_rows = at::full({8, 1}, 0.00390625, at::TensorOptions(at::kBFloat16));  // 2^-8
+  Tensor expert_rows = at::full({8, 1}, 0.00390625, at::TensorOptions(at::kBFloat16)); // 2^-8
   expert_rows.select(0, 0).fill_(1.0);
   const Tensor weight = at::full({1, 8}, 1.0f);
   EXPECT_EQ(unpermute(expert_rows, weight, plan).item<float>(),
-      1.0f + 4.0f / 128);  // 1 + 7/256, to even
+      1.0f + 4.0f / 128); // 1 + 7/256, to even
   EXPECT_EQ(unpermute(expert_rows.to(at::kFloat), weight, plan).item<float>(), 1.0f + 7.0f / 256);
 
   const Tensor rows = random_tensor("rows", {40, 24}, at::kBFloat16);
@@ -95,5 +95,5 @@ TEST(Permute, NamesWhatDoesNotFit) {
       "unpermute: expert_rows"));
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -31,7 +31,7 @@ TEST(RmsNorm, ZeroCentred) {
   EXPECT_LE(max_difference(rms_norm(x, w, 1e-2, true), reference(x, w.value + 1, 1e-2)), 1e-14);
   Parameter small = make_parameter("small", {2}, at::kBFloat16, 0, 0.0038);
   const Tensor y = rms_norm(at::full({1, 2}, 7.9, at::kBFloat16), small, 0, true);
-  EXPECT_EQ(y[0][0].item<float>(), 1.0f);  // 1.0038 rounds to 1, after the product
+  EXPECT_EQ(y[0][0].item<float>(), 1.0f); // 1.0038 rounds to 1, after the product
   const Tensor wide = at::full({1, 2}, 7.9, at::kFloat);
   Parameter same = make_parameter("same", {2}, at::kFloat, 0, 0.0038);
   EXPECT_NEAR(rms_norm(wide, same, 0, true)[0][0].item<float>(), 1.0038f, 1e-6f);
@@ -64,7 +64,7 @@ TEST(RmsNorm, BFloat16) {
   const Tensor error = ((y.to(at::kDouble) - y64).abs() / y64.abs()).max();
   EXPECT_LE(error.item<double>(), 0x1p-8 * 1.01);
   EXPECT_LE(relative_difference(x.grad(), x64.grad()), 0x1p-8);
-  EXPECT_LE(relative_difference(w.grad, w64.grad()), 1e-5);  // FP32 sums over 37 rows
+  EXPECT_LE(relative_difference(w.grad, w64.grad()), 1e-5); // FP32 sums over 37 rows
 }
 
 // Large values don't overflow their squares' sum early, and in rows of zeros eps keeps the result
@@ -101,5 +101,5 @@ TEST(RmsNorm, Refuses) {
   EXPECT_THROW(rms_norm(Tensor(), w, 1e-6), Error);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -90,7 +90,7 @@ TEST(Rotary, YarnOfDeepseek) {
   const RotaryTable got = make_rotary_table(2, 64, 10000.0, at::kCPU, yarn);
   const Tensor angle = got.sin[1].to(at::kDouble).asin(),
                before = plain.sin[1].to(at::kDouble).asin();
-  EXPECT_LE(max_difference(angle.narrow(0, 0, 11), before.narrow(0, 0, 11)), 1e-7);  // kept
+  EXPECT_LE(max_difference(angle.narrow(0, 0, 11), before.narrow(0, 0, 11)), 1e-7); // kept
   EXPECT_LE(max_difference(angle.narrow(0, 23, 9) * 40, before.narrow(0, 23, 9)), 1e-6);
   EXPECT_NEAR(angle[16].item<double>(), 0.0055, 1e-7);
   EXPECT_GT((before[11] / angle[11]).item<double>(), 1.01);
@@ -177,5 +177,5 @@ TEST(Rotary, Refuses) {
   EXPECT_THROW(make_rotary_table(4, 5, 10000.0, at::kCPU), Error);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -71,7 +71,7 @@ TEST(Route, WeightsOfTheTwoConventions) {
 
 TEST(Route, GradientsMatchFiniteDifferences) {
   const OneThread scope;
-  const Tensor forced = ids({0, 4, 4, 2, 2, 2, 1, 3, 0}, {3, 3});  // with repeated experts
+  const Tensor forced = ids({0, 4, 4, 2, 2, 2, 1, 3, 0}, {3, 3}); // with repeated experts
   for (bool normalize : {false, true}) {
     for (const Tensor& replay : {Tensor(), forced}) {
       const Tensor logits = random_tensor("logits", {3, 5});
@@ -79,12 +79,10 @@ TEST(Route, GradientsMatchFiniteDifferences) {
           [&] { return route(logits, 3, normalize, replay).topk_weight; }, {logits}, {});
       check_gradients(
           [&] { return route(logits, 3, normalize, replay).probabilities; }, {logits}, {});
-      check_gradients(
-          [&] {
-            const Routing r = route(logits, 3, normalize, replay);
-            return at::cat({r.probabilities, r.topk_weight}, 1);
-          },
-          {logits}, {});
+      check_gradients([&] {
+        const Routing r = route(logits, 3, normalize, replay);
+        return at::cat({r.probabilities, r.topk_weight}, 1);
+      }, {logits}, {});
     }
   }
   const Tensor one = random_tensor("logits", {4, 1});
@@ -156,7 +154,7 @@ TEST(BalanceLoss, KindsByDefinition) {
 
 TEST(BalanceLoss, GradientsMatchFiniteDifferences) {
   const OneThread scope;
-  const Tensor row = ids({0, 0, 0, 2, 2, 3, 3, 3, 3}, {9}).to(at::kInt);  // row 1 has no tokens
+  const Tensor row = ids({0, 0, 0, 2, 2, 3, 3, 3, 3}, {9}).to(at::kInt); // row 1 has no tokens
   const Tensor routes = ids({0, 1, 2, 0, 1, 3, 3, 0, 1, 2, 4, 0, 2, 1, 3, 4, 0, 4}, {9, 2});
   const Tensor p = random_tensor("p", {9, 5});
   check_gradients([&] { return sequence_balance_loss(p, routes, row, 4); }, {p}, {});
@@ -215,5 +213,5 @@ TEST(BalanceLoss, NamesWhatDoesNotFit) {
   EXPECT_TRUE(contains(error(idx, ids({0, 1}, {2})), "row_id"));
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

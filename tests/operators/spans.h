@@ -36,4 +36,4 @@ inline AttentionSpan make_span(const std::vector<int32_t>& cu, at::Device device
   return make_span(cu, cu, device);
 }
 
-}  // namespace pith::test
+} // namespace pith::test

@@ -69,7 +69,7 @@ TEST(SwiGlu, ClampedGradientsMatchFiniteDifferences) {
     const Tensor up = x.detach().slice(1, 1, {}, 2).clamp(-0.8, 0.8);
     EXPECT_LE(
         max_difference(clamped_swiglu(x, 1.5, 0.8), (up + 1) * gate * at::sigmoid(gate * 1.5)),
-        1e-6);  // the limit is a float
+        1e-6); // the limit is a float
   }
 }
 
@@ -92,5 +92,5 @@ TEST(SwiGlu, Refuses) {
   EXPECT_THROW(swiglu(at::zeros_like(random_tensor("x", {3, 4}).to(at::kLong))), Error);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

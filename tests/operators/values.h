@@ -37,4 +37,4 @@ struct OneThread {
   ~OneThread() { at::set_num_threads(before); }
 };
 
-}  // namespace pith::test
+} // namespace pith::test

@@ -193,7 +193,7 @@ TEST(Comm, OperationsOverlap) {
         all.all_gather_async(gathered, full({50'000}, static_cast<double>(all.rank()), at::kFloat));
     Work sum = parity.all_reduce_async(small);
     Work scatter = all.reduce_scatter_async(part, full({n * 10}, 1.0, at::kFloat));
-    Work unwaited = parity.all_reduce_async(other);  // its destructor waits
+    Work unwaited = parity.all_reduce_async(other); // its destructor waits
     scatter.wait();
     sum.wait();
     gather.wait();
@@ -271,5 +271,5 @@ TEST(Comm, DifferencesBetweenRanksAreNamed) {
           all.size() - 1));
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -86,16 +86,6 @@ TEST(Context, RowsThatCannotBeCutAreRefused) {
       testing::HasSubstr("split for 4 tokens on 2 ranks"));
 }
 
-TEST(Context, WorkIsEqualForALongDocumentAndCountedForRaggedOnes) {
-  EXPECT_THAT(context_work(whole_batch(32, {{0}, {0}}), 4), testing::Each(2 * 32 * 33 / 8));
-  // 3 + 1 tokens in the first chunk, one document in the others: 6 + 1 + 78 pairs.
-  EXPECT_THAT(context_work(whole_batch(16, {{0, 3, 4}}), 2), testing::ElementsAre(6 + 1 + 42, 36));
-  const auto pairs = context_work(whole_batch(48, {{0, 1, 7, 30}, {0, 24, 25}}), 4);
-  const auto of = [](int64_t n) { return n * (n + 1) / 2; };
-  EXPECT_EQ(std::reduce(pairs.begin(), pairs.end()),
-      of(1) + of(6) + of(23) + of(18) + of(24) + of(1) + of(23));
-}
-
 struct Case {
   const char* name;
   int64_t length;
@@ -353,7 +343,7 @@ TEST(Context, RingAttentionStopsAtDocuments) {
 TEST(Context, BalanceLossIsThatOfWholeRows) {
   for (const Mesh& mesh : meshes()) {
     MicroBatch whole = whole_batch(32, {{0, 5}, {0}, {0, 31}});
-    whole.row_id.narrow(0, 46, 18).bitwise_not_();  // padding: more than a chunk
+    whole.row_id.narrow(0, 46, 18).bitwise_not_(); // padding: more than a chunk
     const MicroBatch part = split(whole, mesh);
     const Tensor mine = part.tokens.cpu();
     Tensor p = random_tensor("p", {96, 6}, at::kFloat).abs().set_requires_grad(true);
@@ -434,5 +424,5 @@ TEST(Context, GeneratingWithACacheIsRefused) {
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

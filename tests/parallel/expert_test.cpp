@@ -9,7 +9,7 @@
 namespace pith::test {
 namespace {
 
-constexpr int64_t kHidden = 3, kPerRank = 2;  // experts
+constexpr int64_t kHidden = 3, kPerRank = 2; // experts
 
 // Expert e multiplies with e + 1.
 Tensor factor(const Tensor& expert) { return (expert + 1).to(at::kFloat); }
@@ -36,7 +36,7 @@ void check(const std::vector<int64_t>& rows_of_rank, int64_t k, bool all_to_last
   ExpertExchange::Arrived arrived = exchange.arrive();
   arrived.rows = arrived.rows.detach().set_requires_grad(true);
   arrived.weight = arrived.weight.detach().set_requires_grad(true);
-  std::vector<Tensor> slots;  // of each local expert, multiplied
+  std::vector<Tensor> slots; // of each local expert, multiplied
   const Tensor by_expert = permute(arrived.rows, arrived.plan);
   int64_t begin = 0;
   for (int64_t e = 0; e < kPerRank; ++e) {
@@ -71,5 +71,5 @@ TEST(ExpertExchange, AnyNumberOfRowsOnEachRank) {
         check(rows, k, all_to_last);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -95,5 +95,5 @@ TEST(HardCases, TooFewMicroBatchesForThePipeline) {
       "a pipeline of 2 ranks needs at least 4 micro-batches a step, there are 3");
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -13,7 +13,7 @@ namespace pith::test {
 struct Problem {
   nlohmann::json config;
   std::vector<Row> rows;
-  std::vector<int64_t> experts = {};  // all tokens go to these; empty: where the router wants
+  std::vector<int64_t> experts = {}; // all tokens go to these; empty: where the router wants
   int64_t length() const { return std::ssize(rows.front().tokens); }
   Qwen3MoeConfig model() const { return Qwen3MoeConfig::parse(config, "test"); }
 };
@@ -22,7 +22,7 @@ struct Layout {
   MeshShape shape = {};
   ShardMode mode = ShardMode::keep;
   int64_t micro_batch = 1;
-  std::vector<int64_t> chunks = {};  // empty: by cost
+  std::vector<int64_t> chunks = {}; // empty: by cost
   bool recompute = false;
 
   std::string name() const {
@@ -37,9 +37,9 @@ enum class Rule { none, sgd, adamw };
 struct Outcome {
   double loss = 0, balance = 0, norm = 0;
   Tensor counts;
-  std::map<std::string, Tensor> grads;    // by Hugging Face name, of the first step; this rank's
-  std::map<std::string, Tensor> weights;  // masters after the last step; parts, in order
-  std::vector<std::vector<Tensor>> topk_idx;  // [micro-batch][layer], of the first step
+  std::map<std::string, Tensor> grads; // by Hugging Face name, of the first step; this rank's
+  std::map<std::string, Tensor> weights; // masters after the last step; parts, in order
+  std::vector<std::vector<Tensor>> topk_idx; // [micro-batch][layer], of the first step
 };
 
 inline std::vector<RoutingTape> tapes_for(
@@ -151,7 +151,7 @@ inline void expect_same(const Problem& problem, const Layout& layout, int64_t st
   // Micro-batch m of data-parallel rank d holds rows (m * dp + d) * width and the next.
   const std::vector<MicroBatch> all = cut(problem.rows, width);
   std::vector<MicroBatch> batches;
-  std::vector<Tensor> mine;  // which of the whole micro-batch's tokens are here
+  std::vector<Tensor> mine; // which of the whole micro-batch's tokens are here
   for (auto i = static_cast<size_t>(mesh.place.dp); i < all.size();
       i += static_cast<size_t>(mesh.dp)) {
     MicroBatch numbered = all[i];
@@ -169,18 +169,18 @@ inline void expect_same(const Problem& problem, const Layout& layout, int64_t st
         const auto row = (static_cast<int64_t>(m) * mesh.dp + mesh.place.dp) * width + i;
         parts.push_back(expected.topk_idx[static_cast<size_t>(row)][layer]);
       }
-      EXPECT_TRUE(  // not ASSERT: every rank has to go on to the next collective
+      EXPECT_TRUE( // not ASSERT: every rank has to go on to the next collective
           at::equal(got.topk_idx[m][layer].cpu(), at::cat(parts).cpu().index_select(0, mine[m])))
           << "routes of layer " << layer;
     }
   }
   EXPECT_NEAR(got.loss, expected.loss, 1e-5 * expected.loss);
   EXPECT_NEAR(got.balance, expected.balance, 1e-5 * expected.balance);
-  EXPECT_TRUE(at::equal(got.counts.cpu(), expected.counts.cpu()));  // known fault 25
+  EXPECT_TRUE(at::equal(got.counts.cpu(), expected.counts.cpu())); // known fault 25
   EXPECT_NEAR(got.norm, expected.norm, 1e-5 * expected.norm);
   const auto grads = largest_error(got.grads, expected.grads);
   EXPECT_LT(grads.first, 1e-5) << "gradient of " << grads.second;
-  auto matrices = got.weights, biases = got.weights;  // biases from zero: sums of gradients
+  auto matrices = got.weights, biases = got.weights; // biases from zero: sums of gradients
   const auto is_bias = [](const auto& w) { return w.first.find("bias@") != std::string::npos; };
   std::erase_if(matrices, is_bias);
   std::erase_if(biases, [&](const auto& w) { return !is_bias(w); });
@@ -193,4 +193,4 @@ inline void expect_same(const Problem& problem, const Layout& layout, int64_t st
   EXPECT_LT(after.first, 1e-3) << "after AdamW " << after.second;
 }
 
-}  // namespace pith::test
+} // namespace pith::test

@@ -16,7 +16,7 @@ constexpr int64_t kRows = 32, kLength = 24;
 // Five layers: no number of chunks divides them. An odd vocabulary.
 Problem usual_problem(nlohmann::json config = tiny_config()) {
   config["num_hidden_layers"] = 5;
-  if (config.contains("num_experts")) config["num_experts"] = 8;  // as the others have
+  if (config.contains("num_experts")) config["num_experts"] = 8; // as the others have
   return {config, ragged_rows(kRows, kLength, 61)};
 }
 
@@ -28,7 +28,7 @@ std::vector<Layout> layouts(int64_t size, size_t stride) {
     for (const int64_t cp : {1, 2}) {
       for (const int64_t ep : {1, 2, 4}) {
         if (size % (pp * cp) != 0 || size / pp % ep != 0) continue;
-        for (const int64_t block : {int64_t{0}, ep, 2 * ep}) {  // 0: fsdp
+        for (const int64_t block : {int64_t{0}, ep, 2 * ep}) { // 0: fsdp
           if (block != 0 && (size / pp % block != 0 || block == size / pp)) continue;
           for (const ShardMode mode : {ShardMode::keep, ShardMode::reshard}) {
             for (const int64_t micro_batch : {1, 2}) {
@@ -175,7 +175,7 @@ std::pair<Problem, Layout> draw_case(Draw& draw, int64_t size) {
   problem.config["tie_word_embeddings"] = draw(0, 1) == 1;
   if (shape.pp > 1 && !problem.config["tie_word_embeddings"].get<bool>())
     shape.head_share = static_cast<double>(draw(0, 9)) / 10;
-  problem.config["mlp_only_layers"] = {draw(0, layers)};  // one that is not there: none
+  problem.config["mlp_only_layers"] = {draw(0, layers)}; // one that is not there: none
   const int64_t vocab = draw(20, 90);
   problem.config["vocab_size"] = vocab;
   problem.config["eos_token_id"] = vocab - 1;
@@ -183,7 +183,7 @@ std::pair<Problem, Layout> draw_case(Draw& draw, int64_t size) {
   const int64_t rows = batches * layout.micro_batch * plane / shape.cp;
   problem.rows = ragged_rows(rows, 2 * shape.cp * draw(1, 8), vocab, draw.bits());
 
-  if (shape.pp * shape.ep > 1 && draw(0, 1) == 1) {  // any cut that gives each later stage a layer
+  if (shape.pp * shape.ep > 1 && draw(0, 1) == 1) { // any cut that gives each later stage a layer
     layout.chunks.assign(static_cast<size_t>(2 * shape.pp), 0);
     for (int64_t i = 0; i < layers; ++i) {
       const int64_t stage = i < shape.pp - 1 ? i + 1 : draw(0, shape.pp - 1);
@@ -238,5 +238,5 @@ TEST(Layout, RandomLayoutsOfRandomModels) {
   }
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

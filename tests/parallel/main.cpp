@@ -41,7 +41,7 @@ void fail_somehow(const std::string& how) {
     if (pith::launch_info().mpi) {
       pith::Tensor x = at::full({1}, stop, at::kInt);
       all.all_reduce(x);
-      if (x.item<int>() != 0) {  // a rank was asked to stop: all end after the same step
+      if (x.item<int>() != 0) { // a rank was asked to stop: all end after the same step
         std::this_thread::sleep_for(std::chrono::seconds(2));
         std::printf("saved after step %d\n", step);
         return;
@@ -53,7 +53,7 @@ void fail_somehow(const std::string& how) {
   }
 }
 
-}  // namespace
+} // namespace
 
 const pith::World& pith::test::world() { return *the_world; }
 at::Device pith::test::device() { return the_device; }

@@ -34,7 +34,7 @@ TEST(Mesh, EveryLayoutOfUpToEightRanks) {
           const int64_t world_size = pp * dp * cp, plane = dp * cp;
           if (world_size > 12 || plane % ep != 0) continue;
           SCOPED_TRACE(fmt::format("pp {} dp {} cp {} ep {}", pp, dp, cp, ep));
-          for (int64_t block = 0; block <= plane; block += ep) {  // 0: fsdp
+          for (int64_t block = 0; block <= plane; block += ep) { // 0: fsdp
             if (block > 0 && plane % block != 0) continue;
             ++layouts;
             const MeshShape shape{pp, cp, ep, block > 0, block};
@@ -71,8 +71,8 @@ TEST(Mesh, EveryLayoutOfUpToEightRanks) {
 }
 
 TEST(Mesh, OneLayoutByHand) {
-  const MeshShape shape{.pp = 2, .cp = 2, .ep = 2, .hsdp = true, .hsdp_size = 2};  // dp 2, world 8
-  const MeshGroups groups = mesh_groups(shape, 8, 6);  // second stage, dp 1, cp 0
+  const MeshShape shape{.pp = 2, .cp = 2, .ep = 2, .hsdp = true, .hsdp_size = 2}; // dp 2, world 8
+  const MeshGroups groups = mesh_groups(shape, 8, 6); // second stage, dp 1, cp 0
   EXPECT_EQ(groups.pipeline, (Ranks{2, 6}));
   EXPECT_EQ(groups.plane, (Ranks{4, 5, 6, 7}));
   EXPECT_EQ(groups.context, (Ranks{6, 7}));
@@ -86,7 +86,7 @@ TEST(Mesh, OneLayoutByHand) {
   shared.head_share = 0.25;
   EXPECT_EQ(mesh_groups(shared, 8, 6).head_shard, (Ranks{2, 3, 6, 7}));
   EXPECT_EQ(mesh_groups(shared, 8, 1).head_shard, (Ranks{0, 1, 4, 5}));
-  shared.pp = 4, shared.cp = 1;  // dp 2
+  shared.pp = 4, shared.cp = 1; // dp 2
   EXPECT_EQ(mesh_groups(shared, 8, 3).head_shard, (Ranks{0, 1, 2, 3}));
   EXPECT_EQ(mesh_groups(shared, 8, 5).head_shard, (Ranks{4, 5}));
 }
@@ -139,5 +139,5 @@ TEST(Mesh, DefaultIsOneProcess) {
   EXPECT_EQ(mesh.expert.rank(), 0);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

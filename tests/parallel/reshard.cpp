@@ -47,4 +47,4 @@ void save_again(const std::string& what) {
   else save_again_as<Qwen3MoeModel>(from, root, shape);
 }
 
-}  // namespace pith::test
+} // namespace pith::test

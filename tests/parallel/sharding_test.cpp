@@ -22,7 +22,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int64_t kExperts = 4, kLayers = 2;
-constexpr int64_t kSources = 8;  // where gradients come from: spread over the ranks of the plane
+constexpr int64_t kSources = 8; // where gradients come from: spread over the ranks of the plane
 
 // What a model is to sharding: units of parameters, sizes that no number of ranks divides.
 struct Units {
@@ -64,7 +64,7 @@ struct Units {
     const ModelPart all{{0, 1}, true, true, 0, kExperts};
     if (part.layers == all.layers && part.expert_end - part.expert_begin == kExperts)
       set_update_rules(units, units, training);
-    else  // some patterns match tensors of other ranks only
+    else // some patterns match tensors of other ranks only
       set_update_rules(units, Units(all, training).units, training);
   }
  private:
@@ -308,8 +308,8 @@ TEST(Sharding, WeightsHaveMemoryOnlyBetweenTheirVerbs) {
   const auto bytes = [](const Tensor& tensor) { return tensor.storage().nbytes(); };
   EXPECT_EQ(bytes(leaf), 0u);
   layer.before_forward();
-  EXPECT_EQ(leaf.sum().item<double>(), 7);  // the leaf that a graph would hold is the same tensor
-  layer.before_forward();                   // another micro-batch
+  EXPECT_EQ(leaf.sum().item<double>(), 7); // the leaf that a graph would hold is the same tensor
+  layer.before_forward(); // another micro-batch
   layer.after_forward();
   EXPECT_EQ(leaf.sum().item<double>(), 7);
   EXPECT_EQ(bytes(norm.grad), 0u);
@@ -334,7 +334,7 @@ TEST(Sharding, WeightsHaveMemoryOnlyBetweenTheirVerbs) {
 TEST(Sharding, ABackwardReadsWhatWasGatheredAgain) {
   Trained many(make_mesh({}, world(), device()), ShardMode::reshard, at::kFloat);
   const UnitShards& layer = many.shards.layers.at(0);
-  Parameter& weight = *many.units.units[1][1];  // (13, 9)
+  Parameter& weight = *many.units.units[1][1]; // (13, 9)
   const Tensor x = arange(18, at::kFloat).view({2, 9}).requires_grad_();
   layer.before_forward();
   const Tensor copy = weight.value.detach().clone();
@@ -433,5 +433,5 @@ TEST(Sharding, AFailingRankFailsTheSaveAndLeavesTheOlderOne) {
   EXPECT_EQ(std::distance(fs::directory_iterator(folder.path), fs::directory_iterator()), 1);
 }
 
-}  // namespace
-}  // namespace pith::test
+} // namespace
+} // namespace pith::test

@@ -9,7 +9,7 @@
 namespace pith::test {
 
 const World& world();
-at::Device device();  // cuda with PITH_TEST_DEVICE=cuda, else cpu
+at::Device device(); // cuda with PITH_TEST_DEVICE=cuda, else cpu
 
 inline at::TensorOptions on_device(at::ScalarType dtype) {
   return at::TensorOptions().dtype(dtype).device(device());
@@ -22,4 +22,4 @@ inline Tensor arange(int64_t end, at::ScalarType dtype) {
   return at::arange(end, on_device(dtype));
 }
 
-}  // namespace pith::test
+} // namespace pith::test

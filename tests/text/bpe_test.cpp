@@ -60,7 +60,7 @@ TEST(Bpe, EqualsTheNaiveWayForShortAndLongPieces) {
     for (char& c : piece) c = static_cast<char>('a' + random() % 3);
     std::vector<int32_t> symbols, ids;
     for (char c : piece) symbols.push_back(c - 'a');
-    for (int twice = 0; twice < 2; ++twice) {  // the second time short ones come from the cache
+    for (int twice = 0; twice < 2; ++twice) { // the second time short ones come from the cache
       ids.clear();
       std::vector<uint32_t> lengths;
       model.bpe.encode(piece, scratch, ids, &lengths);
@@ -126,11 +126,11 @@ TEST(Regex, MatchesAsOnigurumaOrRefuses) {
     });
     return found;
   };
-  EXPECT_EQ(matches("\\d{1,2}+x", "12345x"), Texts{"12345x"});  // repeated, not possessive
+  EXPECT_EQ(matches("\\d{1,2}+x", "12345x"), Texts{"12345x"}); // repeated, not possessive
   EXPECT_EQ(matches("(ab){2}+", "abababab"), Texts{"abababab"});
   EXPECT_EQ(matches("(ab){,3}", "ababababx"), (Texts{"ababab", "ab"}));
   EXPECT_EQ(matches("a{,", "aa{,"), Texts{"a{,"});
-  EXPECT_EQ(matches("^a$", "b\na\nab"), Texts{"a"});  // at every line
+  EXPECT_EQ(matches("^a$", "b\na\nab"), Texts{"a"}); // at every line
   EXPECT_EQ(matches("(?i)k|[]\\x{E9}\\u0041-C\\]]+", "K]\u00e9aBC"), (Texts{"K", "]\u00e9aBC"}));
   EXPECT_EQ(matches("\\w+\\b|\\h", "a\u0300\u00b2 \u20ac"), (Texts{"a\u0300\u00b2"}));
   EXPECT_EQ(matches("\\p{^L}+", "a12b"), Texts{"12"});
@@ -148,5 +148,5 @@ TEST(Regex, LiteralMatchesItsTextAlone) {
   EXPECT_EQ(places, (std::vector<size_t>{0, 5, 7}));
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

@@ -213,7 +213,7 @@ TEST_F(CorpusReader, WorkersDoNotChangeAnything) {
   put("a.jsonl.zst", zstd(lines));
   put("b.txt", std::string("\xff\xfe", 2));
   put("c.jsonl", "{\"n\": {\"text\": \"ok\"}}\nbad\n{\"n\": {\"text\": \"\"}}\n");
-  put("d.jsonl.zst", zstd(lines).substr(0, 2000));  // the error comes last
+  put("d.jsonl.zst", zstd(lines).substr(0, 2000)); // the error comes last
   std::vector<std::string> results;
   for (const int workers : {1, 2, 3, 8}) {
     EncodeSettings settings;
@@ -246,5 +246,5 @@ TEST_F(CorpusReader, WorkersDoNotChangeAnything) {
   EXPECT_TRUE(encoder.next(chunk));
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

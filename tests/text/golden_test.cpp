@@ -54,5 +54,5 @@ TEST(Golden, EqualsHuggingFace) {
   EXPECT_GE(checked, 8);
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

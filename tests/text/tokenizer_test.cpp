@@ -136,5 +136,5 @@ TEST(Tokenizer, ServesManyThreadsAtOnce) {
   EXPECT_THROW(encode_all({.strict = true}), Error);
 }
 
-}  // namespace
-}  // namespace pith
+} // namespace
+} // namespace pith

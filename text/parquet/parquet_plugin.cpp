@@ -5,12 +5,12 @@
 
 namespace {
 
-constexpr int64_t kRows = 16;         // read at once
-constexpr size_t kBytes = 512 << 10;  // handed out at once, about
+constexpr int64_t kRows = 16; // read at once
+constexpr size_t kBytes = 512 << 10; // handed out at once, about
 
 struct Column {
   std::unique_ptr<parquet::ParquetFileReader> file;
-  std::shared_ptr<parquet::ColumnReader> values;  // of the row group before `group`
+  std::shared_ptr<parquet::ColumnReader> values; // of the row group before `group`
   int index = 0, group = 0;
 
   bool next_group() {
@@ -46,7 +46,7 @@ struct Column {
 pith::TableRows open(const std::string& path, const std::string& name, int64_t row) {
   const auto column = std::make_shared<Column>();
   parquet::ReaderProperties properties;
-  properties.enable_buffered_stream();  // pages, not whole row groups
+  properties.enable_buffered_stream(); // pages, not whole row groups
   column->file = parquet::ParquetFileReader::OpenFile(path, false, properties);
   const parquet::FileMetaData& about = *column->file->metadata();
   column->index = about.schema()->ColumnIndex(name);

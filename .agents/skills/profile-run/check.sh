@@ -9,7 +9,7 @@ shift
 rm -f "$folder"/{trace,profile}-rank*
 "$program" ${launch[@]+"${launch[@]}"} pretrain "$run" --set training.steps=3 --set training.warmup_steps=0 --set training.schedule=constant \
   --set training.decay_steps=0 --set validation.interval=0 --set checkpoint.save=false --set checkpoint.resume=false \
-  --set profile.first=3 --set profile.count=1 "$@" --set run.folder="$folder" || { echo FAIL; exit 1; }
+  --set profile.steps=[3,3] "$@" --set run.folder="$folder" || { echo FAIL; exit 1; }
 status=0
 for file in "$folder/trace-rank0.json" "$folder/profile-rank0.txt"; do
   [ -s "$file" ] || { echo "missing: $file"; status=1; }

@@ -35,7 +35,7 @@ double seconds() {
   return duration<double>(steady_clock::now().time_since_epoch()).count();
 }
 
-}  // namespace
+} // namespace
 
 int main(int argc, char** argv) try {
   PITH_CHECK(argc >= 2, "usage: driver tokenizer [--time threads | --train size threads]");
