@@ -57,6 +57,7 @@ std::string text_of(const nlohmann::json& object);
 
 // Reads config.json in any of a family's styles by Family::read(). One Error lists all missing,
 // ill-typed or unsupported fields.
+// NOLINTNEXTLINE(bugprone-crtp-constructor-accessibility)
 template <class Family> struct FamilyConfig : ModelConfig {
   static Family parse(const nlohmann::json& object, const std::string& source) {
     Family config;
