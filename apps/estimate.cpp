@@ -178,9 +178,9 @@ template <class Model> void print_plan_of(const RunConfig& config, int64_t world
     const StageMemory& m = plan.stages[stage];
     fmt::print(
         "# memory      stage {}: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and "
-        "moments {:.2f} + activations {:.2f} + buffers {:.2f}\n",
+        "moments {:.2f} + activations {:.2f} + buffers {:.2f}; CUDA, fragmentation: {:.1f} more\n",
         stage, m.total() / kGiB, m.weights / kGiB, m.gradients / kGiB, m.states / kGiB,
-        m.activations / kGiB, m.buffers / kGiB);
+        m.activations / kGiB, m.buffers / kGiB, 0.018 * m.total() / kGiB);
   }
   const bool overlap = shape.pp > 1 || shape.ep > 1;
   if (world > 1) fmt::print("{}", mesh_table(shape, world));
