@@ -1,7 +1,7 @@
 // pithtrain estimate: which layouts fit so many GPUs, and how long a step of each may take.
 #include "apps/plan.h"
-#include "core/device.h"
 #include "engine/metrics.h"
+#include "engine/optimizer.h"
 
 namespace pith {
 
@@ -37,9 +37,9 @@ int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
 
 namespace {
 
-// Elements of the parameters of one stage's processes, and bytes of their optimizer's state.
-struct StageSize {
-  double dense = 0, expert = 0, dense_states = 0, expert_states = 0, largest_unit = 0;
+// Elements of parameters, experts of all ranks, and bytes of the optimizer's states.
+struct Sizes {
+  double dense = 0, expert = 0, states = 0, largest_unit = 0;
 };
 // Bytes of one process of a stage at its worst moment.
 struct StageMemory {
@@ -54,28 +54,39 @@ struct StepPlan {
   }
 };
 
-template <class Model> std::vector<StageSize> stage_sizes(const typename Model::Config& config,
-    const MeshShape& shape, int64_t world, const std::vector<int64_t>& chunks,
-    const RunConfig::Training& training) {
+// Of each unit of the whole model; `rules`: those of the optimizer, for a person.
+template <class Model> std::vector<Sizes> unit_sizes(const typename Model::Config& config,
+    const RunConfig::Training& training, std::vector<std::string>& rules) {
+  Model model(config, whole_model(config.num_layers, config.num_experts));
+  const Units units = model.parameter_units();
+  rules = set_update_rules(units, units, training);
   const OptimizerStates kept = optimizer_states(training);
-  std::vector<StageSize> sizes;
+  std::vector<Sizes> sizes(units.size());
+  for (size_t unit = 0; unit < units.size(); ++unit)
+    for (const Parameter* p : units[unit]) {
+      Sizes& size = sizes[unit];
+      (p->group == ParameterGroup::expert ? size.expert : size.dense) += real(p->numel());
+      for (const HfTensor& tensor : p->tensors)
+        size.states += real(tensor.numel()) *
+            ((kept.ema ? 8 : 4) + (kept.bf16_moments ? 2 : 4) * (tensor.rule.muon ? 1 : 2));
+    }
+  return sizes;
+}
+
+std::vector<Sizes> stage_sizes(const std::vector<Sizes>& units, const ModelConfig& config,
+    const MeshShape& shape, int64_t world, const std::vector<int64_t>& chunks) {
+  std::vector<Sizes> sizes(index(shape.pp));
   for (int64_t stage = 0; stage < shape.pp; ++stage) {
     const MeshPlace place = mesh_place(shape, world, stage * (world / shape.pp));
-    Model part(config, model_part(chunks, shape, place, config));
-    set_update_rules(part, training);
-    StageSize& size = sizes.emplace_back();
-    for (const auto& unit : part.parameter_units()) {
-      double sum = 0;
-      for (const Parameter* p : unit) {
-        const bool expert = p->group == ParameterGroup::expert;
-        (expert ? size.expert : size.dense) += real(p->numel());
-        sum += real(p->numel());
-        for (const HfTensor& tensor : p->tensors)
-          (expert ? size.expert_states : size.dense_states) += real(tensor.numel()) *
-              ((kept.ema ? 8 : 4) + (kept.bf16_moments ? 2 : 4) * (tensor.rule.muon ? 1 : 2));
-      }
-      size.largest_unit = std::max(size.largest_unit, sum);
-    }
+    const ModelPart part = model_part(chunks, shape, place, config);
+    Sizes& size = sizes[index(stage)];
+    const auto add = [&](const Sizes& unit) {
+      size.dense += unit.dense, size.expert += unit.expert, size.states += unit.states;
+      size.largest_unit = std::max(size.largest_unit, unit.dense + unit.expert / real(shape.ep));
+    };
+    if (part.embedding) add(units.front());
+    for (const int64_t layer : part.layers) add(units[index(layer + 1)]);
+    if (part.head) add(units.back());
   }
   return sizes;
 }
@@ -102,7 +113,7 @@ double peak_layers(
 
 // Of config's layout, on shape.pp x dp x cp processes.
 StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const ModelSize& size,
-    int64_t dp, const std::vector<int64_t>& chunks, const std::vector<StageSize>& stages) {
+    int64_t dp, const std::vector<int64_t>& chunks, const std::vector<Sizes>& stages) {
   const MeshShape shape = mesh_shape(config.parallel);
   const int64_t pp = shape.pp, plane = dp * shape.cp;
   const int64_t micro_batches = micro_batches_of(config, dp);
@@ -125,9 +136,8 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
   StepPlan plan{};
   double shards = 0, optimizer = 0, additions = 0; // seconds
   for (int64_t stage = 0; stage < pp; ++stage) {
-    const StageSize& part = stages[index(stage)];
-    const double held = part.dense + part.expert, owned = (part.dense + part.expert * ep) / block;
-    const double states = (part.dense_states + part.expert_states * ep) / block;
+    const Sizes& part = stages[index(stage)];
+    const double held = part.dense + part.expert / ep, owned = (part.dense + part.expert) / block;
     const double whole = keep ? held : owned;
     const double kept = peak_layers(schedule.actions[index(stage)],
         {real(chunks[index(stage)]), real(chunks[index(2 * pp - 1 - stage)])});
@@ -136,7 +146,7 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
         : layer * kept;
     const bool has_head = stage == 0 || (stage == 1 && shape.head_share > 0);
     const double gathered = keep ? 0 : part.largest_unit * (2 * width + 3 * 4);
-    plan.stages.push_back({whole * width, whole * 4, states, activations,
+    plan.stages.push_back({whole * width, whole * 4, part.states / block, activations,
         gathered + std::max(has_head ? logits : 0, tokens * size.scratch_per_token)});
     const double travels = keep ? width + 4 : real(micro_batches) * (2 * width + 4);
     shards =
@@ -169,11 +179,11 @@ template <class Model> void print_plan_of(const RunConfig& config, int64_t world
       human(real(size.parameters)), human(real(size.active_parameters)),
       human(size.flops_per_token), training.global_batch, config.data.sequence_length,
       micro_batches, training.micro_batch, dp);
-  Model whole(model, whole_model(model.num_layers, model.num_experts));
-  for (const std::string& rule : set_update_rules(whole, training))
-    fmt::print("# optimizer   {}\n", rule);
-  const StepPlan plan = plan_step(
-      config, model, size, dp, chunks, stage_sizes<Model>(model, shape, world, chunks, training));
+  std::vector<std::string> rules;
+  const auto units = unit_sizes<Model>(model, training, rules);
+  for (const std::string& rule : rules) fmt::print("# optimizer   {}\n", rule);
+  const StepPlan plan =
+      plan_step(config, model, size, dp, chunks, stage_sizes(units, model, shape, world, chunks));
   for (size_t stage = 0; stage < plan.stages.size(); ++stage) {
     const StageMemory& m = plan.stages[stage];
     fmt::print(
@@ -207,8 +217,8 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
       o.reserve);
   const auto model = planned_model<typename Model::Config>(given);
   const ModelSize size = model.size(given.data.sequence_length);
-  Model whole(model, whole_model(model.num_layers, model.num_experts));
-  set_update_rules(whole, given.training); // refuses a wrong pattern by name
+  std::vector<std::string> rules;
+  const auto units = unit_sizes<Model>(model, given.training, rules);
   std::vector<Candidate> fitting;
   double least = INFINITY;
   const auto divides = [&](int64_t n, int64_t of) { return n > 0 && of % n == 0; };
@@ -224,10 +234,8 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
       config.parallel.ep = ep;
       const MeshShape shape = mesh_shape(config.parallel);
       if (chunks.empty() || pp == 1) chunks = chunks_of(config, model, shape);
-      std::vector<StageSize> sizes;
-      if (!problem_of([&] {
-        sizes = stage_sizes<Model>(model, shape, o.gpus, chunks, given.training);
-      }).empty())
+      std::vector<Sizes> sizes;
+      if (!problem_of([&] { sizes = stage_sizes(units, model, shape, o.gpus, chunks); }).empty())
         continue; // a stage without a layer
       for (int64_t cp = 1; cp <= plane; cp *= 2)
         for (const char* weights : {"keep", "reshard"})

@@ -2,7 +2,6 @@
 #pragma once
 #include "apps/families.h"
 #include "engine/config.h"
-#include "engine/optimizer.h"
 #include "engine/pipeline.h"
 
 namespace pith {
@@ -46,14 +45,6 @@ template <class Config> std::vector<int64_t> chunks_of(
 bool recomputes(const RunConfig& config, int64_t stage);
 // Micro-batches of a step on each of `dp` data-parallel ranks.
 int64_t micro_batches_of(const RunConfig& config, int64_t dp);
-
-// Sets the rules of this part's tensors; -> those of the whole model, for a person.
-template <class Model>
-std::vector<std::string> set_update_rules(Model& part, const RunConfig::Training& training) {
-  const auto& config = part.config();
-  Model whole(config, whole_model(config.num_layers, config.num_experts));
-  return set_update_rules(part.parameter_units(), whole.parameter_units(), training);
-}
 
 // What --dry-run prints: configuration, parameters, layout, memory, schedule.
 void print_plan(const RunConfig& config, int64_t processes);

@@ -32,6 +32,14 @@ Blend open_blend(const RunConfig& config) {
   return {open_streams(config, config.data.train, config.data.seed), weights};
 }
 
+// Sets the rules of this part's tensors; -> those of the whole model, for a person.
+template <class Model>
+std::vector<std::string> set_update_rules(Model& part, const RunConfig::Training& training) {
+  const auto& config = part.config();
+  Model whole(config, whole_model(config.num_layers, config.num_experts));
+  return set_update_rules(part.parameter_units(), whole.parameter_units(), training);
+}
+
 // One training run: everything that lives from the first to the last step.
 template <class Model> class Run {
  public:
@@ -468,18 +476,18 @@ void add_pretrain_command(CLI::App& app) {
     std::vector<std::string> overrides;
     bool dry_run = false;
     int64_t processes = 1;
-    std::pair<int64_t, int64_t> rows{0, 0};
+    std::pair<int64_t, int64_t> rows{0, -1};
   };
   const auto [sub, o] = add_command<Options>(app, "pretrain",
       "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder",
       [](const Options& options) {
     const auto launched = Clock::now();
     // First of all, so that what goes wrong in a job of many ranks is told once.
-    const bool plans = options.dry_run || options.rows.second > 0;
+    const bool plans = options.dry_run || options.rows.second >= 0;
     const auto world = plans ? nullptr : std::make_unique<World>();
     const RunConfig config =
         parse_run_config(read_file(options.file), options.file, options.overrides);
-    if (options.rows.second > 0) return print_rows(config, options.rows);
+    if (options.rows.second >= 0) return print_rows(config, options.rows);
     if (!world) {
       fmt::print("{}", to_toml(config));
       return print_plan(config, options.processes);
@@ -495,7 +503,9 @@ void add_pretrain_command(CLI::App& app) {
   sub->add_option("--processes", o->processes, "--dry-run: of a job of this many")
       ->check(CLI::PositiveNumber);
   sub->add_option("--rows", o->rows,
-      "FIRST COUNT: print these rows of the data as JSON, as `trace --tokens` reads it, then exit");
+         "FIRST COUNT: print these rows of the data as JSON, as `trace --tokens` reads it, then "
+         "exit")
+      ->check(CLI::NonNegativeNumber);
   sub->footer("Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
       describe_config_keys());
 }
