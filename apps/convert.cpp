@@ -21,7 +21,7 @@ struct ConvertOptions {
 // What a new folder takes over unchanged, where the old one has it.
 constexpr const char* kCopied[] = {"generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json"};
+    "merges.txt", "tokenizer.model", "chat_template.jinja"};
 
 template <class Model> void convert(const ConvertOptions& o) {
   typename Model::Config old = Model::Config::parse_file(o.from), config = old;

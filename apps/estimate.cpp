@@ -5,9 +5,8 @@
 
 namespace pith {
 
-// Measured on H200 (docs/performance.md): large products, additions to FP32 gradients, optimizer in
-// bytes a second; NVLink; what part of a transfer nothing hides; longer steps by a layout. Beyond
-// the eight GPUs of a host: a network of 400 Gbit/s a GPU, not measured.
+// Measured on H200 (docs/performance.md): FLOP or bytes a second, shares of transfers that nothing
+// hides, factors of layouts. kNetwork (400 Gbit/s), beyond eight GPUs, is not measured.
 constexpr double kProducts = 570e12, kAdditions = 2.4e12, kOptimizer = 4.2e12;
 constexpr double kLink = 280e9, kNetwork = 45e9;
 constexpr double kExposedExperts = 0.25, kExposedShards = 0.5;
@@ -54,7 +53,7 @@ struct StepPlan {
   }
 };
 
-// Of each unit of the whole model; `rules`: those of the optimizer, for a person.
+// Of each unit of the whole model; `rules`: the optimizer's, for a person.
 template <class Model> std::vector<Sizes> unit_sizes(const typename Model::Config& config,
     const RunConfig::Training& training, std::vector<std::string>& rules) {
   Model model(config, whole_model(config.num_layers, config.num_experts));
@@ -92,8 +91,7 @@ std::vector<Sizes> stage_sizes(const std::vector<Sizes>& units, const ModelConfi
 }
 
 // Layers whose activations a rank keeps at its schedule's worst moment. A backward gives back,
-// layer by layer, what a forward against it takes: one more layer than the larger of before and
-// after.
+// layer by layer, what a forward against it takes: one more than the larger of before and after.
 double peak_layers(
     const std::vector<Action>& actions, const std::array<double, 2>& layers_of_chunk) {
   double kept = 0, peak = 0;

@@ -444,28 +444,21 @@ void pretrain(const RunConfig& config, const World& world, Clock::time_point lau
   Run<Model>(config, std::move(model_config), mesh).train(launched);
 }
 
-// Rows as `trace --tokens` reads them.
+// As `trace --tokens` reads them.
 void print_rows(const RunConfig& config, const std::pair<int64_t, int64_t>& first_and_count) {
   const Blend blend = open_blend(config);
-  std::vector<std::string> tokens, labels;
+  std::vector<std::vector<std::vector<int64_t>>> tokens, labels;
   for (int64_t i = 0; i < first_and_count.second; ++i) {
-    const Row row = blend.row(first_and_count.first + i);
-    const auto documents = [&](const std::vector<int64_t>& values) {
-      std::vector<std::string> parts;
-      for (size_t d = 0; d < row.document_begins.size(); ++d) {
-        const int64_t begin = row.document_begins[d];
-        const bool last = d + 1 == row.document_begins.size();
-        const int64_t end = last ? std::ssize(values) : row.document_begins[d + 1];
-        parts.push_back(
-            fmt::format("[{}]", fmt::join(values.begin() + begin, values.begin() + end, ",")));
-      }
-      return fmt::format("[{}]", fmt::join(parts, ","));
-    };
-    tokens.push_back(documents(row.tokens));
-    labels.push_back(documents(row.labels));
+    Row row = blend.row(first_and_count.first + i);
+    auto &documents = tokens.emplace_back(), &answers = labels.emplace_back();
+    row.document_begins.push_back(std::ssize(row.tokens));
+    for (size_t d = 0; d + 1 < row.document_begins.size(); ++d) {
+      const int64_t begin = row.document_begins[d], end = row.document_begins[d + 1];
+      documents.emplace_back(row.tokens.begin() + begin, row.tokens.begin() + end);
+      answers.emplace_back(row.labels.begin() + begin, row.labels.begin() + end);
+    }
   }
-  fmt::print("{{\"rows\": [{}],\n\"labels\": [{}]}}\n", fmt::join(tokens, ",\n"),
-      fmt::join(labels, ",\n"));
+  fmt::print("{{\"rows\": {},\n\"labels\": {}}}\n", tokens, labels);
 }
 
 }
