@@ -30,22 +30,20 @@ save_again() {  # save_again FROM ROOT PROCESSES PP CP EP
     >again.log 2>&1 || { tail again.log; fail "$1 loaded as $3 processes, pp $4 cp $5 ep $6"; }
 }
 
+# tiny_toml CORPUS <<END: run.toml of config.json on one thread in FP32; more keys of [data], then other sections, from stdin.
+tiny_toml() {
+  printf '[run]\ndevice = "cpu"\nthreads = 1\n[model]\nconfig = "config.json"\ndtype = "float32"\n' >run.toml
+  printf '[data]\ntrain = "%s"\nsequence_length = 32\n' "$1" >>run.toml
+  cat >>run.toml
+}
+
 # check_family NAME...: what config.json describes is trained, resumed, generates with and without cache and is traced,
 # on one process and two. NAMEs are tensors that the trace has to hold.
 check_family() {
   local name model=straight/checkpoints/step-00000008
   tiny_text 60
   "$PITHTRAIN" corpus build --out corpus text >/dev/null
-  cat >run.toml <<'END'
-[run]
-device = "cpu"
-threads = 1
-[model]
-config = "config.json"
-dtype = "float32"
-[data]
-train = "corpus"
-sequence_length = 32
+  tiny_toml corpus <<'END'
 [training]
 steps = 8
 global_batch = 8

@@ -9,16 +9,7 @@ fail() { echo "FAIL: $*"; exit 1; }
 tiny_text 60
 "$PITHTRAIN" corpus build --out corpus/train text >/dev/null
 tiny_config
-cat >run.toml <<'END'
-[run]
-device = "cpu"
-threads = 1
-[model]
-config = "config.json"
-dtype = "float32"
-[data]
-train = "corpus/train"
-sequence_length = 32
+tiny_toml corpus/train <<'END'
 [training]
 steps = 100000
 global_batch = 4

@@ -123,16 +123,7 @@ expect 1 'nowhere' compare back nowhere
 tiny_text 60
 "$PITHTRAIN" corpus build --out corpus text >/dev/null
 tiny_config layers=2
-cat >run.toml <<'END'
-[run]
-device = "cpu"
-threads = 1
-[model]
-config = "config.json"
-dtype = "float32"
-[data]
-train = "corpus"
-sequence_length = 32
+tiny_toml corpus <<'END'
 [training]
 steps = 4
 global_batch = 8

@@ -6,16 +6,7 @@ set -eu
 tiny_text 60
 "$PITHTRAIN" corpus build --out corpus text >/dev/null
 tiny_config dense='[1]'
-cat >run.toml <<'END'
-[run]
-device = "cpu"
-threads = 1
-[model]
-config = "config.json"
-dtype = "float32"
-[data]
-train = "corpus"
-sequence_length = 32
+tiny_toml corpus <<'END'
 [training]
 steps = 8
 global_batch = 8

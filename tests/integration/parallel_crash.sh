@@ -13,19 +13,7 @@ export TEST_TMP=${TEST_TMP:-$PWD}
 tiny_text 60
 "$PITHTRAIN" corpus build --out corpus/train text >/dev/null
 tiny_config layers=4
-cat >run.toml <<'TOML'
-[run]
-device = "cpu"
-threads = 1
-[model]
-config = "config.json"
-dtype = "float32"
-[parallel]
-pp = 2
-ep = 2
-[data]
-train = "corpus/train"
-sequence_length = 32
+tiny_toml corpus/train <<'TOML'
 [training]
 steps = 100000
 global_batch = 16
@@ -36,6 +24,9 @@ deterministic = true
 interval = 1
 [log]
 tensorboard = false
+[parallel]
+pp = 2
+ep = 2
 TOML
 train() { exec "$PITHTRAIN" launch 8 pretrain run.toml --set run.folder="$1" "${@:2}"; }  # in a subshell
 newest() { ls killed/checkpoints 2>/dev/null | grep '^step-' | tail -n 1; }  # names sort by step

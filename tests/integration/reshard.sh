@@ -10,16 +10,7 @@ links=("8 1 1 4 reshard" "8 4 1 1 keep" "8 2 2 4 reshard" "1 1 1 1 keep")
 tiny_text 60
 "$PITHTRAIN" corpus build --out corpus/train text >/dev/null
 tiny_config layers=6 experts=8 width=20 dense='[1]'
-cat >run.toml <<'TOML'
-[run]
-device = "cpu"
-threads = 1
-[model]
-config = "config.json"
-dtype = "float32"
-[data]
-train = "corpus/train"
-sequence_length = 32
+tiny_toml corpus/train <<'TOML'
 [training]
 steps = 6
 global_batch = 16

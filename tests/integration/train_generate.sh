@@ -9,17 +9,8 @@ mkdir 'fol der ü' && cd 'fol der ü'
 tiny_text 80
 "$PITHTRAIN" corpus build --out corpus/train --validation-share 0.2 --validation-out corpus/held text >/dev/null
 tiny_config positions=96
-cat >run.toml <<'END'
-[run]
-device = "cpu"
-threads = 1
-[model]
-config = "config.json"
-dtype = "float32"
-[data]
-train = "corpus/train"
+tiny_toml corpus/train <<'END'
 validation = "corpus/held"
-sequence_length = 32
 [training]
 steps = 20
 global_batch = 8
