@@ -5,14 +5,13 @@
 
 namespace pith {
 namespace {
-
 using nlohmann::json;
 
-const std::map<std::string, at::ScalarType> kDtypes{
+const map<string, at::ScalarType> kDtypes{
     {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}, {"float32", at::kFloat}};
 
 struct ConvertOptions {
-  std::string from, to, dtype, reinit;
+  string from, to, dtype, reinit;
   int64_t layers = 0, vocabulary = 0;
   uint64_t shard_bytes = 5'000'000'000, seed = 1;
   double init_std = 0.02;
@@ -30,8 +29,8 @@ template <class Model> void convert(const ConvertOptions& o) {
   Model before(old, whole_model(old.num_layers, old.num_experts));
   Model after(config, whole_model(config.num_layers, config.num_experts));
   const HfFolder folder(o.from);
-  const std::vector<std::string> tied{"lm_head.weight"};
-  std::vector<ImportTarget> all; // nothing of each: the whole folder is checked first
+  const vector<string> tied{"lm_head.weight"};
+  vector<ImportTarget> all; // nothing of each: the whole folder is checked first
   for (const auto& unit : before.parameter_units())
     for (const Parameter* parameter : unit)
       for (const HfTensor& tensor : parameter->tensors)
@@ -45,18 +44,18 @@ template <class Model> void convert(const ConvertOptions& o) {
   const fs::path to = fs::path(o.to) / "", target = to.parent_path();
   PITH_CHECK(!target.empty(), "the folder to make has no name");
   PITH_CHECK(!fs::exists(target) || (fs::is_directory(target) && fs::is_empty(target)),
-      "{} exists already", target.string());
+      "{} exists already", target);
   PITH_CHECK(static_cast<int64_t>(o.shard_bytes) > 0, "--shard-size must be positive");
   const std::regex again(o.reinit);
   const fs::path temporary = target.string() + ".converting";
-  const std::shared_ptr<void> discard(nullptr, [&](void*) { // what was not renamed
+  const shared_ptr<void> discard(nullptr, [&](void*) { // what was not renamed
     std::error_code ignored;
     fs::remove_all(temporary, ignored);
   });
   fs::remove_all(temporary);
   fs::create_directories(temporary);
-  std::vector<WrittenFile> written;
-  std::vector<NamedTensor> shard;
+  vector<WrittenFile> written;
+  vector<NamedTensor> shard;
   uint64_t bytes = 0;
   int64_t tensors = 0, renewed = 0;
   const auto write = [&] {
@@ -104,8 +103,8 @@ template <class Model> void convert(const ConvertOptions& o) {
   sync_folder(temporary);
   fs::remove(target);
   fs::rename(temporary, target);
-  fmt::print("{}: {} tensors in {} files, {} of them new\n", target.string(), tensors,
-      written.size(), renewed);
+  fmt::print(
+      "{}: {} tensors in {} files, {} of them new\n", target, tensors, written.size(), renewed);
   const json special = json::parse(config.generation_json());
   for (const auto& [key, id] : special.items())
     if (id.is_number_integer() && id >= config.vocab_size)
@@ -113,29 +112,29 @@ template <class Model> void convert(const ConvertOptions& o) {
 }
 
 struct CompareOptions {
-  std::string a, b;
+  string a, b;
   double tolerance = 0;
   size_t limit = 20;
 };
 
 struct Difference {
-  std::string what, name;
+  string what, name;
   double relative;
 };
 
 // Tensors by name, of a model folder or one safetensors file.
-std::map<std::string, Tensor> tensors_of(const fs::path& path) {
-  std::map<std::string, Tensor> tensors;
+map<string, Tensor> tensors_of(const fs::path& path) {
+  map<string, Tensor> tensors;
   const auto add = [&](const SafetensorsFile& file) {
     for (const auto& [name, entry] : file.header().tensors) tensors[name] = file.tensor(name);
   };
-  if (fs::is_directory(path)) std::ranges::for_each(HfFolder(path).files(), add);
+  if (fs::is_directory(path)) ranges::for_each(HfFolder(path).files(), add);
   else add(SafetensorsFile(path));
   return tensors;
 }
 
 // |a - b| / |a| and the largest |a - b|, in double precision, part by part.
-Difference difference(const std::string& name, const Tensor& a, const Tensor& b) {
+Difference difference(const string& name, const Tensor& a, const Tensor& b) {
   double square = 0, whole = 0, largest = 0;
   constexpr int64_t kPart = 1 << 22;
   for (int64_t at = 0; at < a.numel(); at += kPart) {
@@ -153,10 +152,10 @@ Difference difference(const std::string& name, const Tensor& a, const Tensor& b)
 }
 
 // The lines of a run's metrics that tell of a step, by step.
-std::map<int64_t, json> steps_of(const fs::path& run) {
-  std::map<int64_t, json> steps;
+map<int64_t, json> steps_of(const fs::path& run) {
+  map<int64_t, json> steps;
   std::ifstream file(run / "metrics.jsonl");
-  for (std::string text; std::getline(file, text);)
+  for (string text; std::getline(file, text);)
     if (json line = json::parse(text, nullptr, /*allow_exceptions=*/false); line.is_object())
       if (const json step = line.value("step", json()); step.is_number_integer())
         steps[step] = std::move(line);
@@ -164,11 +163,10 @@ std::map<int64_t, json> steps_of(const fs::path& run) {
 }
 
 // Curves of one run over the steps that another has too.
-std::map<std::string, Tensor> curves_of(
-    const std::map<int64_t, json>& steps, const std::map<int64_t, json>& other) {
-  std::map<std::string, Tensor> curves;
+map<string, Tensor> curves_of(const map<int64_t, json>& steps, const map<int64_t, json>& other) {
+  map<string, Tensor> curves;
   for (const char* key : {"loss", "balance_loss", "grad_norm", "lr"}) {
-    std::vector<double> values;
+    vector<double> values;
     for (const auto& [step, line] : steps) {
       const json value = line.value(key, json());
       if (other.contains(step)) values.push_back(value.is_number() ? value.get<double>() : NAN);
@@ -179,11 +177,11 @@ std::map<std::string, Tensor> curves_of(
 }
 
 void compare(const CompareOptions& o) {
-  const auto is_run = [](const std::string& path) {
+  const auto is_run = [](const string& path) {
     return fs::exists(fs::path(path) / "metrics.jsonl");
   };
   const bool runs = is_run(o.a) && is_run(o.b);
-  std::map<std::string, Tensor> a, b;
+  map<string, Tensor> a, b;
   if (runs) {
     const auto steps_a = steps_of(o.a), steps_b = steps_of(o.b);
     a = curves_of(steps_a, steps_b);
@@ -194,7 +192,7 @@ void compare(const CompareOptions& o) {
   } else {
     a = tensors_of(o.a), b = tensors_of(o.b);
   }
-  std::vector<Difference> differences;
+  vector<Difference> differences;
   for (const auto& [name, x] : a) {
     const auto found = b.find(name);
     const bool alike = found != b.end() && x.sizes() == found->second.sizes();
@@ -208,19 +206,18 @@ void compare(const CompareOptions& o) {
   for (const auto& [name, y] : b)
     if (!a.contains(name)) differences.push_back({"only in B", name, INFINITY});
   const auto within = [&](const Difference& d) { return d.relative <= o.tolerance; };
-  std::ranges::stable_sort(differences, [](const Difference& x, const Difference& y) {
+  ranges::stable_sort(differences, [](const Difference& x, const Difference& y) {
     return std::isnan(x.relative) > std::isnan(y.relative) || x.relative > y.relative;
   });
   fmt::print("max|A-B|  |A-B|/|A|\n");
   for (const Difference& d : differences | std::views::take(o.limit))
     fmt::print("{:<20} {}\n", d.what, d.name);
-  const auto same = std::ranges::count(differences, 0, &Difference::relative);
-  const auto good = std::ranges::count_if(differences, within);
+  const auto same = ranges::count(differences, 0, &Difference::relative);
+  const auto good = ranges::count_if(differences, within);
   fmt::print("{} {}, {} equal, {} within {}\n", differences.size(), runs ? "curves" : "tensors",
       same, good, o.tolerance);
   if (good < std::ssize(differences)) throw CLI::RuntimeError(1);
 }
-
 }
 
 void add_convert_command(CLI::App& app) {
@@ -257,5 +254,4 @@ void add_convert_command(CLI::App& app) {
       "Exit status 1 where a tensor lies beyond the tolerance or in one of both only.\n"
       "Example: pithtrain compare runs/a runs/b --tolerance 1e-3");
 }
-
 }

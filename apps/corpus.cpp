@@ -14,14 +14,12 @@
 #include "text/corpus_reader.h"
 
 namespace pith {
-
-using Fingerprint = std::array<uint64_t, 2>;
+using Fingerprint = array<uint64_t, 2>;
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(InputPosition, file, offset, line)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CorpusProgress, shard, documents, tokens)
 
 namespace {
-
 // One output, train or validation.
 struct Side {
   CorpusProgress written;
@@ -31,22 +29,22 @@ struct Side {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Side, written, shards, documents, tokens, bytes)
 
 struct Journal {
-  std::vector<std::string> plan;
+  vector<string> plan;
   bool encoded = false; // all that is left is to publish
   InputPosition position;
-  std::array<Side, 2> sides;
-  std::map<std::string, int64_t> skipped; // why: how many
+  array<Side, 2> sides;
+  map<string, int64_t> skipped; // why: how many
   int64_t bad = 0, dropped_characters = 0, longest = 0;
-  std::string longest_place;
-  std::vector<std::string> problems; // the first bad lines
+  string longest_place;
+  vector<string> problems; // the first bad lines
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Journal, plan, encoded, position, sides, skipped, bad,
     dropped_characters, longest, longest_place, problems)
 
 struct BuildOptions {
-  std::vector<std::string> paths, endings;
-  std::string out, validation_out, tokenizer; // tokenizer: file or folder, "" = bytes
-  std::optional<std::string> end_token; // default: the tokenizer's; "" = none
+  vector<string> paths, endings;
+  string out, validation_out, tokenizer; // tokenizer: file or folder, "" = bytes
+  optional<string> end_token; // default: the tokenizer's; "" = none
   EncodeSettings encode; // its text, lengths, workers
   double validation_share = 0;
   uint64_t memory = uint64_t{1} << 30;
@@ -82,9 +80,9 @@ class SeenTexts {
   }
   void make_table() { // of what is in the log
     while (size_ > capacity_ / 4 * 3) capacity_ *= 2;
-    const std::string name = path_.string() + ".table";
+    const string name = path_.string() + ".table";
     OutputFile file(name); // written, so that a full disk is an error here, not a signal later
-    const std::string free(kSmallest * sizeof(Fingerprint), '\0');
+    const string free(kSmallest * sizeof(Fingerprint), '\0');
     for (int64_t i = 0; i < capacity_; i += kSmallest) file.append(free);
     file.flush();
     table_ = at::from_file(name, true, 2 * capacity_, at::kLong);
@@ -147,9 +145,9 @@ class Build {
   }
 
   // Everything that the result depends on.
-  std::vector<std::string> plan() const {
+  vector<string> plan() const {
     const EncodeSettings& encode = options_.encode;
-    std::string plan = fmt::format(
+    string plan = fmt::format(
         "text field: {}\nid field: {}\nmaximum line: {}\nminimum length: {}\nmaximum length: {}\n"
         "tokenizer: {}\nend token: {}\nvalidation share: {}\nvalidation corpus: {}\n"
         "shard tokens: {}\nduplicates: {}\n",
@@ -166,14 +164,14 @@ class Build {
   void begin() {
     fs::create_directories(folder_);
     lock_ = ::open((folder_ / "lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
-    PITH_CHECK(lock_ >= 0, "cannot write to {}", folder_.string());
+    PITH_CHECK(lock_ >= 0, "cannot write to {}", folder_);
     PITH_CHECK(::flock(lock_, LOCK_EX | LOCK_NB) == 0, "another process builds {}", options_.out);
     const fs::path journal = folder_ / "journal.json";
     if (options_.restart) fs::remove(journal);
     const bool goes_on = fs::exists(journal);
-    const std::vector<std::string> now = journal_.plan = plan();
+    const vector<string> now = journal_.plan = plan();
     if (goes_on) journal_ = read_json(journal).get<Journal>();
-    if (const auto [is, was] = std::ranges::mismatch(now, journal_.plan); now != journal_.plan)
+    if (const auto [is, was] = ranges::mismatch(now, journal_.plan); now != journal_.plan)
       PITH_FAIL_HINT("give the options and inputs it was begun with, or --restart",
           "the unfinished build of {} cannot go on: it was begun with [{}], now it is [{}]",
           options_.out, was == journal_.plan.end() ? "nothing" : *was,
@@ -211,7 +209,7 @@ class Build {
     for (size_t i = 0; i < writers_.size(); ++i) journal_.sides[i].written = writers_[i].sync();
     if (seen_) seen_->sync();
     const auto replace = nlohmann::json::error_handler_t::replace; // a path need not be UTF-8
-    const std::string text = nlohmann::json(journal_).dump(1, ' ', false, replace);
+    const string text = nlohmann::json(journal_).dump(1, ' ', false, replace);
     write_file(folder_, "journal.json.tmp", text);
     fs::rename(folder_ / "journal.json.tmp", folder_ / "journal.json");
     sync_folder(folder_);
@@ -252,12 +250,12 @@ class Build {
     }
   }
 
-  void take(const std::string& path, const Document& document) {
-    std::string place = document.line > 0 ? fmt::format("{}:{}", path, document.line) : path;
+  void take(const string& path, const Document& document) {
+    string place = document.line > 0 ? fmt::format("{}:{}", path, document.line) : path;
     if (!document.id.empty()) place += fmt::format(" ({})", document.id);
     if (!document.problem.empty()) return refuse(place + ": " + document.problem);
     const bool is_new = !document.skipped.empty() || !seen_ || seen_->insert(document.fingerprint);
-    const std::string skipped = is_new ? document.skipped : "duplicates";
+    const string skipped = is_new ? document.skipped : "duplicates";
     if (!skipped.empty()) {
       ++journal_.skipped[skipped];
       return;
@@ -276,7 +274,7 @@ class Build {
     journal_.longest_place = place;
   }
 
-  void refuse(const std::string& problem) {
+  void refuse(const string& problem) {
     if (journal_.problems.size() < 20) journal_.problems.push_back(problem);
     if (++journal_.bad <= options_.max_bad) return;
     print_skipped();
@@ -286,14 +284,14 @@ class Build {
 
   void print_skipped() const {
     int64_t count = 0;
-    std::vector<std::string> reasons;
+    vector<string> reasons;
     for (const auto& [reason, documents] : journal_.skipped) {
       count += documents;
       reasons.push_back(fmt::format("{} {}", grouped(documents), reason));
     }
     if (count > 0) line("skipped", "{}: {}", grouped(count), fmt::join(reasons, ", "));
     if (journal_.bad > 0) line("bad", "{} lines; the first:", grouped(journal_.bad));
-    for (const std::string& problem : journal_.problems) fmt::print("  {}\n", problem);
+    for (const string& problem : journal_.problems) fmt::print("  {}\n", problem);
   }
 
   void print_summary() const {
@@ -313,28 +311,28 @@ class Build {
 
   BuildOptions options_;
   Tokenizer tokenizer_;
-  std::vector<InputFile> files_;
+  vector<InputFile> files_;
   fs::path folder_;
-  std::vector<std::string> outs_;
+  vector<string> outs_;
   int lock_ = -1; // held until the process ends
   Journal journal_;
-  std::deque<CorpusWriter> writers_;
-  std::optional<SeenTexts> seen_;
+  deque<CorpusWriter> writers_;
+  optional<SeenTexts> seen_;
   Clock::time_point saved_;
   Clock::duration saving_{}; // how long that took
 };
 
 struct ShowOptions {
-  std::string prefix, tokenizer;
+  string prefix, tokenizer;
   int64_t document = 0;
   bool ids = false, tokens = false;
 };
 
 // A document's text; or one line a token: place, id, text; or its ids.
 void show(const ShowOptions& options) {
-  const std::vector<int32_t> ids = Corpus(options.prefix).ids(options.document);
-  const std::string beside = options.prefix + ".tokenizer";
-  std::optional<Tokenizer> tokenizer;
+  const vector<int32_t> ids = Corpus(options.prefix).ids(options.document);
+  const string beside = options.prefix + ".tokenizer";
+  optional<Tokenizer> tokenizer;
   if (!options.tokenizer.empty() || fs::is_directory(beside))
     tokenizer = Tokenizer::load(options.tokenizer.empty() ? beside : options.tokenizer);
   PITH_CHECK(tokenizer || !options.tokens, "{} has no tokenizer: give --tokenizer", options.prefix);
@@ -346,7 +344,7 @@ void show(const ShowOptions& options) {
           tokenizer->is_special(ids[i]) ? tokenizer->token(ids[i])
                                         : tokenizer->decode(std::span(ids).subspan(i, 1)));
   } else {
-    const std::string text = tokenizer->decode(ids);
+    const string text = tokenizer->decode(ids);
     std::fwrite(text.data(), 1, text.size(), stdout);
   }
 }
@@ -399,7 +397,6 @@ An interrupted build goes on when the same command is given again; the result is
 Example: pithtrain corpus build --out data/train --tokenizer qwen3/ --shard-size 1000000000 \
            --validation-share 0.001 --validation-out data/validation 'raw/*.jsonl.zst')");
 }
-
 }
 
 void add_corpus_command(CLI::App& app) {
@@ -422,5 +419,4 @@ void add_corpus_command(CLI::App& app) {
   sub->add_flag("--tokens", o->tokens, "print a line a token: place, id, text");
   sub->add_option("--tokenizer", o->tokenizer, "instead of the one beside it");
 }
-
 }

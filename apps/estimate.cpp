@@ -4,7 +4,6 @@
 #include "engine/optimizer.h"
 
 namespace pith {
-
 // Measured on H200 (docs/performance.md): FLOP or bytes a second, shares of transfers that nothing
 // hides, factors of layouts. kNetwork (400 Gbit/s), beyond eight GPUs, is not measured.
 constexpr double kProducts = 570e12, kAdditions = 2.4e12, kOptimizer = 4.2e12;
@@ -14,10 +13,10 @@ constexpr double kRecompute = 1.27, kContext = 1.05, kExperts = 1.05;
 constexpr double kGiB = 1 << 30;
 
 bool recomputes(const RunConfig& config, int64_t stage) {
-  const std::string& text = config.parallel.recompute;
-  const std::vector<std::string> words = CLI::detail::split(text, ',');
-  const auto known = [](const std::string& word) { return word == "none" || word == "layer"; };
-  PITH_CHECK(std::ranges::all_of(words, known) &&
+  const string& text = config.parallel.recompute;
+  const vector<string> words = CLI::detail::split(text, ',');
+  const auto known = [](const string& word) { return word == "none" || word == "layer"; };
+  PITH_CHECK(ranges::all_of(words, known) &&
           (words.size() == 1 || std::ssize(words) == config.parallel.pp),
       "parallel.recompute must be \"none\" or \"layer\", or {} of these with commas, it is \"{}\"",
       config.parallel.pp, text);
@@ -35,7 +34,6 @@ int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
 }
 
 namespace {
-
 // Elements of parameters, experts of all ranks, and bytes of the optimizer's states.
 struct Sizes {
   double dense = 0, expert = 0, states = 0, largest_unit = 0;
@@ -43,24 +41,23 @@ struct Sizes {
 // Bytes of one process of a stage at its worst moment.
 struct StageMemory {
   double weights, gradients, states, activations, buffers;
+  double layers, a_layer; // that keep activations; with recomputation one more is whole
   double total() const { return weights + gradients + states + activations + buffers; }
 };
 struct StepPlan {
-  std::vector<StageMemory> stages;
+  vector<StageMemory> stages;
   double seconds;
-  double worst() const {
-    return std::ranges::max(stages | std::views::transform(&StageMemory::total));
-  }
+  double worst() const { return ranges::max(stages | std::views::transform(&StageMemory::total)); }
 };
 
 // Of each unit of the whole model; `rules`: the optimizer's, for a person.
-template <class Model> std::vector<Sizes> unit_sizes(const typename Model::Config& config,
-    const RunConfig::Training& training, std::vector<std::string>& rules) {
+template <class Model> vector<Sizes> unit_sizes(const typename Model::Config& config,
+    const RunConfig::Training& training, vector<string>& rules) {
   Model model(config, whole_model(config.num_layers, config.num_experts));
   const Units units = model.parameter_units();
   rules = set_update_rules(units, units, training);
   const OptimizerStates kept = optimizer_states(training);
-  std::vector<Sizes> sizes(units.size());
+  vector<Sizes> sizes(units.size());
   for (size_t unit = 0; unit < units.size(); ++unit)
     for (const Parameter* p : units[unit]) {
       Sizes& size = sizes[unit];
@@ -72,9 +69,9 @@ template <class Model> std::vector<Sizes> unit_sizes(const typename Model::Confi
   return sizes;
 }
 
-std::vector<Sizes> stage_sizes(const std::vector<Sizes>& units, const ModelConfig& config,
-    const MeshShape& shape, int64_t world, const std::vector<int64_t>& chunks) {
-  std::vector<Sizes> sizes(index(shape.pp));
+vector<Sizes> stage_sizes(const vector<Sizes>& units, const ModelConfig& config,
+    const MeshShape& shape, int64_t world, const vector<int64_t>& chunks) {
+  vector<Sizes> sizes(index(shape.pp));
   for (int64_t stage = 0; stage < shape.pp; ++stage) {
     const MeshPlace place = mesh_place(shape, world, stage * (world / shape.pp));
     const ModelPart part = model_part(chunks, shape, place, config);
@@ -92,8 +89,7 @@ std::vector<Sizes> stage_sizes(const std::vector<Sizes>& units, const ModelConfi
 
 // Layers whose activations a rank keeps at its schedule's worst moment. A backward gives back,
 // layer by layer, what a forward against it takes: one more than the larger of before and after.
-double peak_layers(
-    const std::vector<Action>& actions, const std::array<double, 2>& layers_of_chunk) {
+double peak_layers(const vector<Action>& actions, const array<double, 2>& layers_of_chunk) {
   double kept = 0, peak = 0;
   for (const Action& action : actions) {
     double taken = 0, given = 0;
@@ -111,14 +107,14 @@ double peak_layers(
 
 // Of config's layout, on shape.pp x dp x cp processes.
 StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const ModelSize& size,
-    int64_t dp, const std::vector<int64_t>& chunks, const std::vector<Sizes>& stages) {
+    int64_t dp, const vector<int64_t>& chunks, const vector<Sizes>& stages) {
   const MeshShape shape = mesh_shape(config.parallel);
   const int64_t pp = shape.pp, plane = dp * shape.cp;
   const int64_t micro_batches = micro_batches_of(config, dp);
   const double layers = real(model.num_layers), vocabulary = real(model.vocab_size);
   const double head = 6.0 * vocabulary * real(model.hidden_size); // FLOP of a token
   const double layer_cost = (size.flops_per_token - head) / layers / 3;
-  std::vector<StageCosts> costs;
+  vector<StageCosts> costs;
   for (const int64_t n : chunks)
     costs.push_back({real(n) * layer_cost, real(n) * layer_cost, real(n) * layer_cost, 0});
   const Simulation schedule = simulate(
@@ -139,13 +135,14 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
     const double whole = keep ? held : owned;
     const double kept = peak_layers(schedule.actions[index(stage)],
         {real(chunks[index(stage)]), real(chunks[index(2 * pp - 1 - stage)])});
-    const double activations = recomputes(config, stage)
-        ? tokens * real(model.hidden_size) * width * kept + layer // inputs, and one layer whole
-        : layer * kept;
+    const bool inputs = recomputes(config, stage); // kept of all layers but one
+    const double a_layer = inputs ? tokens * real(model.hidden_size) * width : layer;
     const bool has_head = stage == 0 || (stage == 1 && shape.head_share > 0);
     const double gathered = keep ? 0 : part.largest_unit * (2 * width + 3 * 4);
-    plan.stages.push_back({whole * width, whole * 4, part.states / block, activations,
-        gathered + std::max(has_head ? logits : 0, tokens * size.scratch_per_token)});
+    plan.stages.push_back(
+        {whole * width, whole * 4, part.states / block, a_layer * kept + (inputs ? layer : 0),
+            gathered + std::max(has_head ? logits : 0, tokens * size.scratch_per_token), kept,
+            a_layer});
     const double travels = keep ? width + 4 : real(micro_batches) * (2 * width + 4);
     shards =
         std::max(shards, held * (1 - 1 / block) * travels / (real(plane) > 8 ? kNetwork : kLink));
@@ -153,7 +150,7 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
     additions = std::max(additions, real(micro_batches) * 8 * held / kAdditions);
   }
   const double work = tokens * real(micro_batches) / kProducts;
-  const bool recompute = config.parallel.recompute.find("layer") != std::string::npos;
+  const bool recompute = config.parallel.recompute.find("layer") != string::npos;
   const double dispatched = 4 * work * kProducts * layers / real(pp) * real(model.hidden_size) *
       width * std::min(real(model.experts_per_token), ep) * (1 - 1 / ep);
   plan.seconds = schedule.makespan / real(micro_batches) * work * (recompute ? kRecompute : 1) *
@@ -177,18 +174,20 @@ template <class Model> void print_plan_of(const RunConfig& config, int64_t world
       human(real(size.parameters)), human(real(size.active_parameters)),
       human(size.flops_per_token), training.global_batch, config.data.sequence_length,
       micro_batches, training.micro_batch, dp);
-  std::vector<std::string> rules;
+  vector<string> rules;
   const auto units = unit_sizes<Model>(model, training, rules);
-  for (const std::string& rule : rules) fmt::print("# optimizer   {}\n", rule);
+  for (const string& rule : rules) fmt::print("# optimizer   {}\n", rule);
   const StepPlan plan =
       plan_step(config, model, size, dp, chunks, stage_sizes(units, model, shape, world, chunks));
   for (size_t stage = 0; stage < plan.stages.size(); ++stage) {
     const StageMemory& m = plan.stages[stage];
     fmt::print(
         "# memory      stage {}: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and "
-        "moments {:.2f} + activations {:.2f} + buffers {:.2f}; CUDA, fragmentation: {:.1f} more\n",
+        "moments {:.2f} + activations {:.2f} ({:.3g} layers of {:.2f}) + buffers {:.2f}; CUDA, "
+        "fragmentation: {:.1f} more\n",
         stage, m.total() / kGiB, m.weights / kGiB, m.gradients / kGiB, m.states / kGiB,
-        m.activations / kGiB, m.buffers / kGiB, 0.018 * m.total() / kGiB);
+        m.activations / kGiB, m.layers, m.a_layer / kGiB, m.buffers / kGiB,
+        0.018 * m.total() / kGiB);
   }
   const bool overlap = shape.pp > 1 || shape.ep > 1;
   if (world > 1) fmt::print("{}", mesh_table(shape, world));
@@ -198,8 +197,8 @@ template <class Model> void print_plan_of(const RunConfig& config, int64_t world
 }
 
 struct Options {
-  std::string file;
-  std::vector<std::string> overrides;
+  string file;
+  vector<string> overrides;
   int64_t gpus = 1;
   double memory = 139, reserve = 0.06;
   size_t limit = 10;
@@ -215,9 +214,9 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
       o.reserve);
   const auto model = planned_model<typename Model::Config>(given);
   const ModelSize size = model.size(given.data.sequence_length);
-  std::vector<std::string> rules;
+  vector<string> rules;
   const auto units = unit_sizes<Model>(model, given.training, rules);
-  std::vector<Candidate> fitting;
+  vector<Candidate> fitting;
   double least = INFINITY;
   const auto divides = [&](int64_t n, int64_t of) { return n > 0 && of % n == 0; };
   for (int64_t pp = 1; pp <= model.num_layers; ++pp) {
@@ -226,13 +225,13 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
     RunConfig config = given;
     config.parallel = {};
     config.parallel.pp = pp;
-    std::vector<int64_t> chunks;
+    vector<int64_t> chunks;
     for (int64_t ep = 1; ep <= std::min(plane, model.num_experts); ++ep) {
       if (!divides(ep, plane) || !divides(ep, model.num_experts)) continue;
       config.parallel.ep = ep;
       const MeshShape shape = mesh_shape(config.parallel);
       if (chunks.empty() || pp == 1) chunks = chunks_of(config, model, shape);
-      std::vector<Sizes> sizes;
+      vector<Sizes> sizes;
       if (!problem_of([&] { sizes = stage_sizes(units, model, shape, o.gpus, chunks); }).empty())
         continue; // a stage without a layer
       for (int64_t cp = 1; cp <= plane; cp *= 2)
@@ -242,7 +241,7 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
               const int64_t dp = plane / cp;
               if (!divides(cp, plane) || !divides(2 * cp, given.data.sequence_length) ||
                   !divides(rows * dp, given.training.global_batch) ||
-                  (plane == 1 && weights != std::string("keep")) || (cp > 1 && rows > 1) ||
+                  (plane == 1 && weights != string("keep")) || (cp > 1 && rows > 1) ||
                   (pp > 1 && given.training.global_batch / (rows * dp) < 2 * pp))
                 continue;
               config.parallel.cp = cp;
@@ -262,7 +261,7 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
     PITH_FAIL_HINT("more GPUs, shorter sequences, or fewer layers",
         "no layout fits {} GPUs of {} GiB; the smallest takes {:.1f} GiB", o.gpus, o.memory,
         least / kGiB);
-  std::ranges::stable_sort(
+  ranges::stable_sort(
       fitting, {}, [](const Candidate& candidate) { return candidate.plan.seconds; });
   fmt::print("{} layouts fit {} GPUs of {} GiB ({:.0f} % kept free); the quickest:\n\n",
       fitting.size(), o.gpus, o.memory, 100 * o.reserve);
@@ -273,7 +272,6 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
         p.cp, p.ep, o.gpus / p.pp / p.cp, p.weights, p.recompute, rows, plan.worst() / kGiB,
         plan.seconds, human(tokens / plan.seconds));
 }
-
 }
 
 void print_plan(const RunConfig& config, int64_t processes) {
@@ -301,5 +299,4 @@ void add_estimate_command(CLI::App& app) {
       "with NVLink.\nOne layout's memory by cause: pretrain --dry-run.\n"
       "Example: pithtrain estimate examples/qwen3_30b_a3b.toml --gpus 8 --memory 139");
 }
-
 }

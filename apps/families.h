@@ -9,22 +9,21 @@
 #include "models/qwen3_moe.h"
 
 namespace pith {
-
 // Calls use.operator()<Model>() with the family of a config.json, or of the one in a folder.
 template <class Use> auto with_family(const fs::path& path, Use&& use) {
-  const std::string family = read_model_type(path);
+  const string family = read_model_type(path);
   if (family == "qwen3_moe") return use.template operator()<Qwen3MoeModel>();
   if (family == "deepseek_v2") return use.template operator()<DeepseekV2Model>();
   if (family == "gpt_oss") return use.template operator()<GptOssModel>();
   if (family == "qwen3_5_moe" || family == "qwen3_5_moe_text")
     return use.template operator()<Qwen35MoeModel>();
   PITH_FAIL_HINT("supported: qwen3_moe, deepseek_v2, gpt_oss, qwen3_5_moe",
-      "{}: model_type \"{}\" is not supported", path.string(), family);
+      "{}: model_type \"{}\" is not supported", path, family);
 }
 
 // A whole model in one process: what generate and trace share.
 struct ModelOptions {
-  std::string folder, dtype = "auto", device = "auto";
+  string folder, dtype = "auto", device = "auto";
   void add_to(CLI::App& command) {
     command.add_option("folder", folder, "Hugging Face folder or checkpoint")->required();
     command.add_option("--dtype", dtype, "fp32, bf16, or auto: fp32 on CPUs, bf16 on GPUs")
@@ -48,7 +47,6 @@ template <class Model> struct LoadedModel {
   typename Model::Config config;
   Model model;
   Mesh mesh;
-  std::vector<ShardGroup> groups;
+  vector<ShardGroup> groups;
 };
-
 }

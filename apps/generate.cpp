@@ -8,17 +8,16 @@
 
 namespace pith {
 namespace {
-
 struct GenerateOptions : ModelOptions {
-  std::vector<std::string> prompts;
+  vector<string> prompts;
   int64_t max_tokens = 200;
   bool no_cache = false;
   SamplingOptions sampling;
 };
 
 // Ids that end a document: of the tokenizer and of generation_config.json.
-std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
-  std::set<int64_t> ids;
+set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
+  set<int64_t> ids;
   if (tokenizer.eos_id()) ids.insert(*tokenizer.eos_id());
   const fs::path file = folder / "generation_config.json";
   const nlohmann::json all = fs::exists(file) ? read_json(file) : nlohmann::json::object();
@@ -29,16 +28,16 @@ std::set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
 }
 
 struct Sequence {
-  std::string text; // prompt and continuation
-  std::vector<int64_t> ids;
+  string text; // prompt and continuation
+  vector<int64_t> ids;
   StreamingDecoder decoder;
   size_t cached = 0; // tokens that the caches hold
   bool ended = false; // it runs along unseen, so that rows stay aligned
 };
 
 // What is not cached of every sequence as one micro-batch, each a document.
-MicroBatch pack(const std::vector<Sequence>& sequences, at::Device device) {
-  std::vector<Row> rows;
+MicroBatch pack(const vector<Sequence>& sequences, at::Device device) {
+  vector<Row> rows;
   for (const Sequence& sequence : sequences) {
     Row& row = rows.emplace_back();
     const auto from = static_cast<std::ptrdiff_t>(sequence.cached);
@@ -58,10 +57,10 @@ template <class Model> void generate(const GenerateOptions& options) {
   PITH_CHECK(tokenizer.vocab_size() <= config.vocab_size, "the tokenizer has {} ids, the model {}",
       tokenizer.vocab_size(), config.vocab_size);
 
-  std::vector<Sequence> sequences;
+  vector<Sequence> sequences;
   int64_t positions = 0;
-  for (const std::string& prompt : options.prompts) {
-    const std::vector<int32_t> ids = tokenizer.encode(prompt).ids;
+  for (const string& prompt : options.prompts) {
+    const vector<int32_t> ids = tokenizer.encode(prompt).ids;
     PITH_CHECK(!ids.empty(), "the prompt \"{}\" holds no token", prompt);
     positions = std::max(positions, std::ssize(ids) + options.max_tokens);
     sequences.push_back({prompt, {ids.begin(), ids.end()}, StreamingDecoder(tokenizer)});
@@ -71,15 +70,14 @@ template <class Model> void generate(const GenerateOptions& options) {
       positions, config.max_positions);
 
   Pipeline<Model> pipeline(model, mesh, positions, {});
-  const std::set<int64_t> ends = end_ids(options.folder, tokenizer);
-  std::vector<LayerCache> caches(options.no_cache ? 0 : index(config.num_layers));
+  const set<int64_t> ends = end_ids(options.folder, tokenizer);
+  vector<LayerCache> caches(options.no_cache ? 0 : index(config.num_layers));
   const auto start = Clock::now();
   int64_t produced = 0;
   const bool stream = sequences.size() == 1;
   if (stream) fmt::print("{}", options.prompts[0]);
-  for (int64_t n = 0; n < options.max_tokens && !std::ranges::all_of(sequences, &Sequence::ended);
-      ++n) {
-    const std::vector<MicroBatch> batch{pack(sequences, device)};
+  for (int64_t n = 0; n < options.max_tokens && !ranges::all_of(sequences, &Sequence::ended); ++n) {
+    const vector<MicroBatch> batch{pack(sequences, device)};
     const BatchResult result = pipeline.forward_only(batch, LastTokenLogits(), caches);
     const Tensor logits = result.per_token[0].to(at::kCPU).contiguous(); // (B, V)
     const auto vocab = index(logits.size(1));
@@ -93,7 +91,7 @@ template <class Model> void generate(const GenerateOptions& options) {
       if (sequence.ended) continue;
       sequence.ended = ends.contains(id);
       ++produced;
-      const std::string text = sequence.decoder.push(static_cast<int32_t>(id));
+      const string text = sequence.decoder.push(static_cast<int32_t>(id));
       sequence.text += text;
       if (!stream) continue;
       fmt::print("{}", text);
@@ -107,7 +105,6 @@ template <class Model> void generate(const GenerateOptions& options) {
   fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, seconds,
       real(produced) / seconds);
 }
-
 }
 
 void add_generate_command(CLI::App& app) {
@@ -132,5 +129,4 @@ void add_generate_command(CLI::App& app) {
       "Example: pithtrain generate runs/demo/checkpoints/step-00000300 --prompt \"#include <\" "
       "--temperature 0.7");
 }
-
 }

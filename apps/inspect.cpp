@@ -8,9 +8,8 @@
 
 namespace pith {
 namespace {
-
 struct Inspection {
-  std::string target = {};
+  string target = {};
   bool tensors = false; // every tensor on a line of its own
   bool quick = false; // no sums of data
   const char* verdict() const { // where no damage was found
@@ -20,19 +19,19 @@ struct Inspection {
 
 template <class... Values>
 void title(const fs::path& path, fmt::format_string<Values...> what, Values&&... values) {
-  fmt::print("{}: {}\n", path.string(), fmt::format(what, std::forward<Values>(values)...));
+  fmt::print("{}: {}\n", path, fmt::format(what, std::forward<Values>(values)...));
 }
 
 // Damage that was found goes to stderr, and makes the exit status 1.
-void report(const std::vector<std::string>& problems) {
+void report(const vector<string>& problems) {
   std::fflush(stdout);
-  for (const std::string& problem : problems) fmt::print(stderr, "damaged: {}\n", problem);
+  for (const string& problem : problems) fmt::print(stderr, "damaged: {}\n", problem);
   if (!problems.empty()) throw CLI::RuntimeError(1);
 }
 
 // Counts, then tensors by pattern, or one a line.
-void print_tensors(const Inspection& options, const std::vector<SafetensorsFile>& files) {
-  std::map<std::string, std::vector<std::string>> kinds; // dtype and shape: names
+void print_tensors(const Inspection& options, const vector<SafetensorsFile>& files) {
+  map<string, vector<string>> kinds; // dtype and shape: names
   uint64_t count = 0, elements = 0, bytes = 0;
   for (const SafetensorsFile& file : files)
     for (const auto& [name, entry] : file.header().tensors) {
@@ -44,15 +43,15 @@ void print_tensors(const Inspection& options, const std::vector<SafetensorsFile>
     }
   line("tensors", "{}, files: {}, elements: {}, {}", count, files.size(),
       fmt::group_digits(elements), human_bytes(bytes));
-  std::set<std::pair<std::string, std::string>> rows;
+  set<pair<string, string>> rows;
   for (const auto& [kind, names] : kinds)
-    for (const std::string& name : options.tensors ? names : summarize_names(names))
+    for (const string& name : options.tensors ? names : summarize_names(names))
       rows.emplace(name, kind);
   for (const auto& [name, kind] : rows) fmt::print("    {:<24}  {}\n", kind, name);
 }
 
 void inspect_safetensors(const Inspection& options, const fs::path& path) {
-  std::vector<SafetensorsFile> files;
+  vector<SafetensorsFile> files;
   files.emplace_back(path);
   title(path, "safetensors file, {}", human_bytes(fs::file_size(path)));
   for (const auto& [key, value] : files[0].header().metadata)
@@ -86,34 +85,34 @@ void inspect_checkpoint(const Inspection& options, const fs::path& folder) {
   inspect_model(options, folder);
 }
 
-void inspect_corpus(const Inspection& options, const std::string& prefix) {
+void inspect_corpus(const Inspection& options, const string& prefix) {
   const Corpus corpus(prefix);
   const int64_t documents = corpus.num_documents(), tokens = corpus.num_tokens();
-  const std::vector<std::string> shards = corpus_shards(prefix);
+  const vector<string> shards = corpus_shards(prefix);
   uint64_t bytes = 0;
-  for (const std::string& shard : shards)
+  for (const string& shard : shards)
     bytes += fs::file_size(shard + ".bin") + fs::file_size(shard + ".idx");
   title(prefix, "corpus of {} documents, {} tokens, {}", grouped(documents), grouped(tokens),
       human_bytes(bytes));
   if (shards.size() > 1) line("shards", "{}", shards.size());
   line("ids", "{}, vocabulary {}", corpus.dtype(),
       corpus.vocab_size() > 0 ? grouped(corpus.vocab_size()) : "not stated");
-  std::vector<int64_t> lengths;
+  vector<int64_t> lengths;
   for (int64_t d = 0; d < documents; ++d) lengths.push_back(corpus.length(d));
-  std::ranges::sort(lengths);
+  ranges::sort(lengths);
   if (documents > 0)
     line("lengths", "{} shortest, {} median, {} mean, {} longest", grouped(lengths.front()),
         grouped(lengths[lengths.size() / 2]), grouped(tokens / documents), grouped(lengths.back()));
   line("fingerprint", "{}", corpus.fingerprint());
-  std::vector<std::string> problems;
-  if (const std::string folder = prefix + ".tokenizer"; fs::is_directory(folder)) {
-    const std::string hash = hex(Tokenizer::load(folder).hash());
+  vector<string> problems;
+  if (const string folder = prefix + ".tokenizer"; fs::is_directory(folder)) {
+    const string hash = hex(Tokenizer::load(folder).hash());
     line("tokenizer", "{} ({})", folder, hash);
     if (hash != corpus.tokenizer_hash())
       problems.push_back(fmt::format(
           "{} is not the tokenizer of this corpus ({})", folder, corpus.tokenizer_hash()));
   }
-  if (!options.quick) std::ranges::move(verify_corpus(prefix), back_inserter(problems));
+  if (!options.quick) ranges::move(verify_corpus(prefix), back_inserter(problems));
   report(problems);
   line("checksums", "{}",
       corpus.vocab_size() > 0 ? options.verdict() : "none: " + prefix + ".json is not there");
@@ -138,27 +137,23 @@ void inspect(const Inspection& options) {
   for (const fs::path& prefix : {path, fs::path(path).replace_extension()})
     if (!corpus_shards(prefix.string()).empty()) return inspect_corpus(options, prefix.string());
   PITH_FAIL_HINT("known are checkpoints, run folders, model folders, safetensors files and corpora",
-      "{} {}", path.string(),
-      fs::exists(path) ? "is none that this program knows" : "does not exist");
+      "{} {}", path, fs::exists(path) ? "is none that this program knows" : "does not exist");
+}
 }
 
-}
-
-std::string read_model_type(const fs::path& path) {
+string read_model_type(const fs::path& path) {
   const auto file = fs::is_directory(path) ? path / "config.json" : path;
   const nlohmann::json config = read_json(file);
   const auto type = config.is_object() ? config.value("model_type", nlohmann::json()) : config;
-  PITH_CHECK(
-      type.is_string(), "{} has no \"model_type\": it is not a model configuration", file.string());
-  return type.get<std::string>();
+  PITH_CHECK(type.is_string(), "{} has no \"model_type\": it is not a model configuration", file);
+  return type.get<string>();
 }
 
-std::string human_bytes(uint64_t bytes) {
+string human_bytes(uint64_t bytes) {
   return bytes < 1000 ? fmt::format("{} bytes", bytes) : human(real(bytes)) + "B";
 }
 
-void add_inspect_command(
-    CLI::App& app, const std::string& name, const std::string& what, bool quick) {
+void add_inspect_command(CLI::App& app, const string& name, const string& what, bool quick) {
   const auto [sub, o] = add_command<Inspection>(app, name, what, inspect);
   o->quick = quick;
   sub->add_option("path", o->target, "what to explain")->required();
@@ -170,5 +165,4 @@ void add_inspect_command(
       "folder,\nwhat its newest complete checkpoint is.\n"
       "Example: pithtrain inspect runs/demo/checkpoints/step-00000300");
 }
-
 }

@@ -8,21 +8,20 @@
 
 namespace pith {
 namespace {
-
 // Turns mpirun's "[1,3]<stderr>: text" into "[3] text". What mpirun says itself is shown if no rank
 // has said why the job failed.
 struct Output {
-  std::string of_mpirun;
+  string of_mpirun;
   bool told_failure = false;
 
-  void show(std::string_view line) {
+  void show(string_view line) {
     const size_t comma = line.find(','), tag_end = line.find(">: ");
     if (!line.starts_with('[') || tag_end == line.npos || comma > tag_end) {
       if (line.find_first_not_of("- ") != line.npos) of_mpirun += fmt::format("  {}\n", line);
       return;
     }
-    const std::string_view rank = line.substr(comma + 1, line.find(']') - comma - 1);
-    const std::string_view text = line.substr(tag_end + 3);
+    const string_view rank = line.substr(comma + 1, line.find(']') - comma - 1);
+    const string_view text = line.substr(tag_end + 3);
     told_failure = told_failure || text.starts_with("FAILED rank ");
     std::FILE* to = line.substr(0, tag_end).ends_with("<stderr") ? stderr : stdout;
     fmt::print(to, "[{}] {}\n", rank, text);
@@ -32,34 +31,34 @@ struct Output {
 
 struct Options {
   int64_t processes = 0;
-  std::string program = fs::read_symlink("/proc/self/exe");
+  string program = fs::read_symlink("/proc/self/exe");
   const CLI::App* command = nullptr; // knows the words behind the number
 };
 
 void launch(const Options& options) {
   const int64_t processes = options.processes;
-  const std::vector<std::string> command = options.command->remaining();
+  const vector<string> command = options.command->remaining();
   PITH_CHECK(!command.empty(), "no command to launch; try: launch {} pretrain run.toml", processes);
   const int64_t cores = std::max(1U, std::thread::hardware_concurrency());
   // The mpirun of the wheels this program was built with, else that of PATH; MPIRUN goes first.
   const fs::path self = fs::read_symlink("/proc/self/exe");
   const fs::path own = self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun";
   const char* chosen = std::getenv("MPIRUN");
-  const std::string mpirun = chosen ? chosen : fs::exists(own) ? own.string() : "mpirun";
-  std::vector<std::string> words{mpirun, "-n", std::to_string(processes), "--oversubscribe",
-      "--bind-to", "none", "--output", "tag"};
+  const string mpirun = chosen ? chosen : fs::exists(own) ? own.string() : "mpirun";
+  vector<string> words{mpirun, "-n", std::to_string(processes), "--oversubscribe", "--bind-to",
+      "none", "--output", "tag"};
   if (processes > cores) words.insert(words.end(), {"--mca", "mpi_yield_when_idle", "1"});
   words.push_back(options.program);
   words.insert(words.end(), command.begin(), command.end());
-  std::vector<char*> arguments;
-  for (std::string& word : words) arguments.push_back(word.data());
+  vector<char*> arguments;
+  for (string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
   setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 0);
   setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 0);
   setenv("OMP_NUM_THREADS", std::to_string(std::max<int64_t>(1, cores / processes)).c_str(), 0);
 
   install_signal_handlers();
-  std::array<int, 2> ends{};
+  array<int, 2> ends{};
   PITH_CHECK(pipe2(ends.data(), O_CLOEXEC) == 0, "no pipe: {}", strerror(errno));
   const pid_t child = fork();
   PITH_CHECK(child >= 0, "no process: {}", strerror(errno));
@@ -80,7 +79,7 @@ void launch(const Options& options) {
   Output output;
   std::thread reader([&] {
     std::ifstream lines(fmt::format("/dev/fd/{}", ends[0]));
-    for (std::string line; std::getline(lines, line);) output.show(line);
+    for (string line; std::getline(lines, line);) output.show(line);
   });
   bool passed_on = false;
   int status = 0;
@@ -96,7 +95,6 @@ void launch(const Options& options) {
       explain ? output.of_mpirun : "");
   throw CLI::RuntimeError(1);
 }
-
 }
 
 void add_launch_command(CLI::App& app) {
@@ -114,5 +112,4 @@ void add_launch_command(CLI::App& app) {
       "and save; a second one ends them at once. When one rank fails, all end.\n\n"
       "Example: pithtrain launch 2 pretrain run.toml");
 }
-
 }

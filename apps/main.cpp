@@ -6,7 +6,6 @@
 #include "core/comm.h"
 
 namespace {
-
 constexpr const char* kFooter = R"(
 A run, from text to text:
   pithtrain corpus build --out corpus/train src/       make a corpus of the files under src/
@@ -67,7 +66,6 @@ int run(CLI::App& app, int argc, char** argv) {
     return fail("standard output could not be written");
   return 0;
 }
-
 }
 
 int main(int argc, char** argv) {

@@ -5,7 +5,6 @@
 #include "engine/pipeline.h"
 
 namespace pith {
-
 inline at::ScalarType compute_dtype(const RunConfig& config) {
   return config.model.dtype == "float32" ? at::kFloat : at::kBFloat16;
 }
@@ -26,15 +25,15 @@ template <class Config> Config planned_model(const RunConfig& config) {
 }
 
 // Layers of each chunk: parallel.chunks, or balanced by cost.
-template <class Config> std::vector<int64_t> chunks_of(
-    const RunConfig& config, const Config& model, const MeshShape& shape) {
-  const std::string& text = config.parallel.chunks;
+template <class Config>
+vector<int64_t> chunks_of(const RunConfig& config, const Config& model, const MeshShape& shape) {
+  const string& text = config.parallel.chunks;
   if (text.empty()) return default_chunks(model, shape, config.data.sequence_length);
-  std::vector<int64_t> chunks;
+  vector<int64_t> chunks;
   bool valid = true;
-  for (const std::string& word : CLI::detail::split(text, ','))
+  for (const string& word : CLI::detail::split(text, ','))
     valid = valid && CLI::detail::lexical_cast(CLI::detail::trim_copy(word), chunks.emplace_back());
-  PITH_CHECK(valid && std::ssize(chunks) == 2 * shape.pp && std::ranges::min(chunks) >= 0 &&
+  PITH_CHECK(valid && std::ssize(chunks) == 2 * shape.pp && ranges::min(chunks) >= 0 &&
           std::reduce(chunks.begin(), chunks.end()) == model.num_layers,
       "parallel.chunks must be {} numbers of layers with the sum {}, it is \"{}\"", 2 * shape.pp,
       model.num_layers, text);
@@ -48,5 +47,4 @@ int64_t micro_batches_of(const RunConfig& config, int64_t dp);
 
 // What --dry-run prints: configuration, parameters, layout, memory, schedule.
 void print_plan(const RunConfig& config, int64_t processes);
-
 }

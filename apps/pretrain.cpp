@@ -10,16 +10,15 @@
 
 namespace pith {
 namespace {
-
 BalanceKind balance_kind(const RunConfig::Training& training) {
   if (training.balance_kind == "global_batch") return BalanceKind::global_batch;
   return training.balance_kind == "sequence" ? BalanceKind::sequence : BalanceKind::micro_batch;
 }
 
-std::vector<RowStream> open_streams(
-    const RunConfig& config, const std::vector<DataSource>& sources, uint64_t seed) {
+vector<RowStream> open_streams(
+    const RunConfig& config, const vector<DataSource>& sources, uint64_t seed) {
   const Packing packing = config.data.packing == "best_fit" ? Packing::best_fit : Packing::concat;
-  std::vector<RowStream> streams;
+  vector<RowStream> streams;
   for (const DataSource& source : sources)
     streams.emplace_back(Corpus(source.path), config.data.sequence_length, seed,
         config.data.document_mask, true, packing);
@@ -27,14 +26,14 @@ std::vector<RowStream> open_streams(
 }
 
 Blend open_blend(const RunConfig& config) {
-  std::vector<double> weights;
+  vector<double> weights;
   for (const DataSource& source : config.data.train) weights.push_back(source.weight);
   return {open_streams(config, config.data.train, config.data.seed), weights};
 }
 
 // Sets the rules of this part's tensors; -> those of the whole model, for a person.
 template <class Model>
-std::vector<std::string> set_update_rules(Model& part, const RunConfig::Training& training) {
+vector<string> set_update_rules(Model& part, const RunConfig::Training& training) {
   const auto& config = part.config();
   Model whole(config, whole_model(config.num_layers, config.num_experts));
   return set_update_rules(part.parameter_units(), whole.parameter_units(), training);
@@ -60,7 +59,7 @@ template <class Model> class Run {
         rows_(open_blend(config)) {
     if (config.validation.interval > 0) // seed 0: the same tokens in all runs
       validation_ = open_streams(config, data_.validation, 0);
-    std::vector<Corpus> corpora;
+    vector<Corpus> corpora;
     for (const auto* streams : {&rows_.sources(), &std::as_const(validation_)})
       for (const RowStream& stream : *streams) corpora.push_back(stream.corpus());
     check_same_tokenizer(corpora);
@@ -72,7 +71,7 @@ template <class Model> class Run {
         {"data.seed", std::to_string(data_.seed)}, {"data.packing", data_.packing},
         {"data.document_mask", fmt::to_string(data_.document_mask)}};
     for (size_t i = 0; i < rows_.sources().size(); ++i) // a corpus may move, not change
-      for (const auto& [what, value] : {std::pair{"fingerprint", corpora[i].fingerprint()},
+      for (const auto& [what, value] : {pair{"fingerprint", corpora[i].fingerprint()},
                {"tokenizer", corpora[i].tokenizer_hash()},
                {"weight, as an integer ratio", std::to_string(rows_.weights()[i])}})
         state_.data[fmt::format("corpus {} of data.train: {}", i + 1, what)] = value;
@@ -86,7 +85,7 @@ template <class Model> class Run {
 
   void train(Clock::time_point launched) {
     if (first_rank()) fs::create_directories(folder_);
-    const std::string origin = load_or_initialize();
+    const string origin = load_or_initialize();
     if (first_rank()) {
       write_file(folder_, "config.toml", to_toml(config_));
       log_.emplace(folder_, state_.step, config_.log.tensorboard);
@@ -102,8 +101,8 @@ template <class Model> class Run {
       event("warning", "training.balance_kind = micro_batch: results depend on the layout");
     log_data();
     const double flops = model_.config().size(data_.sequence_length).flops_per_token;
-    std::vector<MicroBatch> batch;
-    const std::vector<int64_t>& profiled = config_.profile.steps;
+    vector<MicroBatch> batch;
+    const vector<int64_t>& profiled = config_.profile.steps;
     while (!done() && !stopping_) {
       set_comm_context(fmt::format("step {}", state_.step + 1));
       const auto start = Clock::now();
@@ -118,7 +117,7 @@ template <class Model> class Run {
       metrics.seconds = seconds_since(start);
       if (const double peak = peak_flops(mesh_.device) * real(mesh_.world.size()); peak > 0)
         metrics.mfu = flops * real(metrics.tokens) / metrics.seconds / peak;
-      std::string validated;
+      string validated;
       if (!validation_.empty() && (state_.step % config_.validation.interval == 0 || done()))
         validated = validate(metrics);
       if (log_) log_->write(metrics);
@@ -139,7 +138,7 @@ template <class Model> class Run {
     if (log_) log_->event(name, fmt::format(text, std::forward<Values>(values)...));
   }
   // Sums over all ranks; what a rank does not know is 0 there.
-  std::vector<double> sum_over_ranks(std::vector<double> values) const {
+  vector<double> sum_over_ranks(vector<double> values) const {
     Tensor sums = at::from_blob(values.data(), {std::ssize(values)}, at::kDouble).to(mesh_.device);
     mesh_.world.all_reduce(sums);
     sums = sums.cpu();
@@ -169,13 +168,13 @@ template <class Model> class Run {
   }
 
   // Rows of the step after the next `ahead` ones.
-  std::vector<MicroBatch> whole_batch(int64_t ahead) const {
+  vector<MicroBatch> whole_batch(int64_t ahead) const {
     return make_batch(rows_, state_.rows_read + ahead * training_.global_batch,
         training_.global_batch, training_.micro_batch, mesh_.place.dp, mesh_.dp,
         data_.document_mask, whole_device());
   }
-  std::vector<MicroBatch> next_batch(int64_t ahead) const {
-    std::vector<MicroBatch> batch = whole_batch(ahead);
+  vector<MicroBatch> next_batch(int64_t ahead) const {
+    vector<MicroBatch> batch = whole_batch(ahead);
     for (MicroBatch& micro : batch) micro = share_of(std::move(micro));
     return batch;
   }
@@ -187,12 +186,12 @@ template <class Model> class Run {
         whole, mesh_.place.cp, mesh_.shape.cp, mesh_.device, model_.config().window);
   }
 
-  std::string load_or_initialize() {
-    std::string newest;
+  string load_or_initialize() {
+    string newest;
     if (first_rank()) { // looks for all ranks
-      std::vector<std::string> skipped;
+      vector<string> skipped;
       newest = newest_checkpoint(folder_ / "checkpoints", &skipped).value_or("").string();
-      for (const std::string& reason : skipped) fmt::print(stderr, "warning: {}\n", reason);
+      for (const string& reason : skipped) fmt::print(stderr, "warning: {}\n", reason);
       if (!newest.empty()) check_checkpoint(newest);
     }
     newest = mesh_.world.all_gather_strings(newest)[0];
@@ -210,17 +209,17 @@ template <class Model> class Run {
     return fmt::format("random weights, seed {}", training_.seed);
   }
 
-  std::string resume(const fs::path& checkpoint) {
+  string resume(const fs::path& checkpoint) {
     if (!config_.checkpoint.resume)
       PITH_FAIL_HINT("choose another run.folder, or set checkpoint.resume = true",
-          "{} already holds checkpoints and checkpoint.resume is off", folder_.string());
-    const std::string name = checkpoint.string();
+          "{} already holds checkpoints and checkpoint.resume is off", folder_);
+    const string name = checkpoint.string();
     const fs::path file = checkpoint / "training_state.json";
     TrainingState saved = TrainingState::from_json(read_file(file), file.string());
     if (const auto other = TrainingState::differences(saved.data, state_.data); !other.empty())
       PITH_FAIL_HINT("restore these; or start a new run folder with model.init = this checkpoint",
           "{} cannot be resumed: its position in the data would mean other rows:{}", name, other);
-    const std::string schedule = TrainingState::differences(saved.schedule, state_.schedule);
+    const string schedule = TrainingState::differences(saved.schedule, state_.schedule);
     if (!schedule.empty() && !config_.checkpoint.allow_schedule_change)
       PITH_FAIL_HINT("restore it, or set checkpoint.allow_schedule_change = true",
           "{} was saved under another learning-rate schedule:{}", name, schedule);
@@ -238,7 +237,7 @@ template <class Model> class Run {
   }
 
   // One update. The next batch is made while the device works; `batch` holds it afterwards.
-  StepMetrics step(std::vector<MicroBatch>& batch) {
+  StepMetrics step(vector<MicroBatch>& batch) {
     zero_grads(groups_);
     const BatchResult result = pipeline_.forward_backward(batch, NextTokenLoss());
     const Tensor norm = grad_norm(groups_, mesh_);
@@ -247,14 +246,14 @@ template <class Model> class Run {
     metrics.total_steps = last_step_;
     metrics.tokens = training_.global_batch * data_.sequence_length;
     metrics.trained_tokens = batch.front().global_trained_tokens;
-    const std::vector<MicroBatch> current = std::move(batch);
+    const vector<MicroBatch> current = std::move(batch);
     batch = next_batch(1);
 
     metrics.grad_norm = norm.item<double>();
     const auto value = [](const Tensor& sum) { return sum.defined() ? sum.item<double>() : 0.0; };
-    const std::vector<double> sums = sum_over_ranks({value(result.loss_sum),
-        value(result.balance_sum), real(result.num_moe_layers) / real(mesh_.plane.size()),
-        stop_requested() ? 1.0 : 0.0, value(result.z_sum)});
+    const vector<double> sums = sum_over_ranks({value(result.loss_sum), value(result.balance_sum),
+        real(result.num_moe_layers) / real(mesh_.plane.size()), stop_requested() ? 1.0 : 0.0,
+        value(result.z_sum)});
     metrics.loss = sums[0] / real(std::max<int64_t>(metrics.trained_tokens, 1));
     const bool update = update_is_finite(current, metrics);
     use_counts(result, metrics, update);
@@ -296,7 +295,7 @@ template <class Model> class Run {
   // Of weights that are about to be trained.
   void start_router(const RouterState& saved) {
     const auto& config = model_.config();
-    const std::vector<int64_t> shape{config.num_layers, config.num_experts};
+    const vector<int64_t> shape{config.num_layers, config.num_experts};
     auto& [bias, shares] = pipeline_.router_state();
     const auto options = at::TensorOptions(mesh_.device);
     for (const Tensor* table : {&saved.bias, &saved.shares})
@@ -310,17 +309,17 @@ template <class Model> class Run {
   }
 
   // The first weight, stage output (of another forward pass) or gradient that is not finite.
-  std::string non_finite(const std::vector<MicroBatch>& batch) {
-    const auto first_of_ranks = [&](const std::string& mine) {
-      const std::vector<std::string> all = mesh_.world.all_gather_strings(mine);
-      const auto first = std::ranges::find_if_not(all, &std::string::empty);
+  string non_finite(const vector<MicroBatch>& batch) {
+    const auto first_of_ranks = [&](const string& mine) {
+      const vector<string> all = mesh_.world.all_gather_strings(mine);
+      const auto first = ranges::find_if_not(all, &string::empty);
       if (first == all.end() || all.size() == 1) return mine;
       return fmt::format("{} on rank {}", *first, first - all.begin());
     };
-    std::string first = first_of_ranks(first_non_finite(groups_));
+    string first = first_of_ranks(first_non_finite(groups_));
     if (first.starts_with("weight")) return first;
-    std::string stage;
-    pipeline_.observe([&](const std::string& name, const Tensor& tensor) {
+    string stage;
+    pipeline_.observe([&](const string& name, const Tensor& tensor) {
       if (stage.empty() && !tensor.isfinite().all().item<bool>()) stage = "output " + name;
     });
     pipeline_.forward_only(batch, NextTokenLoss());
@@ -330,7 +329,7 @@ template <class Model> class Run {
   }
 
   // Whether this step updates anything; the same on all ranks, as loss and norm are.
-  bool update_is_finite(const std::vector<MicroBatch>& batch, const StepMetrics& metrics) {
+  bool update_is_finite(const vector<MicroBatch>& batch, const StepMetrics& metrics) {
     const double loss = metrics.loss, norm = metrics.grad_norm;
     const bool finite = std::isfinite(loss) && std::isfinite(norm);
     if (finite) state_.skipped_in_row = 0;
@@ -340,7 +339,7 @@ template <class Model> class Run {
           metrics.step, loss, norm, state_.skipped_in_row, metrics.step - state_.updates);
       return false;
     }
-    const std::string first = non_finite(batch);
+    const string first = non_finite(batch);
     PITH_FAIL_HINT("this step changed no weights; lower the learning rate or look at its data",
         "step {}: loss {} and gradient norm {} are not finite; first NaN or Inf in {} (rows {} to "
         "{})",
@@ -349,8 +348,8 @@ template <class Model> class Run {
   }
 
   // Loss and perplexity by corpus, mean loss of all tokens; each time of the same rows, once each.
-  std::string validate(StepMetrics& metrics) {
-    std::string text;
+  string validate(StepMetrics& metrics) {
+    string text;
     double all = 0, all_trained = 0;
     const int64_t mine = training_.micro_batch;
     const int64_t wanted = config_.validation.tokens / data_.sequence_length;
@@ -359,21 +358,21 @@ template <class Model> class Run {
       const int64_t rows = std::max<int64_t>(1, std::min(wanted, stream.rows_per_epoch()));
       double sum = 0, trained = 0;
       for (int64_t first = 0; first < rows; first += mine * mesh_.dp) {
-        std::vector<Row> part; // this data-parallel rank's; beyond the end rows that count nothing
+        vector<Row> part; // this data-parallel rank's; beyond the end rows that count nothing
         for (int64_t row = first + mesh_.place.dp * mine; std::ssize(part) < mine; ++row) {
           part.push_back(stream.row(std::min(row, rows - 1)));
-          if (row >= rows) std::ranges::fill(part.back().labels, -100);
+          if (row >= rows) ranges::fill(part.back().labels, -100);
         }
-        const std::vector<MicroBatch> batch{
+        const vector<MicroBatch> batch{
             share_of(make_microbatch(part, data_.document_mask, 1, 1, whole_device()))};
         const Tensor loss = pipeline_.forward_only(batch, NextTokenLoss()).loss_sum;
         if (!loss.defined()) continue;
         sum += loss.item<double>();
         trained += real(batch.front().trained_tokens);
       }
-      const std::vector<double> sums = sum_over_ranks({sum, trained});
+      const vector<double> sums = sum_over_ranks({sum, trained});
       const double loss = sums[0] / std::max(sums[1], 1.0);
-      const std::string name = data_.validation[i].label();
+      const string name = data_.validation[i].label();
       metrics.extra.emplace_back(fmt::format("validation/{}/loss", name), loss);
       metrics.extra.emplace_back(fmt::format("validation/{}/perplexity", name), std::exp(loss));
       text += fmt::format("{} loss {:.4f}, perplexity {:.4g}; ", name, loss, std::exp(loss));
@@ -402,8 +401,8 @@ template <class Model> class Run {
     const fs::path root = folder_ / "checkpoints";
     writer_.start(root, std::move(content), config_.checkpoint.keep_last, mesh_.world);
     saved_step_ = state_.step;
-    event("save", "checkpoint of step {} on its way to {} (copied in {:.2f} s)", state_.step,
-        root.string(), seconds_since(start));
+    event("save", "checkpoint of step {} on its way to {} (copied in {:.2f} s)", state_.step, root,
+        seconds_since(start));
   }
 
   const RunConfig& config_;
@@ -411,20 +410,20 @@ template <class Model> class Run {
   const RunConfig::Training& training_ = config_.training;
   const Mesh& mesh_;
   fs::path folder_;
-  std::vector<int64_t> chunks_;
+  vector<int64_t> chunks_;
   ModelPart part_;
   Model model_;
-  std::vector<std::string> rules_; // of the optimizer, for a person
-  std::vector<ShardGroup> groups_;
+  vector<string> rules_; // of the optimizer, for a person
+  vector<ShardGroup> groups_;
   ModelShards shards_;
   Pipeline<Model> pipeline_;
   Blend rows_;
-  std::vector<RowStream> validation_;
+  vector<RowStream> validation_;
   TrainingState state_;
   int64_t saved_step_ = 0, last_step_ = 0;
   bool stopping_ = false; // agreed by all ranks
-  std::optional<Profile> profile_;
-  std::optional<MetricsLog> log_; // on the first rank
+  optional<Profile> profile_;
+  optional<MetricsLog> log_; // on the first rank
   CheckpointWriter writer_;
 };
 
@@ -445,9 +444,9 @@ void pretrain(const RunConfig& config, const World& world, Clock::time_point lau
 }
 
 // As `trace --tokens` reads them.
-void print_rows(const RunConfig& config, const std::pair<int64_t, int64_t>& first_and_count) {
+void print_rows(const RunConfig& config, const pair<int64_t, int64_t>& first_and_count) {
   const Blend blend = open_blend(config);
-  std::vector<std::vector<std::vector<int64_t>>> tokens, labels;
+  vector<vector<vector<int64_t>>> tokens, labels;
   for (int64_t i = 0; i < first_and_count.second; ++i) {
     Row row = blend.row(first_and_count.first + i);
     auto &documents = tokens.emplace_back(), &answers = labels.emplace_back();
@@ -460,16 +459,15 @@ void print_rows(const RunConfig& config, const std::pair<int64_t, int64_t>& firs
   }
   fmt::print("{{\"rows\": {},\n\"labels\": {}}}\n", tokens, labels);
 }
-
 }
 
 void add_pretrain_command(CLI::App& app) {
   struct Options {
-    std::string file;
-    std::vector<std::string> overrides;
+    string file;
+    vector<string> overrides;
     bool dry_run = false;
     int64_t processes = 1;
-    std::pair<int64_t, int64_t> rows{0, -1};
+    pair<int64_t, int64_t> rows{0, -1};
   };
   const auto [sub, o] = add_command<Options>(app, "pretrain",
       "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder",
@@ -502,5 +500,4 @@ void add_pretrain_command(CLI::App& app) {
   sub->footer("Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
       describe_config_keys());
 }
-
 }

@@ -7,12 +7,11 @@
 
 namespace pith {
 namespace {
-
 using nlohmann::json;
 
 struct Options {
-  std::vector<std::string> runs;
-  std::string out;
+  vector<string> runs;
+  string out;
 };
 
 // The page around the runs' data. One chart a number that any run has, heat maps a run.
@@ -119,18 +118,18 @@ runs.forEach((run, i) => {
 // What the page needs of one run folder.
 json run_data(const fs::path& run) {
   std::ifstream lines(run / "metrics.jsonl");
-  PITH_CHECK(lines, "{} is no run folder: it holds no metrics.jsonl", run.string());
+  PITH_CHECK(lines, "{} is no run folder: it holds no metrics.jsonl", run);
   json data = {{"name", run.string()}, {"steps", json::array()}, {"events", ""}};
-  for (std::string text; std::getline(lines, text);) {
+  for (string text; std::getline(lines, text);) {
     json line = json::parse(text, nullptr, /*allow_exceptions=*/false); // half a line: killed
     if (!line.is_object()) continue;
     if (line["step"].is_number()) data["steps"].push_back(line);
     if (line["event"].is_string() && line["text"].is_string())
-      data["events"].get_ref<std::string&>() +=
+      data["events"].get_ref<string&>() +=
           fmt::format("after step {:>6}  {}: {}\n", line["after_step"].dump(),
-              line["event"].get_ref<std::string&>(), line["text"].get_ref<std::string&>());
+              line["event"].get_ref<string&>(), line["text"].get_ref<string&>());
   }
-  PITH_CHECK(!data["steps"].empty(), "{}: no step is in metrics.jsonl", run.string());
+  PITH_CHECK(!data["steps"].empty(), "{}: no step is in metrics.jsonl", run);
   const auto text_of = [&](const char* name) {
     return fs::exists(run / name) ? read_file(run / name) : "";
   };
@@ -139,24 +138,22 @@ json run_data(const fs::path& run) {
   (void)problem_of([&] { // of an older version's configuration: no schedule
     const auto config = parse_run_config(text_of("config.toml"), "config.toml", {});
     if (const int64_t pp = config.parallel.pp; pp > 1)
-      data["schedule"] =
-          draw_svg(simulate(pp, 4 * pp, true, std::vector<StageCosts>(index(2 * pp))));
+      data["schedule"] = draw_svg(simulate(pp, 4 * pp, true, vector<StageCosts>(index(2 * pp))));
   });
   return data;
 }
 
 void report(const Options& options) {
   json runs = json::array();
-  for (const std::string& run : options.runs) runs.push_back(run_data(run));
-  std::string data = runs.dump(-1, ' ', true, json::error_handler_t::replace);
+  for (const string& run : options.runs) runs.push_back(run_data(run));
+  string data = runs.dump(-1, ' ', true, json::error_handler_t::replace);
   data = std::regex_replace(data, std::regex("<"), "\\u003c"); // no </script>, no <!-- ends it
   const fs::path out =
       options.out.empty() ? fs::path(options.runs[0]) / "report.html" : fs::path(options.out);
   const WrittenFile file =
       write_file(out.parent_path(), out.filename().string(), kHead + data + kPage);
-  fmt::print("{}: {} runs, {}\n", out.string(), runs.size(), human_bytes(file.bytes));
+  fmt::print("{}: {} runs, {}\n", out, runs.size(), human_bytes(file.bytes));
 }
-
 }
 
 void add_report_command(CLI::App& app) {
@@ -167,5 +164,4 @@ void add_report_command(CLI::App& app) {
   sub->add_option("--out", o->out, "File to write (default: report.html in the first run)");
   sub->footer("Example: pithtrain report runs/demo runs/other --out compare.html");
 }
-
 }

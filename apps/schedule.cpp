@@ -5,17 +5,16 @@
 
 namespace pith {
 namespace {
-
 struct Options {
   int64_t stages = 1, microbatches = 8;
   StageCosts costs;
   HeadCosts head;
-  std::string svg;
+  string svg;
 };
 
 void print(const Options& options) {
   const Simulation s = simulate(options.stages, options.microbatches, true,
-      std::vector<StageCosts>(index(2 * options.stages), options.costs), options.head);
+      vector<StageCosts>(index(2 * options.stages), options.costs), options.head);
   fmt::print(
       "F, B, W: forward, backward, weight gradients (I: a backward without them) of "
       "CHUNK:MICRO-BATCH, chunk 0 = r, 1 = 2P-1-r; |: one against the other; H: a shared head\n");
@@ -26,7 +25,6 @@ void print(const Options& options) {
   }
   if (!options.svg.empty()) write_file({}, options.svg, draw_svg(s));
 }
-
 }
 
 void add_schedule_command(CLI::App& app) {
@@ -45,5 +43,4 @@ void add_schedule_command(CLI::App& app) {
   sub->add_option("--svg", o->svg, "Also draw it into this file");
   sub->footer("Example: pithtrain schedule --pp 4 --microbatches 16 --svg schedule.svg");
 }
-
 }

@@ -6,18 +6,17 @@
 
 namespace pith {
 namespace {
-
 struct TrainOptions : BpeTrainerOptions {
-  std::string out;
-  std::vector<std::string> inputs;
+  string out;
+  vector<string> inputs;
   ReadOptions read{.max_line = UINT64_MAX};
   bool whole_files = false;
 };
 
 struct Options {
-  std::string tokenizer;
-  std::vector<std::string> inputs{"-"};
-  std::vector<int32_t> ids;
+  string tokenizer;
+  vector<string> inputs{"-"};
+  vector<int32_t> ids;
   EncodeOptions encode;
   bool keep_special = false;
 };
@@ -29,7 +28,7 @@ void run_train(const TrainOptions& options) {
       options.out);
   BpeTrainer trainer(options);
   InputReader reader(list_inputs(options.inputs, {}), options.read);
-  std::vector<std::string> batch;
+  vector<string> batch;
   size_t bytes = 0, batch_bytes = 0;
   for (bool more = true; more;) {
     Chunk chunk;
@@ -38,7 +37,7 @@ void run_train(const TrainOptions& options) {
     for (const Document& document : chunk.documents) {
       PITH_CHECK(
           document.problem.empty(), "{}:{}: {}", chunk.path, document.line, document.problem);
-      const std::string& text = document.text;
+      const string& text = document.text;
       const bool whole = options.whole_files || document.line > 0;
       for (size_t begin = 0, end; begin < text.size(); begin = end) {
         end = std::min(whole ? text.npos : text.find('\n', begin), text.size() - 1) + 1;
@@ -61,9 +60,9 @@ void run_train(const TrainOptions& options) {
 
 void run_encode(const Options& options) {
   const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
-  for (const std::string& input : options.inputs) {
+  for (const string& input : options.inputs) {
     const auto text =
-        input != "-" ? read_file(input) : std::string{std::istreambuf_iterator<char>(std::cin), {}};
+        input != "-" ? read_file(input) : string{std::istreambuf_iterator<char>(std::cin), {}};
     PITH_CHECK(!std::cin.bad(), "cannot read standard input");
     const Encoding encoding = tokenizer.encode(text, options.encode);
     if (!options.encode.offsets) fmt::print("{}\n", fmt::join(encoding.ids, " "));
@@ -86,13 +85,13 @@ void run_decode(Options& options) {
     options.ids.assign(std::istream_iterator<int32_t>(std::cin), {});
     PITH_CHECK(std::cin.eof(), "standard input holds something that is not an id");
   }
-  const std::string text = tokenizer.decode(options.ids, !options.keep_special);
+  const string text = tokenizer.decode(options.ids, !options.keep_special);
   std::fwrite(text.data(), 1, text.size(), stdout);
 }
 
 void run_inspect(const Options& options) {
   const Tokenizer tokenizer = Tokenizer::load(options.tokenizer);
-  auto show = [&](const char* name, std::optional<int32_t> id) {
+  auto show = [&](const char* name, optional<int32_t> id) {
     if (id) fmt::print("{:14} {} {}\n", name, *id, tokenizer.token(*id));
   };
   fmt::print(
@@ -105,7 +104,6 @@ void run_inspect(const Options& options) {
   for (int32_t id = 0; id < tokenizer.vocab_size(); ++id)
     if (tokenizer.is_special(id)) show("special", id);
 }
-
 }
 
 void add_tokenizer_command(CLI::App& app) {
@@ -148,5 +146,4 @@ void add_tokenizer_command(CLI::App& app) {
 
   add("inspect", "Print sizes and special tokens.", run_inspect);
 }
-
 }

@@ -6,28 +6,26 @@
 
 namespace pith {
 namespace {
-
 struct TraceOptions : ModelOptions {
-  std::string tokens, out;
+  string tokens, out;
   bool grads = false, stages = false, routing = false;
 };
 
 template <class Model> void trace(const TraceOptions& options) {
   LoadedModel<Model> loaded(options, ShardGroup::Use::training);
   auto& [device, config, model, mesh, groups] = loaded;
-  const std::vector<Row> rows = read_token_rows(options.tokens, config.vocab_size);
+  const vector<Row> rows = read_token_rows(options.tokens, config.vocab_size);
   int64_t trained = 0;
   for (const Row& row : rows) trained += row.trained_tokens();
-  const std::vector<MicroBatch> batch{
-      make_microbatch(rows, true, trained, std::ssize(rows), device)};
+  const vector<MicroBatch> batch{make_microbatch(rows, true, trained, std::ssize(rows), device)};
   Pipeline<Model> pipeline(model, mesh, batch[0].max_seqlen, {0, false});
 
-  std::vector<NamedTensor> written;
-  const auto write = [&](const std::string& name, const Tensor& tensor) {
+  vector<NamedTensor> written;
+  const auto write = [&](const string& name, const Tensor& tensor) {
     written.emplace_back(name, tensor.to(at::kCPU).contiguous().clone());
   };
   if (options.stages) pipeline.observe(write);
-  std::vector<RoutingTape> tapes(1);
+  vector<RoutingTape> tapes(1);
   RoutingTape& tape = tapes[0];
 
   zero_grads(groups);
@@ -55,7 +53,6 @@ template <class Model> void trace(const TraceOptions& options) {
   fmt::print("{}: {} tensors; loss {:.6f} over {} trained tokens\n", options.out, written.size(),
       (result.loss_sum / divisor).template item<double>(), trained);
 }
-
 }
 
 void add_trace_command(CLI::App& app) {
@@ -78,5 +75,4 @@ void add_trace_command(CLI::App& app) {
       "Example: pithtrain trace runs/demo/checkpoints/step-00000300 --tokens ids.json "
       "--out trace.safetensors --grads --routing");
 }
-
 }

@@ -31,7 +31,6 @@
 
 namespace pith {
 namespace {
-
 constexpr int64_t kTokens = 8192, kHidden = 2048, kHeads = 32, kKvHeads = 4, kHeadDim = 128;
 constexpr int64_t kExperts = 128, kTopK = 8, kExpertHidden = 768, kVocabulary = 151936;
 constexpr int64_t kSlots = kTokens * kTopK;

@@ -4,35 +4,31 @@
 #include "core/transport.h"
 
 namespace pith {
-
 struct Comm::Impl {
-  std::vector<int64_t> ranks;
+  vector<int64_t> ranks;
   int64_t rank;
-  std::string name, key; // key: the group's place in the store
-  std::optional<int> mpi_tag = {};
+  string name, key; // key: the group's place in the store
+  optional<int> mpi_tag = {};
 #if PITH_CUDA
-  std::optional<NcclLink> nccl = {};
+  optional<NcclLink> nccl = {};
 #endif
   int64_t operations = 0, rounds = 0; // so far: collectives, gathers of strings
 
-  std::string describe() const {
+  string describe() const {
     return fmt::format("group {} [{}]{}", name, fmt::join(ranks, ", "), comm_context());
   }
 };
 
 namespace {
-
-std::vector<int64_t> elements(
-    std::span<const int64_t> splits, int64_t members, const Tensor& tensor) {
+vector<int64_t> elements(std::span<const int64_t> splits, int64_t members, const Tensor& tensor) {
   PITH_CHECK(tensor.dim() > 0 && std::ssize(splits) == members,
       "all_to_all: [{}] rows for {} members do not cut {}", fmt::join(splits, ", "), members,
       describe(tensor, "tensor"));
-  std::vector<int64_t> result;
+  vector<int64_t> result;
   for (const int64_t rows : splits)
     result.push_back(rows * c10::multiply_integers(tensor.sizes().slice(1)));
   return result;
 }
-
 }
 
 void Work::Drop::operator()(Operation* operation) const {
@@ -41,7 +37,7 @@ void Work::Drop::operator()(Operation* operation) const {
 }
 
 void Work::wait() {
-  const std::unique_ptr<Operation> operation(operation_.release());
+  const unique_ptr<Operation> operation(operation_.release());
   if (!operation) return;
 #if PITH_CUDA
   if (operation->done) nccl_wait(*operation);
@@ -52,13 +48,13 @@ void Work::wait() {
 }
 
 Comm::Comm() {
-  static const auto alone = std::make_shared<Impl>(std::vector{launch_info().rank}, 0, "self", "");
+  static const auto alone = std::make_shared<Impl>(vector{launch_info().rank}, 0, "self", "");
   impl_ = alone;
 }
 int64_t Comm::size() const { return std::ssize(impl_->ranks); }
 int64_t Comm::rank() const { return impl_->rank; }
-const std::vector<int64_t>& Comm::ranks() const { return impl_->ranks; }
-const std::string& Comm::name() const { return impl_->name; }
+const vector<int64_t>& Comm::ranks() const { return impl_->ranks; }
+const string& Comm::name() const { return impl_->name; }
 
 Work Comm::start(Operation&& given) const {
   const Tensor &out = given.out, &in = given.in;
@@ -70,9 +66,9 @@ Work Comm::start(Operation&& given) const {
   };
   fail_unless(out.is_contiguous() && in.is_contiguous() && out.device() == in.device(),
       "tensors must be contiguous and on one device");
-  const auto own = [&](const std::vector<int64_t>& sizes, const Tensor& tensor, const char* why) {
+  const auto own = [&](const vector<int64_t>& sizes, const Tensor& tensor, const char* why) {
     if (sizes.empty()) return tensor.numel();
-    fail_unless(std::ssize(sizes) == size() && std::ranges::min(sizes) >= 0 &&
+    fail_unless(std::ssize(sizes) == size() && ranges::min(sizes) >= 0 &&
             std::reduce(sizes.begin(), sizes.end()) == tensor.numel(),
         why);
     return sizes[index(rank())];
@@ -95,7 +91,7 @@ Work Comm::start(Operation&& given) const {
   }
   Impl& group = *impl_;
   auto operation = std::make_unique<Operation>(std::move(given));
-  const std::string count = fmt::format("{} #{}", operation->name, group.operations);
+  const string count = fmt::format("{} #{}", operation->name, group.operations);
   note_operation(fmt::format("{} of group {}", count, group.name));
   operation->what =
       fmt::format("{} of {} in {}", count, describe(operation->out, "tensor"), group.describe());
@@ -113,7 +109,7 @@ Work Comm::start(Operation&& given) const {
   } else if (device.is_cuda()) {
     if (!group.nccl) {
       const auto watched = watch("setting up NCCL for " + operation->what, operation->limit_s);
-      const std::string id = all_gather_strings(rank() == 0 ? nccl_new_id() : "").front();
+      const string id = all_gather_strings(rank() == 0 ? nccl_new_id() : "").front();
       group.nccl = nccl_connect(id, group.rank, size(), device);
     }
     nccl_send(*operation, *group.nccl);
@@ -130,12 +126,12 @@ Work Comm::all_reduce_async(Tensor& tensor) const {
 }
 
 Work Comm::all_gather_async(Tensor& out, const Tensor& in) const {
-  const std::vector<int64_t> recv(index(size()), in.numel());
+  const vector<int64_t> recv(index(size()), in.numel());
   return start({.name = "all_gather", .out = out, .in = in, .recv = recv});
 }
 
 Work Comm::reduce_scatter_async(Tensor& out, const Tensor& in) const {
-  const std::vector<int64_t> send(index(size()), out.numel());
+  const vector<int64_t> send(index(size()), out.numel());
   return start({.name = "reduce_scatter", .out = out, .in = in, .send = send});
 }
 
@@ -145,51 +141,49 @@ Work Comm::all_to_all_async(Tensor& out, const Tensor& in, std::span<const int64
   return start({.name = "all_to_all", .out = out, .in = in, .recv = recv, .send = send});
 }
 
-std::vector<std::string> Comm::all_gather_strings(const std::string& mine) const {
+vector<string> Comm::all_gather_strings(const string& mine) const {
   if (size() == 1) return {mine};
   const int64_t round = impl_->rounds++;
-  const std::string count = fmt::format("all_gather_strings #{}", round);
+  const string count = fmt::format("all_gather_strings #{}", round);
   note_operation(fmt::format("{} of group {}", count, name()));
   const auto watched = watch(
       fmt::format("{} in {}", count, impl_->describe()), comm_timeout_s() * (round == 0 ? 3 : 1));
   return store_gather(impl_->key, round, rank(), size(), mine);
 }
 
-Comm World::group(std::vector<int64_t> ranks, const std::string& name) const {
-  static std::map<std::string, int64_t> made; // groups with one name and the same ranks
+Comm World::group(vector<int64_t> ranks, const string& name) const {
+  static map<string, int64_t> made; // groups with one name and the same ranks
   const auto hash = XXH3_64bits(ranks.data(), ranks.size() * sizeof(int64_t));
-  const std::string key = fmt::format("group/{}/{:x}", name, hash);
-  const int64_t place = std::ranges::lower_bound(ranks, rank()) - ranks.begin();
+  const string key = fmt::format("group/{}/{:x}", name, hash);
+  const int64_t place = ranges::lower_bound(ranks, rank()) - ranks.begin();
   return Comm(std::make_shared<Comm::Impl>(
       std::move(ranks), place, name, fmt::format("{}/{}", key, made[key]++)));
 }
 
 Comm World::all() const {
-  std::vector<int64_t> ranks(index(size()));
+  vector<int64_t> ranks(index(size()));
   std::iota(ranks.begin(), ranks.end(), 0);
   return group(std::move(ranks), "world");
 }
 
-void check_same_everywhere(
-    const Comm& comm, const std::vector<std::pair<std::string, std::string>>& items) {
+void check_same_everywhere(const Comm& comm, const vector<pair<string, string>>& items) {
   for (const auto& [name, text] : items) {
     std::istringstream first(comm.all_gather_strings(comm.rank() == 0 ? text : "").front());
     std::istringstream mine(text);
-    std::string a, b, difference;
+    string a, b, difference;
     for (int64_t line = 1; difference.empty() && (first || mine); ++line) {
       if (!std::getline(first, a)) a.clear();
       if (!std::getline(mine, b)) b.clear();
       if (a != b) difference = fmt::format("line {}: '{}' and '{}'", line, a, b);
     }
-    std::vector<int64_t> others;
-    const std::vector<std::string> all = comm.all_gather_strings(difference);
+    vector<int64_t> others;
+    const vector<string> all = comm.all_gather_strings(difference);
     for (size_t i = 0; i < all.size(); ++i)
       if (!all[i].empty()) others.push_back(comm.ranks()[i]);
     if (others.empty()) continue;
     PITH_FAIL_HINT("start every rank with the same program, files and options",
         "{} of rank {} and of ranks [{}] differ; {}", name, comm.ranks()[0],
-        fmt::join(others, ", "), *std::ranges::find_if_not(all, &std::string::empty));
+        fmt::join(others, ", "), *ranges::find_if_not(all, &string::empty));
   }
 }
-
 }

@@ -3,7 +3,6 @@
 #include "core/tensor.h"
 
 namespace pith {
-
 // How this process was started: alone, by mpirun or srun (MPI), or by torchrun.
 struct Launch {
   int64_t rank = 0, size = 1, local_rank = 0; // local: among the processes of this machine
@@ -26,7 +25,7 @@ class Work {
   struct Drop {
     void operator()(Operation* operation) const;
   };
-  std::unique_ptr<Operation, Drop> operation_; // null: done
+  unique_ptr<Operation, Drop> operation_; // null: done
 };
 
 // A group of processes; a cheap handle. All members enter its collectives in one order, also with
@@ -41,8 +40,8 @@ class Comm {
 
   int64_t size() const;
   int64_t rank() const;
-  const std::vector<int64_t>& ranks() const; // world ranks, ascending
-  const std::string& name() const;
+  const vector<int64_t>& ranks() const; // world ranks, ascending
+  const string& name() const;
 
   // The sum, in place. float64, float32, bfloat16, int64, int32.
   [[nodiscard]] Work all_reduce_async(Tensor& tensor) const;
@@ -60,16 +59,16 @@ class Comm {
   void all_reduce(Tensor& tensor) const { all_reduce_async(tensor).wait(); }
 
   // Small host data through the job's store, about a millisecond each; collective.
-  std::vector<std::string> all_gather_strings(const std::string& mine) const;
+  vector<string> all_gather_strings(const string& mine) const;
   void barrier() const { all_gather_strings(""); } // of the hosts, not their streams
 
   struct Impl;
  private:
   friend class World;
-  explicit Comm(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+  explicit Comm(shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
   Work start(Operation&& operation) const;
 
-  std::shared_ptr<Impl> impl_;
+  shared_ptr<Impl> impl_;
 };
 
 // The processes of the job, made once by a command before any group. One alone starts nothing.
@@ -86,18 +85,16 @@ class World {
   int64_t rank() const { return launch_info().rank; }
   Comm all() const;
   // A group of these world ranks (ascending). Its members alone call it, in one order.
-  Comm group(std::vector<int64_t> ranks, const std::string& name) const;
+  Comm group(vector<int64_t> ranks, const string& name) const;
 };
 
 // Of several processes: makes `text` the first cause unless there is one, prints it once, ends all
 // with status 1. In a job of one: returns.
-void end_all_ranks(const std::string& text);
+void end_all_ranks(const string& text);
 
 // Where the program stands ("step 12"), for messages about hangs and dead ranks.
-void set_comm_context(const std::string& context);
+void set_comm_context(const string& context);
 
 // Throws on every member where a text differs, naming item, ranks and first different line.
-void check_same_everywhere(
-    const Comm& comm, const std::vector<std::pair<std::string, std::string>>& items);
-
+void check_same_everywhere(const Comm& comm, const vector<pair<string, string>>& items);
 }

@@ -12,7 +12,6 @@
 
 namespace pith {
 namespace {
-
 #if PITH_CUDA
 cudaDeviceProp properties_of(at::Device device) {
   cudaDeviceProp properties;
@@ -22,7 +21,7 @@ cudaDeviceProp properties_of(at::Device device) {
 }
 
 // Empty when a GPU can be used, else why not.
-std::string load_cuda() {
+string load_cuda() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) return cudaGetErrorString(status);
@@ -32,16 +31,15 @@ std::string load_cuda() {
   return "";
 }
 #else
-std::string load_cuda() { return "this program was built without CUDA (no nvcc was found)"; }
+string load_cuda() { return "this program was built without CUDA (no nvcc was found)"; }
 #endif
-
 }
 
-at::Device select_device(const std::string& wanted) {
+at::Device select_device(const string& wanted) {
   if (wanted == "cpu") return at::kCPU;
   PITH_CHECK(
       wanted == "auto" || wanted == "cuda", "unknown device '{}': auto, cpu or cuda", wanted);
-  static const std::string problem = load_cuda();
+  static const string problem = load_cuda();
   if (problem.empty()) {
     // Sums of a split product: FP32, rounded once, not BF16 (LibTorch's default).
     at::globalContext().setAllowBF16ReductionCuBLAS(false);
@@ -61,7 +59,7 @@ at::Device select_device(const std::string& wanted) {
   return at::kCPU;
 }
 
-std::string describe_device(at::Device device) {
+string describe_device(at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
     const cudaDeviceProp properties = properties_of(device);
@@ -76,7 +74,7 @@ std::string describe_device(at::Device device) {
 double peak_flops([[maybe_unused]] at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
-    const std::string name = properties_of(device).name;
+    const string name = properties_of(device).name;
     // Datasheets, SXM parts.
     if (name.find("H200") != name.npos || name.find("H100") != name.npos) return 989e12;
     if (name.find("B200") != name.npos) return 2250e12;
@@ -106,5 +104,4 @@ void synchronize([[maybe_unused]] at::Device device) {
         "the GPU reports an error: {}", cudaGetErrorString(cudaGetLastError()));
 #endif
 }
-
 }

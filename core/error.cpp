@@ -2,31 +2,28 @@
 
 namespace pith {
 namespace {
-
-std::string& error_context() {
-  static std::string context;
+string& error_context() {
+  static string context;
   return context;
 }
 
-std::string what_text(const char* file, int line, std::string_view statement,
-    const std::string& message, std::string_view hint) {
-  std::string_view name = file; // paths start at the room, whatever folder the build ran in
-  for (std::string_view room : {"core/", "operators/", "models/", "engine/", "text/", "apps/"})
+string what_text(
+    const char* file, int line, string_view statement, const string& message, string_view hint) {
+  string_view name = file; // paths start at the room, whatever folder the build ran in
+  for (string_view room : {"core/", "operators/", "models/", "engine/", "text/", "apps/"})
     if (const size_t at = name.rfind(room); at != name.npos) name.remove_prefix(at);
-  std::string text = message;
+  string text = message;
   if (!hint.empty()) text += fmt::format("\n  hint: {}", hint);
   text += fmt::format("\n  at {}:{}", name, line);
   if (!statement.empty()) text += fmt::format(": {}", statement);
   if (!error_context().empty()) text += fmt::format(" [{}]", error_context());
   return text;
 }
-
 }
 
-Error::Error(const char* file, int line, std::string_view statement, const std::string& message,
-    std::string_view hint)
+Error::Error(
+    const char* file, int line, string_view statement, const string& message, string_view hint)
     : std::runtime_error(what_text(file, line, statement, message, hint)), message_(message) {}
 
-void set_error_context(std::string context) { error_context() = std::move(context); }
-
+void set_error_context(string context) { error_context() = std::move(context); }
 }

@@ -2,21 +2,19 @@
 #pragma once
 
 namespace pith {
-
 // Wrong input and faults of the program alike. what(): message, hint, file:line, statement, rank;
 // apps/main.cpp prints it and exits with 1.
 class Error : public std::runtime_error {
  public:
-  Error(const char* file, int line, std::string_view statement, const std::string& message,
-      std::string_view hint = "");
-  const std::string& message() const { return message_; }
+  Error(const char* file, int line, string_view statement, const string& message,
+      string_view hint = "");
+  const string& message() const { return message_; }
  private:
-  std::string message_;
+  string message_;
 };
 
 // Names this process in later errors: "rank 3 (pp 0, dp 1, cp 1)". Empty for one process.
-void set_error_context(std::string context);
-
+void set_error_context(string context);
 }
 
 // PITH_FAIL("corpus {}: document {} ends at byte {}", path, i, end): throws pith::Error.

@@ -3,7 +3,6 @@
 #include "core/comm.h"
 
 namespace pith {
-
 // What the user chooses; DP follows. hsdp: parameters are sharded within blocks of hsdp_size
 // consecutive ranks of the plane and replicated across the blocks.
 struct MeshShape {
@@ -22,7 +21,7 @@ struct MeshPlace {
 
 // World ranks of one rank's groups, itself among them.
 struct MeshGroups {
-  std::vector<int64_t> pipeline, plane, context, expert, expert_data, dense_shard, head_shard,
+  vector<int64_t> pipeline, plane, context, expert, expert_data, dense_shard, head_shard,
       expert_shard, replicate;
 };
 
@@ -30,7 +29,7 @@ struct MeshGroups {
 int64_t data_parallel(const MeshShape& shape, int64_t world);
 MeshPlace mesh_place(const MeshShape& shape, int64_t world, int64_t rank);
 MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank);
-std::string mesh_table(const MeshShape& shape, int64_t world); // a table, one line a rank
+string mesh_table(const MeshShape& shape, int64_t world); // a table, one line a rank
 
 // Sizes, place, groups; default: one process. Groups are set up at their first collective: unused
 // ones cost nothing. Of world, plane and the last five those of the same members are one.
@@ -41,7 +40,7 @@ struct Mesh {
   Comm world;
   Comm pipeline; // PP: the same place in every stage's plane, in order
   // Of two each: transfers that never wait for each other (engine/pipeline.cpp).
-  std::array<Comm, 6> previous, next;
+  array<Comm, 6> previous, next;
   Comm plane; // DP x CP of this stage: sums losses and dense gradients
   Comm context; // CP: shares its sequences
   Comm expert; // EP: divides the experts
@@ -54,5 +53,4 @@ struct Mesh {
 
 // Collective over the world.
 Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device);
-
 }

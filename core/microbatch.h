@@ -3,7 +3,6 @@
 #include "core/tensor.h"
 
 namespace pith {
-
 // Borders of documents in packed (T, ...) tensors: document d has queries cu_q[d] .. cu_q[d+1] and
 // keys cu_k[d] .. cu_k[d+1]: the same in training, more keys while decoding.
 struct AttentionSpan {
@@ -37,7 +36,7 @@ struct Gather {
 struct Halo {
   int64_t window = 0; // 0: there is none
   Gather sent; // of own tokens, for one rank after another
-  std::vector<int64_t> send, received; // their numbers, to and from each rank
+  vector<int64_t> send, received; // their numbers, to and from each rank
   Gather keys; // of what is received, in the order of `span`
   AttentionSpan span; // documents cut at chunks; the last keys are the queries'
 };
@@ -52,7 +51,7 @@ struct MicroBatch {
   Tensor cu_seqlens; // (D + 1) int32, document borders of the unsplit rows
   Tensor row_id; // (T) int32, ascending; ~row for padding at its end
   Tensor cu_seqlens_host; // on the CPU: no kernel waits for a copy
-  std::vector<RingStep> ring; // one a context-parallel rank; empty where rows are whole
+  vector<RingStep> ring; // one a context-parallel rank; empty where rows are whole
   Halo halo; // where rows are not whole and the model has windows
   int64_t num_rows = 0;
   int64_t max_seqlen = 0; // longest document
@@ -64,5 +63,4 @@ struct MicroBatch {
 
   int64_t num_tokens() const { return tokens.size(0); }
 };
-
 }

@@ -5,7 +5,6 @@
 #include "core/transport.h"
 
 namespace pith {
-
 Symbol find_symbol(const char* library, const char* name) {
   void* handle = dlopen(library, RTLD_NOW | RTLD_GLOBAL);
   void* address = handle == nullptr ? nullptr : dlsym(handle, name);
@@ -17,7 +16,6 @@ Symbol find_symbol(const char* library, const char* name) {
 }
 
 namespace {
-
 // The functions and handles in use, under their names in Open MPI 5.
 struct Mpi {
   static Symbol find(const char* name) { return find_symbol("libmpi.so.40", name); }
@@ -55,13 +53,12 @@ Tensor sum_in_order(const Tensor& parts) {
   for (int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts[i]);
   return sum;
 }
-
 }
 
 void mpi_start() {
   Dl_info info; // the wheel's library was moved: its plug-ins
   if (dladdr(reinterpret_cast<void*>(mpi().init), &info) != 0) {
-    const std::string folder(info.dli_fname, std::string_view(info.dli_fname).rfind('/'));
+    const string folder(info.dli_fname, string_view(info.dli_fname).rfind('/'));
     if (access((folder + "/openmpi/libpmix.so.2").c_str(), R_OK) == 0)
       setenv("OPAL_PREFIX", (folder + "/..").c_str(), /*overwrite=*/0);
   }
@@ -80,16 +77,16 @@ void mpi_start() {
 
 void mpi_finish() { mpi().finalize(); }
 
-std::string mpi_broadcast_text(const std::string& text) {
-  std::array<char, 1024> buffer{};
+string mpi_broadcast_text(const string& text) {
+  array<char, 1024> buffer{};
   PITH_CHECK(text.size() < buffer.size(), "text too long");
-  std::ranges::copy(text, buffer.begin());
+  ranges::copy(text, buffer.begin());
   const auto size = static_cast<int>(buffer.size());
   check(mpi().bcast(buffer.data(), size, mpi().byte, 0, mpi().world));
   return buffer.data();
 }
 
-void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t rank, int tag) {
+void mpi_send(Operation& operation, const vector<int64_t>& ranks, int64_t rank, int tag) {
   const auto message = [&](int64_t member, void* data, size_t bytes, bool is_send) {
     constexpr size_t kMost = 1 << 30; // MPI counts in int
     const int peer = narrow<int>(ranks[index(member)]);
@@ -106,7 +103,7 @@ void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t r
   const Tensor parts = sums ? at::empty({std::ssize(ranks), out.numel()}, in.options()) : out;
   auto *to = static_cast<char*>(parts.data_ptr()), *from = static_cast<char*>(in.data_ptr());
   for (size_t i = 0; i < ranks.size(); ++i) {
-    const auto bytes = [&](const std::vector<int64_t>& sizes, const Tensor& whole) {
+    const auto bytes = [&](const vector<int64_t>& sizes, const Tensor& whole) {
       return index(in.element_size() * (sizes.empty() ? whole.numel() : sizes[i]));
     };
     const size_t recv = bytes(operation.recv, out), send = bytes(operation.send, in);
@@ -126,7 +123,7 @@ void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t r
 void mpi_wait(Operation& operation) {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
-  std::shared_ptr<void> watched;
+  shared_ptr<void> watched;
   for (int done = 0;;) {
     check(mpi().test_all(static_cast<int>(operation.requests.size()), operation.requests.data(),
         &done, MPI_STATUSES_IGNORE));
@@ -139,5 +136,4 @@ void mpi_wait(Operation& operation) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
-
 }

@@ -7,7 +7,6 @@
 
 namespace pith {
 namespace {
-
 // NCCL 2's functions and numbers, declared here: the build needs nothing of it.
 struct UniqueId {
   char bytes[128];
@@ -49,10 +48,10 @@ void check(cudaError_t code) {
   PITH_CHECK(code == cudaSuccess, "CUDA: {}", cudaGetErrorString(code));
 }
 
-std::shared_ptr<CUevent_st> record_event(cudaStream_t stream) {
+shared_ptr<CUevent_st> record_event(cudaStream_t stream) {
   cudaEvent_t event = nullptr;
   check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-  std::shared_ptr<CUevent_st> owner(event, [](cudaEvent_t e) { cudaEventDestroy(e); });
+  shared_ptr<CUevent_st> owner(event, [](cudaEvent_t e) { cudaEventDestroy(e); });
   check(cudaEventRecord(event, stream));
   return owner;
 }
@@ -64,7 +63,6 @@ Type sum_type(const Tensor& tensor) {
       : type == at::kInt     ? kInt32
                              : kFloat;
 }
-
 }
 
 void nccl_wait(Operation& operation) {
@@ -73,13 +71,13 @@ void nccl_wait(Operation& operation) {
   check(cudaStreamWaitEvent(current, operation.done.get()));
 }
 
-std::string nccl_new_id() {
+string nccl_new_id() {
   UniqueId id{};
   check(nccl().get_unique_id(&id));
   return {id.bytes, sizeof(id)};
 }
 
-NcclLink nccl_connect(const std::string& id, int64_t rank, int64_t size, at::Device device) {
+NcclLink nccl_connect(const string& id, int64_t rank, int64_t size, at::Device device) {
   UniqueId copy{};
   PITH_CHECK(id.size() == sizeof(copy), "the group's NCCL id arrived damaged");
   std::memcpy(copy.bytes, id.data(), sizeof(copy));
@@ -110,7 +108,7 @@ void nccl_send(Operation& operation, const NcclLink& link) {
   auto* to = static_cast<char*>(out.data_ptr());
   auto* from = static_cast<char*>(in.data_ptr());
   const size_t width = in.element_size();
-  const std::vector<int64_t>&recv = operation.recv, &send = operation.send;
+  const vector<int64_t>&recv = operation.recv, &send = operation.send;
   if (recv.empty() && send.empty()) {
     check(nccl().all_reduce(from, to, in.numel(), sum_type(in), kSum, comm, stream));
   } else if (send.empty()) {
@@ -137,6 +135,5 @@ void nccl_send(Operation& operation, const NcclLink& link) {
     return cudaEventQuery(event.get()) != cudaErrorNotReady;
   });
 }
-
 }
 #endif // PITH_CUDA

@@ -1,13 +1,12 @@
 #include "core/parameter.h"
 
 namespace pith {
-
 Parameter::Parameter(
-    std::string hf_name, std::vector<int64_t> its_shape, ParameterGroup its_group, Init its_init)
+    string hf_name, vector<int64_t> its_shape, ParameterGroup its_group, Init its_init)
     : Parameter(hf_name, its_shape, {HfTensor{hf_name, its_shape, 0}}, its_group, its_init) {}
 
-Parameter::Parameter(std::string its_name, std::vector<int64_t> its_shape,
-    std::vector<HfTensor> parts, ParameterGroup its_group, Init its_init)
+Parameter::Parameter(string its_name, vector<int64_t> its_shape, vector<HfTensor> parts,
+    ParameterGroup its_group, Init its_init)
     : name(std::move(its_name)), shape(std::move(its_shape)), tensors(std::move(parts)),
       group(its_group), init(its_init) {
   int64_t end = 0;
@@ -32,5 +31,4 @@ Tensor Parameter::view_of(const Tensor& flat_or_shaped, const HfTensor& part) {
   // Detached: writes into an autograd leaf's view are not recorded.
   return flat_or_shaped.detach().view({-1}).narrow(0, part.offset, part.numel()).view(part.shape);
 }
-
 }

@@ -4,7 +4,6 @@
 #include "core/tensor.h"
 
 namespace pith {
-
 // output_normal: std / sqrt(2 layers). log_decay: log of a uniform number in 0.01 .. 16.
 enum class Init { normal, output_normal, ones, zeros, log_decay };
 
@@ -26,8 +25,8 @@ enum class Fused { none, rows, columns };
 // One tensor of the Hugging Face folder: a contiguous range of a parameter's elements. A fused
 // parameter (q, k, v; the experts' gate and up) concatenates several.
 struct HfTensor {
-  std::string name; // "model.layers.0.self_attn.q_proj.weight"
-  std::vector<int64_t> shape; // as in the Hugging Face checkpoint; dim 0 may hold less
+  string name; // "model.layers.0.self_attn.q_proj.weight"
+  vector<int64_t> shape; // as in the Hugging Face checkpoint; dim 0 may hold less
   int64_t offset; // first element in the flattened parameter
   int64_t first_row = 0, rows = 0; // first of so many rows; 0: dim 0 is whole
   Fused fused = Fused::none;
@@ -37,8 +36,8 @@ struct HfTensor {
   int64_t first_element() const { // in the whole tensor, flattened
     return rows == 0 ? 0 : numel() / shape[0] * first_row;
   }
-  std::vector<int64_t> whole_shape() const {
-    std::vector<int64_t> whole = shape;
+  vector<int64_t> whole_shape() const {
+    vector<int64_t> whole = shape;
     if (rows > 0) whole[0] = rows;
     return whole;
   }
@@ -47,9 +46,9 @@ struct HfTensor {
 
 // Operators and shard groups keep its address. `value`, `grad`: views that ShardGroup binds.
 struct Parameter {
-  std::string name; // unique; the Hugging Face name where there is one
-  std::vector<int64_t> shape;
-  std::vector<HfTensor> tensors; // in order, gap-free, all elements
+  string name; // unique; the Hugging Face name where there is one
+  vector<int64_t> shape;
+  vector<HfTensor> tensors; // in order, gap-free, all elements
   ParameterGroup group = ParameterGroup::matrix;
   Init init = Init::normal;
 
@@ -59,9 +58,9 @@ struct Parameter {
 
   Parameter() = default;
   // One Hugging Face tensor, or several concatenated along the first dimension.
-  Parameter(std::string hf_name, std::vector<int64_t> shape, ParameterGroup group, Init init);
-  Parameter(std::string name, std::vector<int64_t> shape, std::vector<HfTensor> tensors,
-      ParameterGroup group, Init init);
+  Parameter(string hf_name, vector<int64_t> shape, ParameterGroup group, Init init);
+  Parameter(string name, vector<int64_t> shape, vector<HfTensor> tensors, ParameterGroup group,
+      Init init);
   Parameter(Parameter&&) = default;
   Parameter& operator=(Parameter&&) = default;
 
@@ -69,5 +68,4 @@ struct Parameter {
   // A view of one Hugging Face tensor's part, in its shape.
   static Tensor view_of(const Tensor& flat_or_shaped, const HfTensor& part);
 };
-
 }

@@ -10,7 +10,6 @@
 #endif
 
 namespace pith {
-
 struct Philox4 {
   uint32_t word[4];
 };
@@ -56,5 +55,4 @@ PITH_HOST_DEVICE inline Normal4 normal4(uint64_t key, uint64_t counter) {
   }
   return normal;
 }
-
 }

@@ -7,7 +7,6 @@
 #endif
 
 namespace pith {
-
 #if PITH_CUDA
 namespace cuda {
 // random.cu; out (n) float32, or bfloat16 where bf16.
@@ -16,7 +15,7 @@ void fill_normal(
 }
 #endif
 
-uint64_t stream_key(uint64_t seed, std::string_view name) {
+uint64_t stream_key(uint64_t seed, string_view name) {
   return XXH3_64bits_withSeed(name.data(), name.size(), seed);
 }
 
@@ -37,7 +36,7 @@ int64_t permuted(uint64_t key, int64_t index, int64_t size) {
   return static_cast<int64_t>(value);
 }
 
-void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, int64_t first) {
+void fill_normal(Tensor& out, uint64_t seed, string_view name, double std, int64_t first) {
   PITH_CHECK(out.defined() && out.is_contiguous() && first >= 0,
       "fill_normal needs a contiguous tensor and an index >= 0; {}, index {}", describe(out, name),
       first);
@@ -65,5 +64,4 @@ void fill_normal(Tensor& out, uint64_t seed, std::string_view name, double std, 
   }
   if (!wide.is_same(out)) out.copy_(wide);
 }
-
 }

@@ -4,7 +4,6 @@
 
 namespace pith::cuda {
 namespace {
-
 template <class T>
 __global__ void fill_kernel(T* out, int64_t n, int64_t first, uint64_t key, float std) {
   const int64_t block = first / 4 + blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
@@ -15,7 +14,6 @@ __global__ void fill_kernel(T* out, int64_t n, int64_t first, uint64_t key, floa
     if (i >= 0 && i < n) out[i] = static_cast<T>(std * normal.value[k]);
   }
 }
-
 }
 
 void fill_normal(
@@ -27,5 +25,4 @@ void fill_normal(
     fill_kernel<<<grid, 256, 0, stream>>>(static_cast<__nv_bfloat16*>(out), n, first, key, std);
   else fill_kernel<<<grid, 256, 0, stream>>>(static_cast<float*>(out), n, first, key, std);
 }
-
 }

@@ -3,12 +3,14 @@
 #include <bits/stdc++.h> // libstdc++, as LibTorch's wheel
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include "core/error.h"
+#include <fmt/std.h>
 
 namespace pith {
-
+using std::array, std::deque, std::function, std::map, std::nullopt, std::optional, std::pair,
+    std::set, std::shared_ptr, std::string, std::string_view, std::unique_ptr, std::vector;
 namespace fs = std::filesystem;
+namespace ranges = std::ranges;
 constexpr size_t index(std::integral auto number) { return static_cast<size_t>(number); }
 constexpr double real(std::integral auto number) { return static_cast<double>(number); }
-
 }
+#include "core/error.h"

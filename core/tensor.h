@@ -2,17 +2,16 @@
 #include <ATen/core/Tensor.h>
 
 namespace pith {
-
 using at::Tensor;
 
 // "hidden: bfloat16 (4096, 2048) on cuda:0", or "hidden: undefined".
-std::string describe(const Tensor& tensor, std::string_view name);
-std::string dtype_name(at::ScalarType dtype); // "float32", "bfloat16", ...
+string describe(const Tensor& tensor, string_view name);
+string dtype_name(at::ScalarType dtype); // "float32", "bfloat16", ...
 
 // Throw unless tensor is defined and has this shape (-1: any size), this dtype, or both.
-void check_shape(const Tensor& tensor, std::string_view name, std::initializer_list<int64_t> shape);
-void check_dtype(const Tensor& tensor, std::string_view name, at::ScalarType dtype);
-void check_tensor(const Tensor& tensor, std::string_view name, at::ScalarType dtype,
+void check_shape(const Tensor& tensor, string_view name, std::initializer_list<int64_t> shape);
+void check_dtype(const Tensor& tensor, string_view name, at::ScalarType dtype);
+void check_tensor(const Tensor& tensor, string_view name, at::ScalarType dtype,
     std::initializer_list<int64_t> shape);
 
 // Dtype of sums, logits and gradients: FP64 for FP64, otherwise FP32.
@@ -33,5 +32,4 @@ template <class To, class From> To narrow(From value) {
       "the value {} does not fit into {} bytes", value, sizeof(To));
   return result;
 }
-
 }

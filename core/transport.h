@@ -8,20 +8,19 @@ struct CUevent_st; // *cudaEvent_t
 struct CUstream_st; // *cudaStream_t
 
 namespace pith {
-
 // One collective, checked and under way. Without `send`: all_gather; without `recv`:
 // reduce_scatter; without both: all_reduce; else all_to_all.
 struct Operation {
   const char* name = "";
   Tensor out = {}, in = {}; // the same tensor in place
-  std::vector<int64_t> recv = {}; // elements of `out` from each member; empty: summed
-  std::vector<int64_t> send = {}; // elements of `in` to each member; empty: all to each
-  std::string what = {}; // for a person: operation, tensor, group, step
+  vector<int64_t> recv = {}; // elements of `out` from each member; empty: summed
+  vector<int64_t> send = {}; // elements of `in` to each member; empty: all to each
+  string what = {}; // for a person: operation, tensor, group, step
   double limit_s = 0;
 
-  std::vector<ompi_request_t*> requests = {};
-  std::shared_ptr<CUevent_st> done = {};
-  std::function<void()> finish = {}; // last sums and conversions, by wait(); keeps tensors
+  vector<ompi_request_t*> requests = {};
+  shared_ptr<CUevent_st> done = {};
+  function<void()> finish = {}; // last sums and conversions, by wait(); keeps tensors
 };
 
 // A function or variable of a library opened when it is needed.
@@ -33,9 +32,9 @@ Symbol find_symbol(const char* library, const char* name);
 
 void mpi_start(); // throws when its library or the launcher's environment is unusable
 void mpi_finish();
-std::string mpi_broadcast_text(const std::string& text); // from rank 0 of all
+string mpi_broadcast_text(const string& text); // from rank 0 of all
 // Starts messages between these ranks, this the rank-th. `tag`: no other group of them has it.
-void mpi_send(Operation& operation, const std::vector<int64_t>& ranks, int64_t rank, int tag);
+void mpi_send(Operation& operation, const vector<int64_t>& ranks, int64_t rank, int tag);
 // Completes the requests; sleeps between tries: oversubscribed cores serve other ranks.
 void mpi_wait(Operation& operation);
 
@@ -44,25 +43,24 @@ struct NcclLink {
   ncclComm* comm;
   CUstream_st* stream; // of its own, so that groups overlap with compute and each other
 };
-std::string nccl_new_id(); // by one member for all
-NcclLink nccl_connect(const std::string& id, int64_t rank, int64_t size, at::Device device);
+string nccl_new_id(); // by one member for all
+NcclLink nccl_connect(const string& id, int64_t rank, int64_t size, at::Device device);
 void nccl_send(Operation& operation, const NcclLink& link);
 void nccl_wait(Operation& operation); // the current stream waits
 #endif
 
 // Ends the job when `done` is not true after limit_s seconds, or with the error it throws. The
 // heartbeat asks it under a lock: it must not call what is below.
-void watch(std::string what, double limit_s, std::function<bool()> done);
+void watch(string what, double limit_s, function<bool()> done);
 
 // The same for a host call that may block, until the result is gone.
-[[nodiscard]] std::shared_ptr<void> watch(std::string what, double limit_s);
+[[nodiscard]] shared_ptr<void> watch(string what, double limit_s);
 
 // The texts of all members, in order, through the store. One round each.
-std::vector<std::string> store_gather(
-    const std::string& place, int64_t round, int64_t rank, int64_t size, const std::string& mine);
+vector<string> store_gather(
+    const string& place, int64_t round, int64_t rank, int64_t size, const string& mine);
 
-std::string comm_context(); // "" or ", step 12"
-void note_operation(const std::string& what); // the heartbeat tells it
+string comm_context(); // "" or ", step 12"
+void note_operation(const string& what); // the heartbeat tells it
 double comm_timeout_s();
-
 }

@@ -12,14 +12,13 @@ C10_DECLARE_int(caffe2_log_level);
 
 namespace pith {
 namespace {
-
-std::string environment(const char* name) {
+string environment(const char* name) {
   const char* value = std::getenv(name);
   return value ? value : "";
 }
 
 template <class Number> Number number_in(const char* name, Number fallback) {
-  const std::string text = environment(name);
+  const string text = environment(name);
   if (text.empty()) return fallback;
   Number value{};
   const auto end = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -51,9 +50,9 @@ Launch read_launch() {
 }
 
 struct Watch {
-  std::string what;
+  string what;
   double limit_s;
-  std::function<bool()> done;
+  function<bool()> done;
   double age_s = 0;
 };
 
@@ -69,13 +68,13 @@ struct Job {
   std::mutex mutex; // guards what follows
   std::condition_variable changed;
   bool stopping = false;
-  std::string failure; // of this rank, on its way to the store
+  string failure; // of this rank, on its way to the store
   double since_heartbeat_s = 0; // as the guard counts it
-  std::string context, last_operation = "start";
-  std::vector<Watch> watches;
+  string context, last_operation = "start";
+  vector<Watch> watches;
 
-  std::vector<std::string> keys(const std::string& name) const { // of all ranks
-    std::vector<std::string> result;
+  vector<string> keys(const string& name) const { // of all ranks
+    vector<string> result;
     for (int64_t i = 0; i < size; ++i) result.push_back(fmt::format("{}/{}", name, i));
     return result;
   }
@@ -88,13 +87,13 @@ constexpr const char* kStoreLost =
 
 std::chrono::duration<double> seconds(double count) { return std::chrono::duration<double>(count); }
 
-void print_failure(const std::string& text) {
-  const std::string line = fmt::format("FAILED rank {}: {}\n", job->rank, text);
+void print_failure(const string& text) {
+  const string line = fmt::format("FAILED rank {}: {}\n", job->rank, text);
   [[maybe_unused]] const auto written = write(STDERR_FILENO, line.data(), line.size());
 }
 
 // Without rank 0's store the lowest rank left speaks; the launcher ends the others meanwhile.
-[[noreturn]] void leave_without_store(const std::string& text) {
+[[noreturn]] void leave_without_store(const string& text) {
   std::this_thread::sleep_for(
       std::chrono::milliseconds(500 * std::clamp<int64_t>(job->rank - 1, 0, 10)));
   print_failure(text);
@@ -109,27 +108,27 @@ void print_failure(const std::string& text) {
 
 void write_beat(int64_t beat) {
   std::unique_lock lock(job->mutex);
-  const std::string text = fmt::format("{}{} (beat {})", job->last_operation, job->context, beat);
+  const string text = fmt::format("{}{} (beat {})", job->last_operation, job->context, beat);
   lock.unlock();
   job->beats->set(fmt::format("beat/{}", job->rank), text);
 }
 
 // `text` becomes the first cause if there is none yet; ends this process.
-[[noreturn]] void fail_through_store(std::string text) {
+[[noreturn]] void fail_through_store(string text) {
   if (text.starts_with("timeout")) {
-    const std::vector<std::string> keys = job->keys("beat");
+    const vector<string> keys = job->keys("beat");
     for (size_t rank = 0; rank < std::min<size_t>(keys.size(), 64); ++rank)
       text +=
           fmt::format("\n  rank {} was last seen at: {}", rank, job->beats->get_to_str(keys[rank]));
   }
-  const std::string mine = fmt::format("{}|{}", job->rank, text);
-  if (job->beats->compareSet("failure", std::string(), mine) == mine) print_failure(text);
+  const string mine = fmt::format("{}|{}", job->rank, text);
+  if (job->beats->compareSet("failure", string(), mine) == mine) print_failure(text);
   leave_quietly();
 }
 
 // One tick of age; what has failed or is late, or "".
-std::string failed_operation(std::vector<Watch>& watches) {
-  std::string text;
+string failed_operation(vector<Watch>& watches) {
+  string text;
   try {
     std::erase_if(watches, [&](Watch& it) {
       if (it.done()) return true;
@@ -143,13 +142,13 @@ std::string failed_operation(std::vector<Watch>& watches) {
 }
 
 void run_heartbeat() {
-  std::vector<std::string> others = job->keys("beat"); // rank 0 looks at all, the others at it
+  vector<string> others = job->keys("beat"); // rank 0 looks at all, the others at it
   if (job->rank != 0) others.resize(1);
-  std::vector<std::string> seen(others.size());
-  std::vector<double> ages_s(others.size());
-  std::vector<Watch> watches;
+  vector<string> seen(others.size());
+  vector<double> ages_s(others.size());
+  vector<Watch> watches;
   for (int64_t beat = 1;; ++beat) {
-    std::string failure;
+    string failure;
     {
       std::unique_lock lock(job->mutex);
       job->since_heartbeat_s = 0;
@@ -164,7 +163,7 @@ void run_heartbeat() {
     {
       const std::lock_guard lock(job->mutex);
       if (job->failure.empty()) job->failure = failure;
-      std::ranges::move(watches, std::back_inserter(job->watches));
+      ranges::move(watches, std::back_inserter(job->watches));
       watches.clear();
     }
     try {
@@ -173,7 +172,7 @@ void run_heartbeat() {
       if (job->beats->check({"failure"})) leave_quietly();
       for (size_t rank = 0; rank < others.size(); ++rank) {
         if (static_cast<int64_t>(rank) == job->rank) continue;
-        const std::string now = job->beats->get_to_str(others[rank]);
+        const string now = job->beats->get_to_str(others[rank]);
         ages_s[rank] = now == seen[rank] ? ages_s[rank] + job->tick_s : 0;
         seen[rank] = now;
         if (ages_s[rank] <= job->heartbeat_s) continue;
@@ -191,7 +190,7 @@ void run_guard() {
   while (!job->changed.wait_for(lock, seconds(job->tick_s), [] { return job->stopping; })) {
     job->since_heartbeat_s += job->tick_s;
     if (job->since_heartbeat_s <= job->heartbeat_s + 2 * job->tick_s) continue;
-    std::string failure = job->failure, last = job->last_operation;
+    string failure = job->failure, last = job->last_operation;
     lock.unlock();
     if (failure.empty())
       failure = fmt::format(
@@ -202,8 +201,8 @@ void run_guard() {
   }
 }
 
-std::string host_name() {
-  std::array<char, 256> name{};
+string host_name() {
+  array<char, 256> name{};
   gethostname(name.data(), name.size() - 1);
   return name.data();
 }
@@ -225,14 +224,13 @@ c10::intrusive_ptr<c10d::Store> open_store() {
   options.port = 0;
   c10::intrusive_ptr<c10d::TCPStore> server;
   if (job->rank == 0) server = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-  const std::string address =
+  const string address =
       mpi_broadcast_text(server ? fmt::format("{} {}", server->getPort(), host_name()) : "");
   if (server) return server;
-  const std::string host = address.substr(address.find(' ') + 1);
+  const string host = address.substr(address.find(' ') + 1);
   options.port = narrow<uint16_t>(std::stoi(address));
   return c10::make_intrusive<c10d::TCPStore>(host == host_name() ? "127.0.0.1" : host, options);
 }
-
 }
 
 const Launch& launch_info() {
@@ -269,14 +267,14 @@ World::~World() {
     job->changed.notify_all();
     job->heartbeat.join();
     job->guard.join();
-    const std::vector<std::string> gone = job->keys("gone");
-    job->store->set(gone[index(job->rank)], std::string());
+    const vector<string> gone = job->keys("gone");
+    job->store->set(gone[index(job->rank)], string());
     if (job->rank == 0) job->store->wait(gone, std::chrono::seconds(20)); // then the store ends
     if (launch_info().mpi) mpi_finish();
   } catch (const std::exception& error) { leave_without_store(error.what()); }
 }
 
-void end_all_ranks(const std::string& text) {
+void end_all_ranks(const string& text) {
   if (job == nullptr) return;
   if (!job->heartbeat.joinable()) leave_without_store(text); // it did not start
   {
@@ -287,19 +285,19 @@ void end_all_ranks(const std::string& text) {
   for (;;) pause(); // the heartbeat ends the process or, if it is stuck, the guard
 }
 
-void set_comm_context(const std::string& context) {
+void set_comm_context(const string& context) {
   if (job == nullptr) return;
   const std::lock_guard lock(job->mutex);
   job->context = context.empty() ? "" : ", " + context;
 }
 
-std::string comm_context() {
+string comm_context() {
   if (job == nullptr) return "";
   const std::lock_guard lock(job->mutex);
   return job->context;
 }
 
-void note_operation(const std::string& what) {
+void note_operation(const string& what) {
   const std::lock_guard lock(job->mutex);
   job->last_operation = what;
 }
@@ -309,23 +307,23 @@ double comm_timeout_s() {
   return timeout;
 }
 
-void watch(std::string what, double limit_s, std::function<bool()> done) {
+void watch(string what, double limit_s, function<bool()> done) {
   const std::lock_guard lock(job->mutex);
   job->watches.push_back({std::move(what), limit_s, std::move(done)});
 }
 
-std::shared_ptr<void> watch(std::string what, double limit_s) {
+shared_ptr<void> watch(string what, double limit_s) {
   const auto call = std::make_shared<char>();
   watch(std::move(what), limit_s, [alive = std::weak_ptr(call)] { return alive.expired(); });
   return call;
 }
 
-std::vector<std::string> store_gather(
-    const std::string& place, int64_t round, int64_t rank, int64_t size, const std::string& mine) {
+vector<string> store_gather(
+    const string& place, int64_t round, int64_t rank, int64_t size, const string& mine) {
   const auto key = [&](int64_t of_round, int64_t member) {
     return fmt::format("{}/{}/{}", place, of_round, member);
   };
-  std::vector<std::string> keys, result;
+  vector<string> keys, result;
   for (int64_t member = 0; member < size; ++member) keys.push_back(key(round, member));
   try {
     job->store->set(key(round, rank), mine);
@@ -336,5 +334,4 @@ std::vector<std::string> store_gather(
   } catch (const c10::Error&) { end_all_ranks(kStoreLost); }
   return result;
 }
-
 }

@@ -5,18 +5,17 @@
 
 namespace pith {
 namespace {
-
 using nlohmann::json;
 
 // One epoch's documents in their order.
 struct Epoch {
-  std::vector<int64_t> documents;
+  vector<int64_t> documents;
   // concat: the token of the epoch at which each document begins; one more: the epoch's tokens.
   // best_fit: the index into `documents` (or their ends) at which each row begins, and one more.
-  std::vector<int64_t> begins;
+  vector<int64_t> begins;
   // best_fit: documents of at least a row, and the row with which the whole rows of each begin;
   // one more: how many such rows there are. They come before the rows of `begins`.
-  std::vector<int64_t> long_documents, long_begins;
+  vector<int64_t> long_documents, long_begins;
 
   int64_t whole_rows() const { return long_begins.back(); }
 };
@@ -34,16 +33,16 @@ uint64_t below(uint64_t bound, const Philox4& random) {
 }
 
 // Which of the stretches that begin at these places, ascending, holds `at`.
-size_t holder(const std::vector<int64_t>& begins, int64_t at) {
-  return index(std::ranges::upper_bound(begins, at) - begins.begin() - 1);
+size_t holder(const vector<int64_t>& begins, int64_t at) {
+  return index(ranges::upper_bound(begins, at) - begins.begin() - 1);
 }
 
 // The least integers in the ratio of `weights`, each at least 1; rounded where their sum would be
 // more than kPeriod.
-std::vector<int64_t> integer_weights(const std::vector<double>& weights) {
+vector<int64_t> integer_weights(const vector<double>& weights) {
   constexpr int64_t kPeriod = 1 << 20;
   const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
-  std::vector<int64_t> integers(weights.size());
+  vector<int64_t> integers(weights.size());
   for (int64_t period = 1; period <= kPeriod; ++period) {
     bool exact = true;
     for (size_t s = 0; s < weights.size(); ++s) {
@@ -55,7 +54,6 @@ std::vector<int64_t> integer_weights(const std::vector<double>& weights) {
   }
   return integers;
 }
-
 }
 
 struct RowStream::State {
@@ -66,7 +64,7 @@ struct RowStream::State {
   Packing packing;
   int64_t packed_rows = 0; // best_fit: rows of an epoch
   std::mutex mutex = {}; // guards the two epochs kept; a row needs more only in a tiny corpus
-  std::pair<int64_t, std::shared_ptr<const Epoch>> epochs[2] = {};
+  pair<int64_t, shared_ptr<const Epoch>> epochs[2] = {};
 
   // Rows [first, end) of an epoch change places with each other.
   int64_t shuffled(int64_t index, int64_t epoch, int64_t first, int64_t end) const {
@@ -75,7 +73,7 @@ struct RowStream::State {
     return first + permuted(key, index - first, end - first);
   }
 
-  std::shared_ptr<const Epoch> epoch(int64_t number) {
+  shared_ptr<const Epoch> epoch(int64_t number) {
     std::lock_guard lock(mutex);
     auto& kept = epochs[number % 2];
     if (kept.second && kept.first == number) return kept.second;
@@ -100,7 +98,7 @@ struct RowStream::State {
 
   // From the shuffled order of documents to rows. Documents of one length keep that order.
   void pack(Epoch& epoch) const {
-    std::vector<std::pair<int64_t, int64_t>> ends; // tokens beyond the whole rows; document
+    vector<pair<int64_t, int64_t>> ends; // tokens beyond the whole rows; document
     epoch.long_begins.push_back(0);
     for (const int64_t d : epoch.documents) {
       const int64_t whole = corpus.length(d) / sequence_length;
@@ -110,9 +108,9 @@ struct RowStream::State {
       epoch.long_documents.push_back(d);
       epoch.long_begins.push_back(epoch.long_begins.back() + whole);
     }
-    std::ranges::stable_sort(ends, std::greater(), [](const auto& end) { return end.first; });
-    std::map<int64_t, std::vector<int64_t>> open; // rows by the room that they have left
-    std::vector<int64_t> row_of(ends.size());
+    ranges::stable_sort(ends, std::greater(), [](const auto& end) { return end.first; });
+    map<int64_t, vector<int64_t>> open; // rows by the room that they have left
+    vector<int64_t> row_of(ends.size());
     epoch.begins.assign(1, 0);
     for (size_t i = 0; i < ends.size(); ++i) {
       int64_t room = sequence_length;
@@ -135,13 +133,13 @@ struct RowStream::State {
       epoch.documents[index(next[index(row_of[i])]++)] = ends[i].second;
   }
 
-  std::vector<Span> spans(int64_t index) {
+  vector<Span> spans(int64_t index) {
     return packing == Packing::best_fit ? spans_best_fit(index) : spans_concat(index);
   }
 
   // Pieces of documents in the endless stream of tokens; without document_mask one token more, the
   // last label.
-  std::vector<Span> spans_concat(int64_t index) {
+  vector<Span> spans_concat(int64_t index) {
     const int64_t tokens = corpus.num_tokens();
     int64_t number = index * sequence_length / tokens; // a row of two epochs stays in place
     const int64_t first = (number * tokens + sequence_length - 1) / sequence_length;
@@ -150,7 +148,7 @@ struct RowStream::State {
     auto current = epoch(number);
     size_t place = holder(current->begins, start % tokens);
     int64_t skipped = start % tokens - current->begins[place]; // in rows before
-    std::vector<Span> spans;
+    vector<Span> spans;
     for (int64_t wanted = sequence_length + (document_mask ? 0 : 1); wanted > 0; ++place) {
       if (place == current->documents.size()) {
         current = epoch(++number);
@@ -164,7 +162,7 @@ struct RowStream::State {
     return spans;
   }
 
-  std::vector<Span> spans_best_fit(int64_t at) {
+  vector<Span> spans_best_fit(int64_t at) {
     const int64_t number = at / packed_rows, first = number * packed_rows;
     const int64_t row = shuffled(at, number, first, first + packed_rows) - first;
     const auto current = epoch(number);
@@ -173,7 +171,7 @@ struct RowStream::State {
       const int64_t before = row - current->long_begins[place]; // rows of this document
       return {{current->long_documents[place], before * sequence_length, sequence_length}};
     }
-    std::vector<Span> spans;
+    vector<Span> spans;
     const auto place = index(row - current->whole_rows());
     for (int64_t i = current->begins[place]; i < current->begins[place + 1]; ++i) {
       const int64_t document = current->documents[index(i)];
@@ -235,7 +233,7 @@ const Corpus& RowStream::corpus() const { return state_->corpus; }
 int64_t RowStream::trained_tokens(int64_t index) const { return state_->trained_tokens(index); }
 Row RowStream::row(int64_t index) const { return state_->row(index); }
 
-void check_same_tokenizer(const std::vector<Corpus>& corpora) {
+void check_same_tokenizer(const vector<Corpus>& corpora) {
   const Corpus* known = nullptr;
   for (const Corpus& corpus : corpora) {
     if (corpus.tokenizer_hash().empty() && corpus.vocab_size() == 0) continue;
@@ -249,11 +247,11 @@ void check_same_tokenizer(const std::vector<Corpus>& corpora) {
   }
 }
 
-Blend::Blend(std::vector<RowStream> sources, const std::vector<double>& weights)
+Blend::Blend(vector<RowStream> sources, const vector<double>& weights)
     : sources_(std::move(sources)) {
   weights_ = integer_weights(weights);
   const int64_t period = std::accumulate(weights_.begin(), weights_.end(), int64_t{0});
-  std::vector<int64_t> done(weights_.size(), 0);
+  vector<int64_t> done(weights_.size(), 0);
   slots_.reserve(index(period));
   for (int64_t slot = 0; slot < period; ++slot) {
     size_t chosen = 0;
@@ -285,15 +283,15 @@ int64_t Blend::rows_before_repeat() const {
   return rows;
 }
 
-Tensor tensor_of(const std::vector<int64_t>& values, at::ScalarType dtype) {
+Tensor tensor_of(const vector<int64_t>& values, at::ScalarType dtype) {
   return at::tensor(at::ArrayRef<int64_t>(values)).to(dtype);
 }
 Tensor upload(const Tensor& host, at::Device device) {
   return device.is_cpu() ? host : host.pin_memory().to(device, /*non_blocking=*/true);
 }
 
-std::vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
-  using Rows = std::vector<std::vector<std::vector<int64_t>>>;
+vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
+  using Rows = vector<vector<vector<int64_t>>>;
   const json file = read_json(path);
   const bool labelled = file.is_object() && file.contains("labels");
   const auto rows = exactly<Rows>(file.is_object() ? file.value("rows", json()) : file);
@@ -301,12 +299,12 @@ std::vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
   PITH_CHECK(rows && labels && !rows->empty() && rows->size() == labels->size(),
       "{}: neither a list of rows, each a list of documents, each a list of ids, nor an object "
       "with such \"rows\" and as many \"labels\"",
-      path.string());
-  std::vector<Row> out(rows->size());
+      path);
+  vector<Row> out(rows->size());
   for (size_t r = 0; r < out.size(); ++r) {
     const auto &documents = (*rows)[r], &its_labels = (*labels)[r];
     for (size_t d = 0; d < std::max<size_t>(documents.size(), 1); ++d) {
-      const std::string place = fmt::format("{}: row {}, document {}", path.string(), r, d);
+      const string place = fmt::format("{}: row {}, document {}", path, r, d);
       PITH_CHECK(documents.size() == its_labels.size() && d < documents.size() &&
               !documents[d].empty() && documents[d].size() == its_labels[d].size(),
           "{}: no ids, or not as many labels", place);
@@ -331,10 +329,10 @@ std::vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
   return out;
 }
 
-MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
+MicroBatch make_microbatch(const vector<Row>& rows, bool document_mask,
     int64_t global_trained_tokens, int64_t global_rows, at::Device device) {
   MicroBatch batch;
-  std::vector<int64_t> tokens, labels, positions, row_id, cu_seqlens;
+  vector<int64_t> tokens, labels, positions, row_id, cu_seqlens;
   for (const Row& row : rows) {
     const size_t size = row.tokens.size();
     for (const int64_t begin : row.document_begins)
@@ -361,19 +359,18 @@ MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
   return batch;
 }
 
-std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
+vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
     int64_t micro_batch, int64_t dp_rank, int64_t dp_size, bool document_mask, at::Device device) {
   const int64_t micro_batches = div_exact(global_batch, micro_batch * dp_size);
   int64_t trained = 0;
   for (int64_t i = 0; i < global_batch; ++i) trained += rows.trained_tokens(first + i);
-  std::vector<MicroBatch> batch;
+  vector<MicroBatch> batch;
   for (int64_t m = 0; m < micro_batches; ++m) {
-    std::vector<Row> own;
+    vector<Row> own;
     for (int64_t i = 0; i < micro_batch; ++i)
       own.push_back(rows.row(first + (m * dp_size + dp_rank) * micro_batch + i));
     batch.push_back(make_microbatch(own, document_mask, trained, global_batch, device));
   }
   return batch;
 }
-
 }

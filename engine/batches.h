@@ -4,15 +4,14 @@
 #include "engine/corpus.h"
 
 namespace pith {
-
 // A row of a batch before it becomes tensors.
 struct Row {
-  std::vector<int64_t> tokens, labels;
-  std::vector<int64_t> positions; // restart at documents, unless document_mask is off
-  std::vector<int64_t> document_begins; // indices into tokens; the first is 0
+  vector<int64_t> tokens, labels;
+  vector<int64_t> positions; // restart at documents, unless document_mask is off
+  vector<int64_t> document_begins; // indices into tokens; the first is 0
   int64_t padding = 0; // of the tokens, at the end; a document of its own
 
-  int64_t trained_tokens() const { return std::ssize(labels) - std::ranges::count(labels, -100); }
+  int64_t trained_tokens() const { return std::ssize(labels) - ranges::count(labels, -100); }
 };
 
 // concat: documents joined and cut every sequence_length tokens; a row may hold the end of an epoch
@@ -36,12 +35,12 @@ class RowStream {
   const Corpus& corpus() const;
  private:
   struct State;
-  std::shared_ptr<State> state_;
+  shared_ptr<State> state_;
 };
 
 // Throws, naming both, where two corpora were made with different tokenizers or vocabularies, as
 // far as side files say.
-void check_same_tokenizer(const std::vector<Corpus>& corpora);
+void check_same_tokenizer(const vector<Corpus>& corpora);
 
 // Several streams mixed by weight: the source of row i depends on i alone, and over any prefix each
 // source's count is within one of its share. Weights become integers (0.7 and 0.3: 7 and 3) whose
@@ -54,7 +53,7 @@ class Blend {
     size_t source;
     int64_t row; // of the source's own stream
   };
-  Blend(std::vector<RowStream> sources, const std::vector<double>& weights);
+  Blend(vector<RowStream> sources, const vector<double>& weights);
   Blend(const RowStream& only) : Blend({only}, {1}) {} // implicit: a stream is a blend of one
   Place place(int64_t index) const;
   Row row(int64_t index) const {
@@ -66,30 +65,30 @@ class Blend {
     return sources_[source].trained_tokens(row);
   }
   int64_t rows_before_repeat() const; // until a source would begin its second epoch
-  const std::vector<RowStream>& sources() const { return sources_; }
-  const std::vector<int64_t>& weights() const { return weights_; } // reduced integers
+  const vector<RowStream>& sources() const { return sources_; }
+  const vector<int64_t>& weights() const { return weights_; } // reduced integers
  private:
-  std::vector<RowStream> sources_;
-  std::vector<int64_t> weights_;
-  std::vector<std::pair<uint32_t, uint32_t>> slots_; // of a period: source, its row in the period
+  vector<RowStream> sources_;
+  vector<int64_t> weights_;
+  vector<pair<uint32_t, uint32_t>> slots_; // of a period: source, its row in the period
 };
 
 // Rows from a JSON file (`pithtrain trace`): a list of rows, each a list of documents, each a list
 // of ids in [0, vocab_size); or an object with such "rows" and "labels" (-100 = not trained).
 // Without labels each token's is the next of its document, the last one's -100.
-std::vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size);
+vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size);
 
 // Vectors as tensors on the CPU, and these on a device: the copy waits for nothing.
-Tensor tensor_of(const std::vector<int64_t>& values, at::ScalarType dtype = at::kLong);
+Tensor tensor_of(const vector<int64_t>& values, at::ScalarType dtype = at::kLong);
 Tensor upload(const Tensor& host, at::Device device);
 
 // Packs rows into one micro-batch on `device`. global_* counts are those of the whole batch.
-MicroBatch make_microbatch(const std::vector<Row>& rows, bool document_mask,
+MicroBatch make_microbatch(const vector<Row>& rows, bool document_mask,
     int64_t global_trained_tokens, int64_t global_rows, at::Device device);
 
 // The part of rank dp_rank of dp_size in rows [first, first + global_batch): its micro-batch m of
 // micro_batch rows begins at row (m * dp_size + dp_rank) * micro_batch.
-std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
+vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
     int64_t micro_batch, int64_t dp_rank, int64_t dp_size, bool document_mask, at::Device device);
 
 // The share of rank `rank` of `size` in `whole`, which lies on the CPU. Each row is cut into
@@ -98,5 +97,4 @@ std::vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t glo
 // for layers with this window, the rest is that of the unsplit rows.
 MicroBatch split_context(
     const MicroBatch& whole, int64_t rank, int64_t size, at::Device device, int64_t window = 0);
-
 }

@@ -4,28 +4,26 @@
 #include <nlohmann/json.hpp>
 
 namespace pith {
-
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(WrittenFile, bytes, xxh3, tensors)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Manifest, step, files)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(
     TrainingState, step, updates, skipped_in_row, rows_read, tokens_seen, data, schedule)
 
 namespace {
-
 using nlohmann::json;
 
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kFormat = "pithtrain checkpoint";
 constexpr const char* kEma = "ema/";
 // Folders being made or removed; a killed process may leave them, the next save removes them.
-constexpr std::string_view kSaving = ".saving-", kDeleting = ".deleting-";
+constexpr string_view kSaving = ".saving-", kDeleting = ".deleting-";
 
-std::string step_name(int64_t step) { return fmt::format("step-{:08}", step); }
+string step_name(int64_t step) { return fmt::format("step-{:08}", step); }
 
 // Steps with a folder "step-00000020" under root, newest first.
-std::vector<int64_t> steps_under(const fs::path& root) {
-  std::vector<int64_t> steps;
-  for (const std::string& name : names_in(root)) {
+vector<int64_t> steps_under(const fs::path& root) {
+  vector<int64_t> steps;
+  for (const string& name : names_in(root)) {
     int64_t step = -1;
     if (name.starts_with("step-")) std::from_chars(&name[5], name.data() + name.size(), step);
     if (step >= 0 && step_name(step) == name) steps.push_back(step);
@@ -34,7 +32,7 @@ std::vector<int64_t> steps_under(const fs::path& root) {
   return steps;
 }
 
-std::string manifest_text(int64_t step, const std::vector<WrittenFile>& files) {
+string manifest_text(int64_t step, const vector<WrittenFile>& files) {
   Manifest manifest{step, {}};
   for (const WrittenFile& file : files) manifest.files.emplace(file.name, file);
   json document = manifest;
@@ -44,21 +42,21 @@ std::string manifest_text(int64_t step, const std::vector<WrittenFile>& files) {
 
 // A half-deleted folder must not look like a checkpoint: it is renamed, then removed as a leftover.
 void set_aside(const fs::path& folder) {
-  fs::rename(folder, folder.parent_path() / (std::string(kDeleting) + folder.filename().string()));
+  fs::rename(folder, folder.parent_path() / (string(kDeleting) + folder.filename().string()));
 }
 
 void remove_leftovers(const fs::path& root) {
-  for (const std::string& name : names_in(root))
+  for (const string& name : names_in(root))
     if (name.starts_with(kSaving) || name.starts_with(kDeleting)) fs::remove_all(root / name);
 }
 
 // Empty when the checkpoint is complete, else the reason. Reads the manifest, not the data.
-std::string incomplete(const fs::path& checkpoint) {
+string incomplete(const fs::path& checkpoint) {
   return problem_of([&] {
     for (const auto& [name, file] : read_manifest(checkpoint).files) {
       const uint64_t bytes = fs::file_size(checkpoint / name);
-      PITH_CHECK(bytes == file.bytes, "{} has {} bytes instead of {}", (checkpoint / name).string(),
-          bytes, file.bytes);
+      PITH_CHECK(bytes == file.bytes, "{} has {} bytes instead of {}", checkpoint / name, bytes,
+          file.bytes);
     }
   });
 }
@@ -76,17 +74,17 @@ struct Save {
   fs::path root;
   CheckpointContent content;
   int64_t keep_last, rank, ranks;
-  std::string name = step_name(content.step);
-  fs::path temporary = root / (std::string(kSaving) + name);
+  string name = step_name(content.step);
+  fs::path temporary = root / (string(kSaving) + name);
 
   // What `part` throws becomes an Error that names the checkpoint; rank 0 removes the temporary
   // folder.
   template <class Part> void guard(const Part& part) const {
-    const std::string problem = problem_of(part);
+    const string problem = problem_of(part);
     if (problem.empty()) return;
     std::error_code ignored; // the first error is the one to tell
     if (rank == 0) fs::remove_all(temporary, ignored);
-    PITH_FAIL("cannot save checkpoint {}: {}", (root / name).string(), problem);
+    PITH_FAIL("cannot save checkpoint {}: {}", root / name, problem);
   }
 
   // Rank 0 makes the temporary folder. Collective.
@@ -101,8 +99,8 @@ struct Save {
     });
   }
 
-  std::vector<WrittenFile> write_own_files() const {
-    std::vector<WrittenFile> written = write_weights(temporary, rank, content.weights);
+  vector<WrittenFile> write_own_files() const {
+    vector<WrittenFile> written = write_weights(temporary, rank, content.weights);
     if (!content.ema.empty()) {
       fs::create_directory(temporary / kEma);
       for (WrittenFile& file : write_weights(temporary / kEma, rank, content.ema)) {
@@ -120,13 +118,13 @@ struct Save {
   }
 
   void write_files() const {
-    std::vector<WrittenFile> written;
-    std::vector<std::string> problems;
+    vector<WrittenFile> written;
+    vector<string> problems;
     if (const auto own = problem_of([&] { written = write_own_files(); }); !own.empty())
       problems.push_back(own);
     const auto done = [](int64_t of_rank) { return fmt::format(".done-{:05}", of_rank); };
     if (rank > 0) { // tells rank 0 what was written, as a manifest, or why it could not be
-      const std::string part = done(rank) + ".part";
+      const string part = done(rank) + ".part";
       write_file(temporary, part,
           problems.empty() ? manifest_text(content.step, written) : problems.front());
       fs::rename(temporary / part, temporary / done(rank));
@@ -136,7 +134,7 @@ struct Save {
       const fs::path file = temporary / done(r);
       while (!fs::exists(file) && std::chrono::steady_clock::now() < give_up)
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      const std::string text = fs::exists(file) ? read_file(file) : "nothing heard for 10 minutes";
+      const string text = fs::exists(file) ? read_file(file) : "nothing heard for 10 minutes";
       if (!text.starts_with('{')) {
         problems.push_back(fmt::format("rank {}: {}", r, text));
         continue;
@@ -147,8 +145,8 @@ struct Save {
     }
     PITH_CHECK(problems.empty(), "{}", fmt::join(problems, "; "));
     if (rank > 0) return;
-    for (const std::string inside : {"", kEma}) {
-      if (std::ranges::none_of(
+    for (const string inside : {"", kEma}) {
+      if (ranges::none_of(
               written, [&](const WrittenFile& file) { return file.name.starts_with(inside); }))
         continue;
       written.push_back(write_weight_index(temporary, written, inside));
@@ -172,22 +170,22 @@ struct Save {
       if (keep_last > 0) delete_older(root, content.step, keep_last);
       remove_leftovers(root);
     } catch (const fs::filesystem_error& error) {
-      PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}",
-          (root / name).string(), error.what());
+      PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}", root / name,
+          error.what());
     }
   }
 };
 
 // Throws unless the file is as the manifest says; names the tensors that are not.
 void verify_file(const fs::path& path, const WrittenFile& expected) {
-  const std::string name = path.string();
+  const string name = path.string();
   const MappedFile file = map_file(path);
   PITH_CHECK(file.size == expected.bytes, "{} has {} bytes instead of {}", name, file.size,
       expected.bytes);
   if (xxh3(file.bytes()) == expected.xxh3) return;
   PITH_CHECK(
       !expected.tensors.empty(), "{} is damaged: its bytes do not match the manifest's sum", name);
-  std::vector<std::string> damaged;
+  vector<string> damaged;
   const SafetensorsFile tensors(path);
   for (const auto& [tensor, sum] : expected.tensors)
     if (!tensors.header().tensors.contains(tensor) || xxh3(tensors.bytes(tensor)) != sum)
@@ -204,9 +202,9 @@ Tensor host_copy(const Tensor& buffer) {
 bool all_finite(const Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
 
 // What a rank keeps of a piece, by its kind.
-std::vector<NamedTensor> states_of(const ShardGroup& group, const ShardGroup::Piece& piece) {
+vector<NamedTensor> states_of(const ShardGroup& group, const ShardGroup::Piece& piece) {
   const int64_t second = group.second_moment_at(piece.begin);
-  std::vector<NamedTensor> states;
+  vector<NamedTensor> states;
   const auto add = [&](const char* kind, const Tensor& buffer, int64_t begin) {
     states.emplace_back(kind, buffer.narrow(0, begin, piece.count));
   };
@@ -217,8 +215,8 @@ std::vector<NamedTensor> states_of(const ShardGroup& group, const ShardGroup::Pi
   return states;
 }
 
-std::vector<NamedTensor> collect_weights(std::span<ShardGroup> groups, const Comm& expert) {
-  std::vector<NamedTensor> weights;
+vector<NamedTensor> collect_weights(std::span<ShardGroup> groups, const Comm& expert) {
+  vector<NamedTensor> weights;
   for (ShardGroup& group : groups) {
     if (group.replicate().rank() > 0) continue;
     group.before_forward();
@@ -241,11 +239,9 @@ std::vector<NamedTensor> collect_weights(std::span<ShardGroup> groups, const Com
   }
   return weights;
 }
-
 }
 
-std::string state_key(
-    const std::string& kind, const std::string& tensor, int64_t offset, int64_t total) {
+string state_key(const string& kind, const string& tensor, int64_t offset, int64_t total) {
   return fmt::format("{}/{}@{}/{}", kind, tensor, offset, total);
 }
 
@@ -265,7 +261,7 @@ void CheckpointWriter::start(
   });
 }
 
-Manifest parse_manifest(std::string_view text, const std::string& source) {
+Manifest parse_manifest(string_view text, const string& source) {
   check_seal(text, source);
   const json document = parse_json(text, source);
   try {
@@ -287,19 +283,19 @@ Manifest read_manifest(const fs::path& checkpoint) {
   return parse_manifest(map_file(path).bytes(), path.string());
 }
 
-std::optional<fs::path> newest_checkpoint(const fs::path& root, std::vector<std::string>* skipped) {
+optional<fs::path> newest_checkpoint(const fs::path& root, vector<string>* skipped) {
   for (const int64_t step : steps_under(root)) {
-    const std::string reason = incomplete(root / step_name(step));
+    const string reason = incomplete(root / step_name(step));
     if (reason.empty()) return root / step_name(step);
     if (skipped) skipped->push_back(fmt::format("{} is not complete: {}", step_name(step), reason));
   }
-  return std::nullopt;
+  return nullopt;
 }
 
-std::vector<std::string> verify_checkpoint(const fs::path& folder) {
+vector<string> verify_checkpoint(const fs::path& folder) {
   Manifest manifest;
-  std::vector<std::string> problems{problem_of([&] { manifest = read_manifest(folder); })};
-  std::vector<const WrittenFile*> files;
+  vector<string> problems{problem_of([&] { manifest = read_manifest(folder); })};
+  vector<const WrittenFile*> files;
   for (const auto& [name, file] : manifest.files) files.push_back(&file);
   problems.resize(1 + files.size());
   at::parallel_for(0, std::ssize(files), 1, [&](int64_t begin, int64_t end) {
@@ -311,76 +307,76 @@ std::vector<std::string> verify_checkpoint(const fs::path& folder) {
 }
 
 void check_checkpoint(const fs::path& folder) {
-  const std::vector<std::string> problems = verify_checkpoint(folder);
+  const vector<string> problems = verify_checkpoint(folder);
   if (!problems.empty())
     PITH_FAIL_HINT("move this checkpoint away to continue from the one before",
-        "checkpoint {} can't be used:\n  - {}", folder.string(), fmt::join(problems, "\n  - "));
+        "checkpoint {} can't be used:\n  - {}", folder, fmt::join(problems, "\n  - "));
 }
 
 OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "optimizer") {
-  const std::vector<std::string> names = names_in(folder_);
+  const vector<string> names = names_in(folder_);
   if (names.empty())
     PITH_FAIL_HINT("use the folder as [model] init to start with a new optimizer",
-        "{} holds no optimizer state", folder.string());
+        "{} holds no optimizer state", folder);
   static const std::regex form("(.+)@([0-9]{1,18})/([0-9]{1,18})");
-  for (const std::string& name : names) {
+  for (const string& name : names) {
     const SafetensorsFile& file = files_.emplace_back(folder_ / name);
     for (const auto& [key, entry] : file.header().tensors) {
       std::smatch parts;
       PITH_CHECK(std::regex_match(key, parts, form) && entry.shape.size() == 1 &&
               (entry.dtype == at::kFloat || entry.dtype == at::kBFloat16),
-          "{}: {} is not a flat slice KIND/TENSOR@OFFSET/TOTAL of float32 or bfloat16",
-          file.path().string(), key);
+          "{}: {} is not a flat slice KIND/TENSOR@OFFSET/TOTAL of float32 or bfloat16", file.path(),
+          key);
       pieces_[parts[1]].push_back(
           {files_.size() - 1, key, std::stoll(parts[2]), entry.shape[0], std::stoll(parts[3])});
     }
   }
-  for (auto& [name, pieces] : pieces_) std::ranges::sort(pieces, {}, &Piece::offset);
+  for (auto& [name, pieces] : pieces_) ranges::sort(pieces, {}, &Piece::offset);
 }
 
 void OptimizerReader::read(
-    const std::string& kind, const HfTensor& tensor, Tensor out, int64_t first) const {
+    const string& kind, const HfTensor& tensor, Tensor out, int64_t first) const {
   const auto found = pieces_.find(kind + "/" + tensor.name);
   constexpr const char* kAdvice =
       "a tensor's optimizer, moments and average stay as saved; or take the folder as model.init";
   if (found == pieces_.end())
-    PITH_FAIL_HINT(kAdvice, "{}: there is no {} of {}", folder_.string(), kind, tensor.name);
+    PITH_FAIL_HINT(kAdvice, "{}: there is no {} of {}", folder_, kind, tensor.name);
   const int64_t last = first + out.numel();
   int64_t copied = 0;
   at::NoGradGuard no_grad;
   for (const auto& [file, key, offset, count, total] : found->second) {
     PITH_CHECK(total == tensor.whole_numel(), "{}: {} of {} has {} elements, the model's tensor {}",
-        folder_.string(), kind, tensor.name, total, tensor.whole_numel());
+        folder_, kind, tensor.name, total, tensor.whole_numel());
     const int64_t begin = std::max(first, offset), end = std::min(last, offset + count);
     if (begin >= end) continue;
     PITH_CHECK(begin == first + copied, "{}: {} of {}: a slice starts at {}, where {} is expected",
-        folder_.string(), kind, tensor.name, begin, first + copied);
+        folder_, kind, tensor.name, begin, first + copied);
     const Tensor slice = files_[file].tensor(key);
     if (slice.scalar_type() != out.scalar_type())
-      PITH_FAIL_HINT(kAdvice, "{}: {} of {} is {}, here it is {}", folder_.string(), kind,
-          tensor.name, dtype_name(slice.scalar_type()), dtype_name(out.scalar_type()));
+      PITH_FAIL_HINT(kAdvice, "{}: {} of {} is {}, here it is {}", folder_, kind, tensor.name,
+          dtype_name(slice.scalar_type()), dtype_name(out.scalar_type()));
     out.narrow(0, begin - first, end - begin).copy_(slice.narrow(0, begin - offset, end - begin));
     copied += end - begin;
   }
   PITH_CHECK(copied == out.numel(),
-      "{}: {} of {}: the slices hold {} of the elements from {} to {}", folder_.string(), kind,
-      tensor.name, copied, first, last);
+      "{}: {} of {}: the slices hold {} of the elements from {} to {}", folder_, kind, tensor.name,
+      copied, first, last);
 }
 
-std::string TrainingState::to_json() const { return nlohmann::json(*this).dump(2) + "\n"; }
+string TrainingState::to_json() const { return nlohmann::json(*this).dump(2) + "\n"; }
 
-TrainingState TrainingState::from_json(const std::string& text, const std::string& source) {
+TrainingState TrainingState::from_json(const string& text, const string& source) {
   const auto state = exactly<TrainingState>(parse_json(text, source));
   PITH_CHECK(state, "{} is not a training state", source);
   return *state;
 }
 
-std::string TrainingState::differences(const Settings& saved, const Settings& now) {
-  std::map<std::string, std::pair<std::string, std::string>> values; // of each key: saved, now
+string TrainingState::differences(const Settings& saved, const Settings& now) {
+  map<string, pair<string, string>> values; // of each key: saved, now
   for (const auto& [key, value] : saved) values[key] = {value, "not in use"};
   for (const auto& [key, value] : now)
     values.try_emplace(key, "not in use", "").first->second.second = value;
-  std::string text;
+  string text;
   for (const auto& [key, both] : values)
     if (both.first != both.second)
       text += fmt::format("\n  {}: {} in the checkpoint, {} now", key, both.first, both.second);
@@ -416,9 +412,9 @@ void restore_state(std::span<ShardGroup> groups, const fs::path& checkpoint) {
 }
 
 void restore_weights(std::span<ShardGroup> groups, const fs::path& folder, bool tied_head,
-    const std::vector<std::vector<Parameter*>>& whole_model) {
-  std::vector<ImportTarget> targets;
-  std::vector<std::string> may_be_left;
+    const vector<vector<Parameter*>>& whole_model) {
+  vector<ImportTarget> targets;
+  vector<string> may_be_left;
   if (tied_head) may_be_left.emplace_back("lm_head.weight");
   const auto allow = [&](const Parameter& parameter) {
     for (const HfTensor& tensor : parameter.tensors) may_be_left.push_back(tensor.name);
@@ -434,10 +430,10 @@ void restore_weights(std::span<ShardGroup> groups, const fs::path& folder, bool 
   for (ShardGroup& group : groups) group.publish();
 }
 
-std::string first_non_finite(std::span<ShardGroup> groups) {
+string first_non_finite(std::span<ShardGroup> groups) {
   const c10::AutoGradMode no_grad(false);
-  for (const auto& [what, buffer] : {std::pair{"weight ", &ShardGroup::value_part},
-           std::pair{"gradient of ", &ShardGroup::grad_part}})
+  for (const auto& [what, buffer] :
+      {pair{"weight ", &ShardGroup::value_part}, pair{"gradient of ", &ShardGroup::grad_part}})
     for (const ShardGroup& group : groups) {
       const Tensor& part = group.*buffer;
       if (!part.defined() || all_finite(part)) continue;
@@ -446,5 +442,4 @@ std::string first_non_finite(std::span<ShardGroup> groups) {
     }
   return "";
 }
-
 }

@@ -5,20 +5,18 @@
 #include "engine/sharding.h"
 
 namespace pith {
-
 // Name of a slice of one flattened Hugging Face tensor of `total` elements in an optimizer shard:
 // "KIND/TENSOR@OFFSET/TOTAL". Kinds: master, exp_avg, exp_avg_sq, momentum (Muon), ema.
-std::string state_key(
-    const std::string& kind, const std::string& tensor, int64_t offset, int64_t total);
+string state_key(const string& kind, const string& tensor, int64_t offset, int64_t total);
 
 // What this rank writes of one save, on the host; the last two on rank 0 only.
 struct CheckpointContent {
   int64_t step = 0;
-  std::vector<NamedTensor> weights; // Hugging Face names and shapes, compute dtype
-  std::vector<NamedTensor> ema; // the same of the moving average
-  std::vector<NamedTensor> optimizer; // by state_key; flat, CPU, float32; moments may be bfloat16
-  std::vector<std::pair<std::string, std::string>> files; // config.json, ...: name, bytes
-  std::string training_state; // JSON
+  vector<NamedTensor> weights; // Hugging Face names and shapes, compute dtype
+  vector<NamedTensor> ema; // the same of the moving average
+  vector<NamedTensor> optimizer; // by state_key; flat, CPU, float32; moments may be bfloat16
+  vector<pair<string, string>> files; // config.json, ...: name, bytes
+  string training_state; // JSON
 };
 
 // step-00000020/
@@ -50,18 +48,17 @@ class CheckpointWriter {
 
 struct Manifest {
   int64_t step = 0;
-  std::map<std::string, WrittenFile> files; // by path relative to the checkpoint
+  map<string, WrittenFile> files; // by path relative to the checkpoint
 };
-Manifest parse_manifest(std::string_view text, const std::string& source);
+Manifest parse_manifest(string_view text, const string& source);
 Manifest read_manifest(const fs::path& checkpoint);
 
 // Newest complete checkpoint (every file there with its size), if any; `skipped`: newer ones, why.
-std::optional<fs::path> newest_checkpoint(
-    const fs::path& root, std::vector<std::string>* skipped = nullptr);
+optional<fs::path> newest_checkpoint(const fs::path& root, vector<string>* skipped = nullptr);
 
 // What differs from the manifest's sizes and sums (empty = sound): file and, if it can be told,
 // tensor.
-std::vector<std::string> verify_checkpoint(const fs::path& folder);
+vector<string> verify_checkpoint(const fs::path& folder);
 
 // verify_checkpoint as an Error: call it before anything of a checkpoint is used.
 void check_checkpoint(const fs::path& folder);
@@ -72,21 +69,21 @@ class OptimizerReader {
   explicit OptimizerReader(const fs::path& folder);
   // Copies elements [first, first + out.numel()) of a tensor's state into `out` (flat, any
   // device). An Error names tensor and folder unless each is there once, in the dtype of `out`.
-  void read(const std::string& kind, const HfTensor& tensor, Tensor out, int64_t first = 0) const;
+  void read(const string& kind, const HfTensor& tensor, Tensor out, int64_t first = 0) const;
  private:
   struct Piece {
     size_t file;
-    std::string key;
+    string key;
     int64_t offset, count, total;
   };
   fs::path folder_;
-  std::vector<SafetensorsFile> files_;
-  std::map<std::string, std::vector<Piece>> pieces_; // by "KIND/TENSOR"
+  vector<SafetensorsFile> files_;
+  map<string, vector<Piece>> pieces_; // by "KIND/TENSOR"
 };
 
 // training_state.json.
 struct TrainingState {
-  using Settings = std::map<std::string, std::string>;
+  using Settings = map<string, string>;
   int64_t step = 0;
   int64_t updates = 0; // of the weights: steps that were not skipped
   int64_t skipped_in_row = 0; // the last steps
@@ -95,10 +92,10 @@ struct TrainingState {
   Settings data; // what the cursor counts in; a difference on resume is refused
   Settings schedule; // schedule_settings; a difference has to be allowed
 
-  std::string to_json() const;
-  static TrainingState from_json(const std::string& text, const std::string& source);
+  string to_json() const;
+  static TrainingState from_json(const string& text, const string& source);
   // "\n  training.steps: 20 in the checkpoint, 40 now" for each setting that differs.
-  static std::string differences(const Settings& saved, const Settings& now);
+  static string differences(const Settings& saved, const Settings& now);
 };
 
 // Host copies of what this rank writes: its parts of masters, moments and averages (replica 0
@@ -114,9 +111,8 @@ void restore_state(std::span<ShardGroup> groups, const fs::path& checkpoint);
 // Weights from any Hugging Face folder. `tied_head`: a stored lm_head.weight is allowed.
 // `whole_model`: parameter_units() of it, where other ranks hold parts. Collective.
 void restore_weights(std::span<ShardGroup> groups, const fs::path& folder, bool tied_head,
-    const std::vector<std::vector<Parameter*>>& whole_model = {});
+    const vector<vector<Parameter*>>& whole_model = {});
 
 // The first parameter with a NaN or Inf in this rank's part: "weight NAME", "gradient of NAME", "".
-std::string first_non_finite(std::span<ShardGroup> groups);
-
+string first_non_finite(std::span<ShardGroup> groups);
 }

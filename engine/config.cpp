@@ -8,22 +8,21 @@
 
 namespace pith {
 namespace {
-
-using Field = std::variant<std::string*, int64_t*, uint64_t*, double*, bool*, std::vector<int64_t>*,
-    std::vector<DataSource>*, std::vector<TensorGroup>*>;
+using Field = std::variant<string*, int64_t*, uint64_t*, double*, bool*, vector<int64_t>*,
+    vector<DataSource>*, vector<TensorGroup>*>;
 
 template <auto section, auto member> Field field_of(RunConfig& config) {
   return &(config.*section.*member);
 }
 
 struct Key {
-  std::string_view full; // "training.lr"
+  string_view full; // "training.lr"
   Field (*field)(RunConfig&);
   const char* limits; // numbers: an interval; text: the allowed words, or "path" or empty
   const char* description;
 
-  std::string_view section() const { return full.substr(0, full.find('.')); }
-  std::string_view name() const { return full.substr(full.find('.') + 1); }
+  string_view section() const { return full.substr(0, full.find('.')); }
+  string_view name() const { return full.substr(full.find('.') + 1); }
 };
 
 #define KEY(section, name) \
@@ -98,13 +97,13 @@ const Key kKeys[] = {
 };
 #undef KEY
 
-const Key* find_key(std::string_view full) {
-  const auto* key = std::ranges::find(kKeys, full, &Key::full);
+const Key* find_key(string_view full) {
+  const auto* key = ranges::find(kKeys, full, &Key::full);
   return key == std::end(kKeys) ? nullptr : key;
 }
 
 // The interval of a number: "[0, 1)", "(0, inf)".
-bool within(double value, std::string_view interval) { // false for NaN
+bool within(double value, string_view interval) { // false for NaN
   double low = 0, high = 0;
   const size_t comma = interval.find(", ");
   std::from_chars(interval.data() + 1, interval.data() + comma, low);
@@ -113,72 +112,73 @@ bool within(double value, std::string_view interval) { // false for NaN
       (interval.back() == ')' ? value < high : value <= high);
 }
 
-std::vector<std::string> split(const std::string& text, char separator) {
-  std::vector<std::string> words;
+vector<string> split(const string& text, char separator) {
+  vector<string> words;
   std::istringstream stream(text);
-  for (std::string word; std::getline(stream, word, separator);) words.push_back(word);
+  for (string word; std::getline(stream, word, separator);) words.push_back(word);
   return words;
 }
 
-std::string quote(std::string_view text) {
-  std::string quoted;
+string quote(string_view text) {
+  string quoted;
   for (const char c : text) {
     const bool control = (c >= 0 && c < 0x20) || c == 0x7f;
     if (c == '"' || c == '\\') quoted += '\\';
-    quoted += control ? fmt::format("\\u{:04X}", static_cast<int>(c)) : std::string(1, c);
+    quoted += control ? fmt::format("\\u{:04X}", static_cast<int>(c)) : string(1, c);
   }
   return '"' + quoted + '"';
 }
 
 // A value as TOML that reads back to the same bits.
-std::string toml_of(double number) {
-  const std::string text = fmt::format("{}", number);
-  return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
+string toml_of(double number) {
+  const string text = fmt::format("{}", number);
+  return text.find_first_of(".e") == string::npos ? text + ".0" : text;
 }
-std::string toml_of(const std::string& text) { return quote(text); }
-std::string toml_of(const auto& value) { return fmt::format("{}", value); }
-std::string toml_of(const std::vector<DataSource>& sources);
-std::string toml_of(const std::vector<TensorGroup>& groups);
-std::string toml_of(const Field& field) {
+string toml_of(const string& text) { return quote(text); }
+string toml_of(const auto& value) { return fmt::format("{}", value); }
+string toml_of(const vector<DataSource>& sources);
+string toml_of(const vector<TensorGroup>& groups);
+string toml_of(const Field& field) {
   return std::visit([](const auto* value) { return toml_of(*value); }, field);
 }
 
 // The tables of an array: what is written in each, of which the first has to be.
 struct Member {
-  std::string_view name;
+  string_view name;
   Field to;
   const char* limits = "";
 };
-std::vector<Member> members_of(DataSource& source) {
+string_view format_as(const Member& member) { return member.name; }
+vector<Member> members_of(DataSource& source) {
   return {{"path", &source.path}, {"weight", &source.weight, "(0, inf)"}, {"name", &source.name}};
 }
-std::vector<Member> members_of(TensorGroup& group) {
+vector<Member> members_of(TensorGroup& group) {
   return {{"pattern", &group.pattern}, {"optimizer", &group.optimizer, "adamw|muon"},
       {"lr_scale", &group.lr_scale, "[0, 1000]"},
       {"weight_decay", &group.weight_decay, "[0, 1000]"}};
 }
 
-template <class T> std::string toml_of_tables(std::vector<T> list) {
-  std::vector<std::string> tables;
+template <class T> string toml_of_tables(vector<T> list) {
+  vector<string> tables;
   for (T& element : list) {
     T plain;
-    const std::vector<Member> members = members_of(element), defaults = members_of(plain);
-    std::vector<std::string> parts;
+    const vector<Member> members = members_of(element), defaults = members_of(plain);
+    vector<string> parts;
     for (size_t i = 0; i < members.size(); ++i)
-      if (const std::string value = toml_of(members[i].to); value != toml_of(defaults[i].to))
+      if (const string value = toml_of(members[i].to); value != toml_of(defaults[i].to))
         parts.push_back(fmt::format("{} = {}", members[i].name, value));
     tables.push_back(fmt::format("{{{}}}", fmt::join(parts, ", ")));
   }
   return fmt::format("[{}]", fmt::join(tables, ", "));
 }
-std::string toml_of(const std::vector<DataSource>& sources) {
+string toml_of(const vector<DataSource>& sources) {
   if (sources.empty()) return quote("");
   const bool path = sources.size() == 1 && sources[0].name.empty();
   return path ? quote(sources[0].path) : toml_of_tables(sources);
 }
-std::string toml_of(const std::vector<TensorGroup>& groups) { return toml_of_tables(groups); }
+string toml_of(const vector<TensorGroup>& groups) { return toml_of_tables(groups); }
 
-std::string describe_value(const toml::node& node) {
+string describe_value(const toml::node& node) {
   if (const auto* text = node.as_string()) return "the text " + quote(**text);
   if (const auto* integer = node.as_integer()) return fmt::format("the integer {}", **integer);
   if (const auto* number = node.as_floating_point()) return fmt::format("the float {}", **number);
@@ -186,41 +186,39 @@ std::string describe_value(const toml::node& node) {
   return node.is_array() ? "an array" : node.is_table() ? "a table" : "a date or time";
 }
 
-std::string text_of(const toml::node& node) {
-  const std::string& text = **node.as_string();
-  PITH_CHECK(text.find('\0') == std::string::npos, "holds a NUL character");
+string text_of(const toml::node& node) {
+  const string& text = **node.as_string();
+  PITH_CHECK(text.find('\0') == string::npos, "holds a NUL character");
   return text;
 }
 
 // Stores the value; an Error says what is wrong with it.
-void assign(const std::string& limits, const toml::node& node, const Field& field);
+void assign(const string& limits, const toml::node& node, const Field& field);
 
 template <class T>
-std::vector<T> read_tables(const toml::node& node, const char* expected, const char* what) {
+vector<T> read_tables(const toml::node& node, const char* expected, const char* what) {
   PITH_CHECK(node.is_array(), "must be {}, not {}", expected, describe_value(node));
-  std::vector<T> list;
+  vector<T> list;
   for (const toml::node& element : *node.as_array()) {
-    const std::vector<Member> members = members_of(list.emplace_back());
+    const vector<Member> members = members_of(list.emplace_back());
     const auto place = fmt::format("{} {}", what, list.size());
-    const auto names =
-        fmt::format("{}", fmt::join(members | std::views::transform(&Member::name), ", "));
+    const auto names = fmt::format("{}", fmt::join(members, ", "));
     PITH_CHECK(element.is_table(), "{} must be a table of {}, not {}", place, names,
         describe_value(element));
     for (const auto& [key, value] : *element.as_table()) {
-      const auto member = std::ranges::find(members, key.str(), &Member::name);
+      const auto member = ranges::find(members, key.str(), &Member::name);
       PITH_CHECK(member != members.end(), "{}: {} is not one of {}", place, key.str(), names);
-      const std::string problem =
+      const string problem =
           problem_of([&, &its = value] { assign(member->limits, its, member->to); });
       PITH_CHECK(problem.empty(), "{}: {}: {}", place, member->name, problem);
     }
-    PITH_CHECK(
-        !std::get<std::string*>(members[0].to)->empty(), "{} has no {}", place, members[0].name);
+    PITH_CHECK(!std::get<string*>(members[0].to)->empty(), "{} has no {}", place, members[0].name);
   }
   return list;
 }
 
-std::vector<DataSource> sources_of(const toml::node& node) {
-  std::vector<DataSource> sources;
+vector<DataSource> sources_of(const toml::node& node) {
+  vector<DataSource> sources;
   if (!node.is_string())
     sources = read_tables<DataSource>(node, "a path or an array of {path, weight}", "source");
   else if (!node.as_string()->get().empty()) sources.push_back({text_of(node)});
@@ -230,7 +228,7 @@ std::vector<DataSource> sources_of(const toml::node& node) {
   return sources;
 }
 
-std::vector<TensorGroup> groups_of(const toml::node& node) {
+vector<TensorGroup> groups_of(const toml::node& node) {
   auto groups = read_tables<TensorGroup>(node, "an array of tables", "group");
   for (const TensorGroup& group : groups) {
     const auto problem = problem_of([&] { std::regex{group.pattern}; });
@@ -239,8 +237,8 @@ std::vector<TensorGroup> groups_of(const toml::node& node) {
   return groups;
 }
 
-void assign(const std::string& limits, const toml::node& node, const Field& field) {
-  const auto expect = [&](bool right, std::string_view what, const std::string& advice = "") {
+void assign(const string& limits, const toml::node& node, const Field& field) {
+  const auto expect = [&](bool right, string_view what, const string& advice = "") {
     PITH_CHECK(right, "must be {}, not {}{}{}", what, describe_value(node),
         node.is_string() ? "; numbers (0.1, not .1), true and false take no quotes" : "", advice);
   };
@@ -249,26 +247,26 @@ void assign(const std::string& limits, const toml::node& node, const Field& fiel
     *target = static_cast<std::remove_pointer_t<decltype(target)>>(value);
   };
   const auto assign_to = [&]<class T>(T* target) {
-    if constexpr (std::is_same_v<T, std::string>) {
+    if constexpr (std::is_same_v<T, string>) {
       expect(node.is_string(), "text");
       *target = text_of(node);
       const auto allowed = split(limits, '|');
-      PITH_CHECK(allowed.size() < 2 || std::ranges::count(allowed, *target) > 0,
-          "{} is not one of {}", quote(*target), limits);
+      PITH_CHECK(allowed.size() < 2 || ranges::count(allowed, *target) > 0, "{} is not one of {}",
+          quote(*target), limits);
     } else if constexpr (std::is_same_v<T, bool>) {
       expect(node.is_boolean(), "true or false");
       *target = **node.as_boolean();
     } else if constexpr (std::is_same_v<T, double>) {
       expect(node.is_number(), "a number");
       store(*node.value<double>(), target);
-    } else if constexpr (std::is_same_v<T, std::vector<int64_t>>) {
+    } else if constexpr (std::is_same_v<T, vector<int64_t>>) {
       expect(node.is_array(), "an array of integers");
       target->clear();
       for (const toml::node& element : *node.as_array())
         assign(limits, element, &target->emplace_back());
-    } else if constexpr (std::is_same_v<T, std::vector<DataSource>>) {
+    } else if constexpr (std::is_same_v<T, vector<DataSource>>) {
       *target = sources_of(node);
-    } else if constexpr (std::is_same_v<T, std::vector<TensorGroup>>) {
+    } else if constexpr (std::is_same_v<T, vector<TensorGroup>>) {
       *target = groups_of(node);
     } else {
       const double written = node.value_exact<double>().value_or(0.5);
@@ -281,8 +279,8 @@ void assign(const std::string& limits, const toml::node& node, const Field& fiel
 }
 
 // Letters to insert, delete or replace that make one word of the other (Levenshtein).
-size_t edit_distance(std::string_view word, std::string_view other) {
-  std::vector<size_t> row(other.size() + 1);
+size_t edit_distance(string_view word, string_view other) {
+  vector<size_t> row(other.size() + 1);
   std::iota(row.begin(), row.end(), 0);
   for (const char c : word) {
     size_t before = row[0]++; // of one letter less of both
@@ -294,24 +292,24 @@ size_t edit_distance(std::string_view word, std::string_view other) {
 }
 
 // The key that was probably meant: one of this section, or one called nearly so in another.
-std::string nearest_key(std::string_view full) {
+string nearest_key(string_view full) {
   const size_t dot = full.find('.');
   const auto section = full.substr(0, dot == full.npos ? 0 : dot);
   const auto name = full.substr(dot == full.npos ? 0 : dot + 1);
-  std::string_view nearest;
+  string_view nearest;
   size_t smallest = std::numeric_limits<size_t>::max();
   for (const Key& key : kKeys) {
     size_t distance = edit_distance(name, key.name());
     if (!section.empty() && section != key.section()) distance += distance <= 1 ? 2 : 100;
     if (distance < smallest) smallest = distance, nearest = key.full;
   }
-  return std::string(nearest);
+  return string(nearest);
 }
 
 // Reads tables into the configuration and remembers every mistake, with its place.
 class Reader {
  public:
-  void read_file(std::string_view text, const std::string& source) {
+  void read_file(string_view text, const string& source) {
     source_ = source;
     toml::table table;
     try {
@@ -321,10 +319,10 @@ class Reader {
       PITH_FAIL_HINT("text needs quotes; a number begins with a digit, as in 0.1",
           "{}:{}: column {}: {}", source, at.line, at.column, error.description());
     }
-    std::set<std::string_view> sections;
+    std::set<string_view> sections;
     for (const Key& key : kKeys) sections.insert(key.section());
     for (const auto& [key, node] : table) {
-      const std::string name(key.str());
+      const string name(key.str());
       const auto* section = node.as_table();
       const bool known = sections.contains(name);
       if (known && section)
@@ -340,21 +338,21 @@ class Reader {
     }
   }
 
-  void read_override(const std::string& text) {
-    const std::string place = "--set";
+  void read_override(const string& text) {
+    const string place = "--set";
     const size_t equals = text.find('=');
-    if (equals == std::string::npos || text.find('.') > equals)
+    if (equals == string::npos || text.find('.') > equals)
       return mistake(place, text, "not of the form section.key=value");
-    std::string name = text.substr(0, equals), value = text.substr(equals + 1);
+    string name = text.substr(0, equals), value = text.substr(equals + 1);
     std::erase(name, ' ');
     value.erase(0, value.find_first_not_of(' '));
     value.erase(value.find_last_not_of(' ') + 1);
     const Key* key = find_key(name);
     const Field field = key ? key->field(config_) : Field(static_cast<bool*>(nullptr));
-    const bool sources = std::holds_alternative<std::vector<DataSource>*>(field);
-    const bool wants_text = sources || std::holds_alternative<std::string*>(field);
+    const bool sources = std::holds_alternative<vector<DataSource>*>(field);
+    const bool wants_text = sources || std::holds_alternative<string*>(field);
     // Text comes without quotes here, and may look like anything.
-    for (const std::string& toml : {value, quote(value)}) {
+    for (const string& toml : {value, quote(value)}) {
       try {
         const toml::table table = toml::parse("value = " + toml);
         const toml::node* node = table.size() == 1 ? table.get("value") : nullptr;
@@ -377,7 +375,7 @@ class Reader {
     rule(!model.config.empty() || !model.init.empty(), "model.config",
         "one of model.config and model.init must be given");
     rule(!data.train.empty(), "data.train", "must be given");
-    std::set<std::string> labels;
+    std::set<string> labels;
     for (const DataSource& source : data.validation)
       rule(labels.insert(source.label()).second, "data.validation",
           "two corpora are called {}; give them a name = ...", quote(source.label()));
@@ -414,15 +412,15 @@ class Reader {
     return config_;
   }
  private:
-  std::string place_of(const toml::key& key) const {
+  string place_of(const toml::key& key) const {
     return fmt::format("{}:{}", source_, key.source().begin.line);
   }
 
-  void mistake(const std::string& place, const std::string& key, const std::string& problem) {
+  void mistake(const string& place, const string& key, const string& problem) {
     mistakes_.push_back(fmt::format("{}: {}: {}", place, key, problem));
   }
 
-  void set(const std::string& full, const toml::node& node, const std::string& place) {
+  void set(const string& full, const toml::node& node, const string& place) {
     const Key* key = find_key(full);
     if (!key) return mistake(place, full, "unknown key; nearest is " + nearest_key(full));
     const auto problem = problem_of([&] { assign(key->limits, node, key->field(config_)); });
@@ -430,14 +428,14 @@ class Reader {
   }
 
   RunConfig config_;
-  std::string source_; // of the file, in messages
-  std::vector<std::string> mistakes_;
+  string source_; // of the file, in messages
+  vector<string> mistakes_;
 };
 
 // "[section]" and a line for each of its keys.
-template <class Line> std::string by_section(const Line& line) {
-  std::string text;
-  std::string_view section;
+template <class Line> string by_section(const Line& line) {
+  string text;
+  string_view section;
   for (const Key& key : kKeys) {
     if (section != key.section())
       text += fmt::format("{}[{}]\n", text.empty() ? "" : "\n", key.section());
@@ -446,24 +444,23 @@ template <class Line> std::string by_section(const Line& line) {
   }
   return text;
 }
-
 }
 
 RunConfig parse_run_config(
-    std::string_view text, const std::string& source, const std::vector<std::string>& overrides) {
+    string_view text, const string& source, const vector<string>& overrides) {
   Reader reader;
   reader.read_file(text, source);
-  for (const std::string& one : overrides) reader.read_override(one);
+  for (const string& one : overrides) reader.read_override(one);
   return reader.result();
 }
 
-std::string to_toml(const RunConfig& config) {
+string to_toml(const RunConfig& config) {
   RunConfig copy = config;
   return by_section(
       [&](const Key& key) { return fmt::format("{} = {}", key.name(), toml_of(key.field(copy))); });
 }
 
-std::string describe_config_keys() {
+string describe_config_keys() {
   RunConfig defaults;
   return by_section([&](const Key& key) {
     const Field field = key.field(defaults);
@@ -473,5 +470,4 @@ std::string describe_config_keys() {
         toml_of(field), key.limits, key.description);
   });
 }
-
 }

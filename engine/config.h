@@ -1,19 +1,18 @@
 // The run configuration: one typed struct, read from TOML; mistakes are named by file, line, key.
 #pragma once
 namespace pith {
-
 // One corpus of several.
 struct DataSource {
-  std::string path; // without extension
+  string path; // without extension
   double weight = 1; // of its rows in the blend; means nothing for validation
-  std::string name = {}; // in metrics; empty = the last part of path
-  std::string label() const { return name.empty() ? fs::path(path).filename().string() : name; }
+  string name = {}; // in metrics; empty = the last part of path
+  string label() const { return name.empty() ? fs::path(path).filename().string() : name; }
 };
 
 // Tensors that are trained in another way than the rest.
 struct TensorGroup {
-  std::string pattern; // ECMAScript regular expression, searched in the Hugging Face name
-  std::string optimizer = {}; // adamw or muon; empty: as without the group
+  string pattern; // ECMAScript regular expression, searched in the Hugging Face name
+  string optimizer = {}; // adamw or muon; empty: as without the group
   double lr_scale = 1;
   double weight_decay = -1; // negative: as without the group
 };
@@ -21,39 +20,39 @@ struct TensorGroup {
 // Defaults; descriptions and ranges stand in the table of config.cpp.
 struct RunConfig {
   struct Run {
-    std::string folder = "runs/run", device = "auto";
+    string folder = "runs/run", device = "auto";
     int64_t threads = 0;
   } run;
   struct Model {
-    std::string config, init, dtype = "bfloat16";
+    string config, init, dtype = "bfloat16";
     int64_t num_layers = 0;
   } model;
   struct Parallel { // processes = pp x dp x cp; dp follows from their number
     int64_t pp = 1, cp = 1, ep = 1;
-    std::string sharding = "fsdp", weights = "keep", chunks, recompute = "none";
+    string sharding = "fsdp", weights = "keep", chunks, recompute = "none";
     int64_t hsdp_size = 0;
     double head_share = 0;
   } parallel;
   struct Data {
-    std::vector<DataSource> train, validation;
+    vector<DataSource> train, validation;
     int64_t sequence_length = 4096;
     bool document_mask = true;
     uint64_t seed = 1;
-    std::string packing = "concat", exhausted = "repeat";
+    string packing = "concat", exhausted = "repeat";
   } data;
   struct Training {
     int64_t steps = 1000, global_batch = 32, micro_batch = 1; // batches in sequences
     double lr = 3e-4;
-    std::string schedule = "cosine", decay_shape = "linear";
+    string schedule = "cosine", decay_shape = "linear";
     int64_t warmup_steps = 0, decay_steps = 0;
     double min_lr_ratio = 0.1, weight_decay = 0.1, weight_decay_other = 0;
-    std::string optimizer = "adamw", moments = "float32";
-    std::vector<TensorGroup> groups;
+    string optimizer = "adamw", moments = "float32";
+    vector<TensorGroup> groups;
     double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8, muon_momentum = 0.95, clip_norm = 1.0;
     double ema_decay = 0;
     int64_t skip_non_finite = 0;
     double balance_loss = 1e-3, z_loss = 0, router_bias_rate = 0;
-    std::string balance_kind = "sequence";
+    string balance_kind = "sequence";
     bool force_balance = false, deterministic = false;
     uint64_t seed = 1;
     double init_std = 0.02;
@@ -70,8 +69,8 @@ struct RunConfig {
     int64_t expert_counts = 100;
   } log;
   struct Profile {
-    std::vector<int64_t> steps;
-    std::string tool = "trace";
+    vector<int64_t> steps;
+    string tool = "trace";
     bool memory = false;
   } profile;
 };
@@ -79,13 +78,11 @@ struct RunConfig {
 // Reads TOML, of a file called `source` in errors, then overrides "section.key=value" (TOML; text
 // may come without quotes). One Error lists every mistake: file:line, key, what is wrong, the
 // nearest valid key or the allowed values.
-RunConfig parse_run_config(
-    std::string_view text, const std::string& source, const std::vector<std::string>& overrides);
+RunConfig parse_run_config(string_view text, const string& source, const vector<string>& overrides);
 
 // As TOML, which reads back to the same.
-std::string to_toml(const RunConfig& config);
+string to_toml(const RunConfig& config);
 
 // A line a key: name, type, default, range, description. For --help and docs/configuration.md.
-std::string describe_config_keys();
-
+string describe_config_keys();
 }

@@ -2,19 +2,18 @@
 
 namespace pith {
 namespace {
-
 struct Range {
   int64_t begin, end;
   int64_t size() const { return end - begin; }
 };
 
 // First token of each unsplit row, and the end of the last.
-std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
+vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
   check_shape(whole.row_id, "split_context: row_id", {whole.num_tokens()});
   PITH_CHECK(whole.row_id.is_cpu() && whole.ring.empty(),
       "split_context takes an unsplit micro-batch on the CPU");
   const int32_t* row = whole.row_id.const_data_ptr<int32_t>();
-  std::vector<int64_t> borders(index(whole.num_rows) + 1, 0);
+  vector<int64_t> borders(index(whole.num_rows) + 1, 0);
   for (int64_t t = 0; t < whole.num_tokens(); ++t)
     borders.at(index(row[t] < 0 ? ~row[t] : row[t]) + 1) = t + 1;
   for (size_t i = 0; i + 1 < borders.size(); ++i) {
@@ -29,7 +28,7 @@ std::vector<int64_t> row_borders(const MicroBatch& whole, int64_t size) {
 // Calls f(queries, keys) for each document with queries on `rank` that see keys of `peer`: its
 // local tokens that take part. On the same rank both are all it has there, and causal; a rank
 // before gives its low chunk; after it only the high chunk's queries come.
-template <class F> void for_each_piece(const MicroBatch& whole, const std::vector<int64_t>& rows,
+template <class F> void for_each_piece(const MicroBatch& whole, const vector<int64_t>& rows,
     int64_t rank, int64_t peer, int64_t size, F&& f) {
   const int32_t* cu = whole.cu_seqlens_host.const_data_ptr<int32_t>();
   size_t row = 0;
@@ -57,7 +56,7 @@ template <class F> void for_each_piece(const MicroBatch& whole, const std::vecto
 }
 
 struct Side {
-  std::vector<int64_t> index, cu{0};
+  vector<int64_t> index, cu{0};
   int64_t longest = 0;
 
   void add(const Range& range) {
@@ -80,8 +79,8 @@ AttentionSpan span_between(const Side& queries, const Side& keys, at::Device dev
 }
 
 // A rank's tokens in the unsplit rows, in order.
-std::vector<int64_t> tokens_of(const std::vector<int64_t>& rows, int64_t rank, int64_t size) {
-  std::vector<int64_t> tokens;
+vector<int64_t> tokens_of(const vector<int64_t>& rows, int64_t rank, int64_t size) {
+  vector<int64_t> tokens;
   for (size_t i = 0; i + 1 < rows.size(); ++i) {
     const int64_t chunk = (rows[i + 1] - rows[i]) / (2 * size);
     for (const int64_t number : {rank, 2 * size - 1 - rank})
@@ -90,15 +89,15 @@ std::vector<int64_t> tokens_of(const std::vector<int64_t>& rows, int64_t rank, i
   return tokens;
 }
 
-Gather gather_of(const std::vector<int64_t>& from, int64_t rows, at::Device device) {
-  std::vector<std::vector<int64_t>> places(index(rows));
+Gather gather_of(const vector<int64_t>& from, int64_t rows, at::Device device) {
+  vector<vector<int64_t>> places(index(rows));
   size_t most = 1;
   for (size_t i = 0; i < from.size(); ++i) {
     auto& its = places.at(index(from[i]));
     its.push_back(static_cast<int64_t>(i));
     most = std::max(most, its.size());
   }
-  std::vector<int64_t> table;
+  vector<int64_t> table;
   for (auto& its : places) {
     its.resize(most, -1);
     table.insert(table.end(), its.begin(), its.end());
@@ -107,9 +106,9 @@ Gather gather_of(const std::vector<int64_t>& from, int64_t rows, at::Device devi
       upload(tensor_of(table, at::kInt).view({rows, static_cast<int64_t>(most)}), device)};
 }
 
-Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t rank, int64_t size,
+Halo halo_of(const MicroBatch& whole, const vector<int64_t>& rows, int64_t rank, int64_t size,
     int64_t window, at::Device device) {
-  std::vector<std::pair<int64_t, int64_t>> homes(index(rows.back()));
+  vector<pair<int64_t, int64_t>> homes(index(rows.back()));
   const auto home = [&](int64_t position) -> auto& { return homes[index(position)]; };
   for (int64_t member = 0; member < size; ++member) { // rank and token of each position
     int64_t token = 0;
@@ -117,10 +116,10 @@ Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t 
   }
   const int32_t* in_document = whole.positions.const_data_ptr<int32_t>();
   const auto ranks = index(size);
-  std::vector<int64_t> sent, send(ranks), received(ranks), next(ranks);
+  vector<int64_t> sent, send(ranks), received(ranks), next(ranks);
   Side queries, keys; // of this rank, in the unsplit rows
   for (int64_t member = 0; member < size; ++member) {
-    const std::vector<int64_t> its = tokens_of(rows, member, size);
+    const vector<int64_t> its = tokens_of(rows, member, size);
     for (size_t i = 0, end = 1; i < its.size(); i = end++) { // neighbours in a document
       while (end < its.size() && its[end] == its[end - 1] + 1 && in_document[its[end]] > 0) ++end;
       const int64_t first = its[i] - std::min<int64_t>(in_document[its[i]], window - 1);
@@ -136,7 +135,6 @@ Halo halo_of(const MicroBatch& whole, const std::vector<int64_t>& rows, int64_t 
   return {window, gather_of(sent, rows.back() / size, device), send, received,
       gather_of(keys.index, std::ssize(keys.index), device), span_between(queries, keys, device)};
 }
-
 }
 
 MicroBatch split_context(
@@ -158,5 +156,4 @@ MicroBatch split_context(
   if (size > 1 && window > 0) part.halo = halo_of(whole, rows, rank, size, window, device);
   return part;
 }
-
 }

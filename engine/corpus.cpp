@@ -3,31 +3,30 @@
 
 namespace pith {
 namespace {
-
 using nlohmann::json;
 
-constexpr std::string_view kMagic("MMIDIDX\0\0", 9);
+constexpr string_view kMagic("MMIDIDX\0\0", 9);
 constexpr size_t kHeader = 9 + 8 + 1 + 8 + 8; // of the index: nothing behind it is aligned
 constexpr const char* kFormat = "pithtrain corpus";
 constexpr uint64_t kBlock = 256 << 10; // bytes of PREFIX.bin under one sum of the side file
 
 // PREFIX.json.
 struct SideFile {
-  std::string format = kFormat;
+  string format = kFormat;
   int64_t version = 1, vocab_size = 0;
-  std::string tokenizer_hash;
+  string tokenizer_hash;
   int64_t documents = 0, tokens = 0;
-  std::string index_xxh3;
+  string index_xxh3;
   uint64_t block_bytes = kBlock;
-  std::string block_xxh3 = {}; // 16 hexadecimal digits a block
+  string block_xxh3 = {}; // 16 hexadecimal digits a block
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SideFile, format, version, vocab_size, tokenizer_hash, documents,
     tokens, index_xxh3, block_bytes, block_xxh3)
 
 // Nothing for a corpus of another program.
-std::optional<SideFile> read_side_file(const std::string& path) {
+optional<SideFile> read_side_file(const string& path) {
   if (!fs::exists(path)) return {};
-  const std::string text = read_file(path);
+  const string text = read_file(path);
   const json document = parse_json(text, path);
   if (!document.is_object() || document.value("format", json()) != kFormat)
     PITH_FAIL_HINT("another program's file: rename it to read the corpus without it",
@@ -41,17 +40,15 @@ std::optional<SideFile> read_side_file(const std::string& path) {
 }
 
 // Where a shard is written, and its name in the end: PREFIX-00003, PREFIX-00003-of-00007.
-std::string working_name(const std::string& prefix, int64_t shard, bool cut) {
+string working_name(const string& prefix, int64_t shard, bool cut) {
   return cut ? fmt::format("{}-{:05}", prefix, shard) : prefix;
 }
-std::string final_name(const std::string& prefix, int64_t shard, int64_t shards) {
+string final_name(const string& prefix, int64_t shard, int64_t shards) {
   return shards > 0 ? fmt::format("{}-{:05}-of-{:05}", prefix, shard, shards) : prefix;
 }
-
 }
 
-CorpusIndex parse_corpus_index(
-    std::string_view bytes, uint64_t bin_bytes, const std::string& source) {
+CorpusIndex parse_corpus_index(string_view bytes, uint64_t bin_bytes, const string& source) {
   PITH_CHECK(bytes.size() >= kHeader && bytes.substr(0, kMagic.size()) == kMagic,
       "{}: not the index of a corpus ({} bytes)", source, bytes.size());
   const char* data = bytes.data();
@@ -99,12 +96,12 @@ CorpusIndex parse_corpus_index(
   return index;
 }
 
-std::vector<std::string> corpus_shards(const std::string& prefix) {
+vector<string> corpus_shards(const string& prefix) {
   if (fs::exists(prefix + ".idx") || fs::exists(prefix + ".bin")) return {prefix};
   const fs::path folder = fs::absolute(prefix).parent_path();
-  const std::string first = fs::path(prefix).filename().string() + "-00000-of-";
+  const string first = fs::path(prefix).filename().string() + "-00000-of-";
   int64_t count = 0;
-  for (const std::string& name : names_in(folder)) {
+  for (const string& name : names_in(folder)) {
     int64_t shards = 0;
     if (!name.starts_with(first) || !name.ends_with(".idx") ||
         std::from_chars(name.data() + first.size(), name.data() + name.size(), shards).ec !=
@@ -113,13 +110,13 @@ std::vector<std::string> corpus_shards(const std::string& prefix) {
     PITH_CHECK(count == 0, "{}: shards of two corpora, of {} and of {}", prefix, count, shards);
     count = shards;
   }
-  std::vector<std::string> prefixes;
+  vector<string> prefixes;
   for (int64_t shard = 0; shard < count; ++shard)
     prefixes.push_back(final_name(prefix, shard, count));
   return prefixes;
 }
 
-Corpus::Shard::Shard(std::string path) : prefix(std::move(path)) {
+Corpus::Shard::Shard(string path) : prefix(std::move(path)) {
   for (const char* extension : {".idx", ".bin"})
     if (!fs::exists(prefix + extension))
       PITH_FAIL_HINT(
@@ -128,7 +125,7 @@ Corpus::Shard::Shard(std::string path) : prefix(std::move(path)) {
   const auto side = read_side_file(prefix + ".json");
   index_file = map_file(prefix + ".idx");
   bin = map_file(prefix + ".bin");
-  const std::string index_sum = xxh3(index_file.bytes());
+  const string index_sum = xxh3(index_file.bytes());
   index = parse_corpus_index(index_file.bytes(), bin.size, prefix + ".idx");
   if (side) {
     PITH_CHECK(index_sum == side->index_xxh3,
@@ -144,7 +141,7 @@ Corpus::Shard::Shard(std::string path) : prefix(std::move(path)) {
       "{} {} {}", index_sum, bin.size, side ? xxh3(map_file(prefix + ".json").bytes()) : hex(0));
 }
 
-void Corpus::Shard::verify(std::vector<std::string>& problems) const {
+void Corpus::Shard::verify(vector<string>& problems) const {
   const SideFile side = read_side_file(prefix + ".json").value_or(SideFile{});
   int64_t document = 0;
   const auto document_at = [&](uint64_t byte) { // the last one that begins at or before it
@@ -154,7 +151,7 @@ void Corpus::Shard::verify(std::vector<std::string>& problems) const {
   };
   for (size_t block = 0; block < side.block_xxh3.size() / 16; ++block) {
     const uint64_t begin = block * side.block_bytes;
-    const std::string_view bytes = bin.bytes().substr(begin, side.block_bytes);
+    const string_view bytes = bin.bytes().substr(begin, side.block_bytes);
     if (side.block_xxh3.compare(16 * block, 16, xxh3(bytes)) == 0) continue;
     const int64_t first = document_at(begin);
     problems.push_back(fmt::format("{}.bin is damaged between bytes {} and {}: documents {} to {}",
@@ -162,10 +159,10 @@ void Corpus::Shard::verify(std::vector<std::string>& problems) const {
   }
 }
 
-Corpus::Corpus(const std::string& prefix) : prefix_(prefix), begins_{0} {
-  std::vector<std::string> paths = corpus_shards(prefix);
+Corpus::Corpus(const string& prefix) : prefix_(prefix), begins_{0} {
+  vector<string> paths = corpus_shards(prefix);
   if (paths.empty()) paths = {prefix}; // whose opening says what is missing
-  for (const std::string& path : paths) {
+  for (const string& path : paths) {
     const Shard& shard = shards_.emplace_back(path);
     PITH_CHECK(shard.index.width == shards_[0].index.width && shard.vocab_size == vocab_size() &&
             shard.tokenizer_hash == tokenizer_hash(),
@@ -175,15 +172,16 @@ Corpus::Corpus(const std::string& prefix) : prefix_(prefix), begins_{0} {
   }
 }
 
-std::string Corpus::fingerprint() const {
-  const auto facts = shards_ | std::views::transform(&Shard::facts);
-  return xxh3(fmt::format("{}", fmt::join(facts, " ")));
+string Corpus::fingerprint() const {
+  string facts;
+  for (const Shard& shard : shards_) facts += (facts.empty() ? "" : " ") + shard.facts;
+  return xxh3(facts);
 }
 
 const Corpus::Shard& Corpus::locate(int64_t& document) const {
   PITH_CHECK(document >= 0 && document < num_documents(), "{}: there is no document {} among {}",
       prefix_, document, num_documents());
-  const auto after = std::ranges::upper_bound(begins_, document);
+  const auto after = ranges::upper_bound(begins_, document);
   document -= *(after - 1);
   return shards_[index(after - begins_.begin() - 1)];
 }
@@ -200,28 +198,28 @@ void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const
   for (int64_t i = 0; i < count; ++i)
     out[index(i)] = shard.index.width == 2 ? load<uint16_t>(ids, i) : load<int32_t>(ids, i);
   const int64_t limit = vocab_size() > 0 ? vocab_size() : std::numeric_limits<int64_t>::max();
-  const auto bad = std::ranges::find_if(out, [&](int64_t id) { return id < 0 || id >= limit; });
+  const auto bad = ranges::find_if(out, [&](int64_t id) { return id < 0 || id >= limit; });
   if (bad != out.end())
     PITH_FAIL_HINT("`pithtrain corpus verify` tells what is damaged",
         "{}: document {}, token {}: id {} is outside the vocabulary of {}", prefix_, document,
         begin + (bad - out.begin()), *bad, vocab_size());
 }
 
-std::vector<int32_t> Corpus::ids(int64_t document) const {
-  std::vector<int64_t> wide(index(length(document)));
+vector<int32_t> Corpus::ids(int64_t document) const {
+  vector<int64_t> wide(index(length(document)));
   read(document, 0, wide);
   return {wide.begin(), wide.end()};
 }
 
-std::vector<std::string> verify_corpus(const std::string& prefix) {
-  std::vector<std::string> problems;
+vector<string> verify_corpus(const string& prefix) {
+  vector<string> problems;
   const auto attempt = [&](const auto& part) {
     if (auto problem = problem_of(part); !problem.empty()) problems.push_back(std::move(problem));
   };
   attempt([&] {
     const Corpus corpus(prefix);
     for (const Corpus::Shard& shard : corpus.shards_) shard.verify(problems);
-    std::vector<int64_t> ids(1 << 16);
+    vector<int64_t> ids(1 << 16);
     for (int64_t d = 0; d < corpus.num_documents(); ++d)
       attempt([&] { // an id outside the vocabulary: the first of this document
         for (int64_t at = 0, left = corpus.length(d); left > 0;) {
@@ -234,7 +232,7 @@ std::vector<std::string> verify_corpus(const std::string& prefix) {
   return problems;
 }
 
-CorpusWriter::CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash,
+CorpusWriter::CorpusWriter(string prefix, int64_t vocab_size, string tokenizer_hash,
     int64_t shard_tokens, const CorpusProgress* resume)
     : prefix_(std::move(prefix)), tokenizer_hash_(std::move(tokenizer_hash)),
       vocab_size_(vocab_size), width_(vocab_size <= 65536 ? 2 : 4), shard_tokens_(shard_tokens),
@@ -254,9 +252,7 @@ CorpusWriter::~CorpusWriter() {
       fs::remove(working_name(prefix_, shard, shard_tokens_ > 0) + extension, ignored);
 }
 
-std::string CorpusWriter::base() const {
-  return working_name(prefix_, at_.shard, shard_tokens_ > 0);
-}
+string CorpusWriter::base() const { return working_name(prefix_, at_.shard, shard_tokens_ > 0); }
 
 void CorpusWriter::open_shard() {
   bin_.emplace(base() + ".bin.tmp", static_cast<uint64_t>(at_.tokens * width_));
@@ -276,7 +272,7 @@ void CorpusWriter::add_document(std::span<const int32_t> ids) {
     at_ = {.shard = at_.shard + 1};
     open_shard();
   }
-  std::vector<uint16_t> narrow;
+  vector<uint16_t> narrow;
   if (width_ == 2) narrow.assign(ids.begin(), ids.end());
   const void* bytes = width_ == 2 ? static_cast<const void*>(narrow.data()) : ids.data();
   bin_->append({static_cast<const char*>(bytes), index(count * width_)});
@@ -313,7 +309,7 @@ void CorpusWriter::close_shard() {
       .documents = at_.documents,
       .tokens = at_.tokens,
       .index_xxh3 = index.close()};
-  for (std::string_view left = ids.bytes(); !left.empty();) {
+  for (string_view left = ids.bytes(); !left.empty();) {
     side.block_xxh3 += xxh3(left.substr(0, kBlock));
     left.remove_prefix(std::min<size_t>(left.size(), kBlock));
   }
@@ -332,16 +328,16 @@ void CorpusWriter::finish() {
   publish_corpus(prefix_, shards);
 }
 
-void publish_corpus(const std::string& prefix, int64_t shards) {
-  std::set<fs::path> kept;
+void publish_corpus(const string& prefix, int64_t shards) {
+  set<fs::path> kept;
   const fs::path folder = fs::absolute(prefix).parent_path();
-  const std::string name = fs::path(prefix).filename().string();
+  const string name = fs::path(prefix).filename().string();
   // What may be there of an older corpus that was cut otherwise, and of the writing.
   static const std::regex ending(
       R"((-\d{5,}-of-\d{5,})?\.(bin|idx|json)|(-\d{5,})?\.(bin|idx|json|len)\.tmp)");
   // Without .idx there is no corpus: the old ones go first, the new ones come last.
-  for (const auto& [extension, old] : {std::pair{".idx", true}, std::pair{".bin", false},
-           std::pair{".json", false}, std::pair{".idx", false}})
+  for (const auto& [extension, old] :
+      {pair{".idx", true}, pair{".bin", false}, pair{".json", false}, pair{".idx", false}})
     for (int64_t shard = 0; shard < std::max<int64_t>(1, shards); ++shard) {
       const fs::path from = working_name(prefix, shard, shards > 0) + extension + ".tmp";
       const fs::path to = final_name(prefix, shard, shards) + extension;
@@ -351,10 +347,9 @@ void publish_corpus(const std::string& prefix, int64_t shards) {
       else fs::rename(from, to);
     }
   sync_folder(folder);
-  for (const std::string& file : names_in(folder))
+  for (const string& file : names_in(folder))
     if (file.starts_with(name) && !kept.contains(file) &&
         std::regex_match(file.substr(name.size()), ending))
       fs::remove(folder / file);
 }
-
 }

@@ -3,7 +3,6 @@
 #include "engine/file_io.h"
 
 namespace pith {
-
 // A view of the bytes of PREFIX.idx: "MMIDIDX\0\0", version 1 (u64), dtype code (u8), sequence
 // count (u64), document count + 1 (u64), int32 lengths, int64 byte pointers, int64 document indices
 // (first sequence of each, then the sequence count). Checked: documents are contiguous ranges of
@@ -17,22 +16,21 @@ struct CorpusIndex {
   }
   const char *lengths = nullptr, *pointers = nullptr, *documents = nullptr; // unaligned arrays
 };
-CorpusIndex parse_corpus_index(
-    std::string_view bytes, uint64_t bin_bytes, const std::string& source);
+CorpusIndex parse_corpus_index(string_view bytes, uint64_t bin_bytes, const string& source);
 
 // PREFIX.idx and PREFIX.bin, the ids; tokenizer hash, vocabulary, counts and checksums stand in
 // PREFIX.json, which corpora of other programs lack. Opening checks all but the ids. PREFIX may
 // also name shards, PREFIX-00000-of-0000N.*, joined in order.
 class Corpus {
  public:
-  explicit Corpus(const std::string& prefix);
-  const std::string& prefix() const { return prefix_; }
+  explicit Corpus(const string& prefix);
+  const string& prefix() const { return prefix_; }
   int64_t num_documents() const { return begins_.back(); }
   int64_t num_tokens() const { return num_tokens_; }
   int64_t vocab_size() const { return shards_[0].vocab_size; } // 0 without a side file
-  const std::string& tokenizer_hash() const { return shards_[0].tokenizer_hash; } // or ""
-  std::string fingerprint() const; // hash of index, size and side file
-  std::string dtype() const { return shards_[0].index.width == 2 ? "uint16" : "int32"; }
+  const string& tokenizer_hash() const { return shards_[0].tokenizer_hash; } // or ""
+  string fingerprint() const; // hash of index, size and side file
+  string dtype() const { return shards_[0].index.width == 2 ? "uint16" : "int32"; }
   int64_t length(int64_t document) const {
     const CorpusIndex& index = locate(document).index;
     return index.begin(document + 1) - index.begin(document);
@@ -40,13 +38,13 @@ class Corpus {
   // Copies tokens [begin, begin + out.size()) of a document. An id outside the vocabulary (without
   // a side file: a negative one) is an Error naming document and place.
   void read(int64_t document, int64_t begin, std::span<int64_t> out) const;
-  std::vector<int32_t> ids(int64_t document) const; // all of a document
+  vector<int32_t> ids(int64_t document) const; // all of a document
  private:
-  friend std::vector<std::string> verify_corpus(const std::string& prefix);
+  friend vector<string> verify_corpus(const string& prefix);
   struct Shard {
-    explicit Shard(std::string path);
-    void verify(std::vector<std::string>& problems) const;
-    std::string prefix, tokenizer_hash, facts; // facts: what the fingerprint is of
+    explicit Shard(string path);
+    void verify(vector<string>& problems) const;
+    string prefix, tokenizer_hash, facts; // facts: what the fingerprint is of
     int64_t vocab_size = 0;
     MappedFile index_file, bin;
     CorpusIndex index;
@@ -54,17 +52,17 @@ class Corpus {
   // The shard that holds a document, whose number becomes that in the shard.
   const Shard& locate(int64_t& document) const;
 
-  std::string prefix_;
-  std::vector<Shard> shards_;
-  std::vector<int64_t> begins_; // first document of each shard, and their number
+  string prefix_;
+  vector<Shard> shards_;
+  vector<int64_t> begins_; // first document of each shard, and their number
   int64_t num_tokens_ = 0;
 };
 
 // PREFIX itself or its shards; none where there is nothing.
-std::vector<std::string> corpus_shards(const std::string& prefix);
+vector<string> corpus_shards(const string& prefix);
 
 // The problems of a corpus: checksums, borders, ids outside the vocabulary.
-std::vector<std::string> verify_corpus(const std::string& prefix);
+vector<string> verify_corpus(const string& prefix);
 
 // What a CorpusWriter has written: shards that are full, then documents and tokens of the last one.
 struct CorpusProgress {
@@ -77,8 +75,8 @@ class CorpusWriter {
  public:
   // With shard_tokens > 0 a shard ends before the document that would make it longer. `resume` goes
   // on behind what sync() once returned; without it the temporary files go unless it is finished.
-  CorpusWriter(std::string prefix, int64_t vocab_size, std::string tokenizer_hash,
-      int64_t shard_tokens = 0, const CorpusProgress* resume = nullptr);
+  CorpusWriter(string prefix, int64_t vocab_size, string tokenizer_hash, int64_t shard_tokens = 0,
+      const CorpusProgress* resume = nullptr);
   ~CorpusWriter();
   void add_document(std::span<const int32_t> ids);
   CorpusProgress sync(); // makes everything durable, to go on from there
@@ -88,17 +86,16 @@ class CorpusWriter {
  private:
   void open_shard();
   void close_shard();
-  std::string base() const; // of the names of the open shard's files
-  std::string prefix_, tokenizer_hash_;
+  string base() const; // of the names of the open shard's files
+  string prefix_, tokenizer_hash_;
   int64_t vocab_size_, width_, shard_tokens_;
   bool wanted_;
   CorpusProgress at_;
   // The open shard. Its index and side file are made of these when it is full.
-  std::optional<OutputFile> bin_, lengths_;
+  optional<OutputFile> bin_, lengths_;
 };
 
 // Renames what close() left to the final names and removes an older corpus there, also when it was
 // interrupted. `shards` is 0 for a corpus that is not cut.
-void publish_corpus(const std::string& prefix, int64_t shards);
-
+void publish_corpus(const string& prefix, int64_t shards);
 }

@@ -5,7 +5,6 @@
 #include "operators/matmul.h"
 
 namespace pith {
-
 ExpertExchange::ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_t num_experts)
     : group_(group), topk_idx_(topk_idx), local_experts_(div_exact(num_experts, group.size())) {
   const int64_t ranks = group.size();
@@ -27,7 +26,7 @@ ExpertExchange::ExpertExchange(const Comm& group, const Tensor& topk_idx, int64_
   counts[0] = at::zeros({cells + 1}, int32)
                   .scatter_add_(0, cell, at::ones({cell.numel()}, int32))
                   .narrow(0, 0, cells);
-  const std::vector<int64_t> one_each(index(ranks), 1);
+  const vector<int64_t> one_each(index(ranks), 1);
   Tensor received = counts[1].view({ranks, width});
   group.all_to_all_async(received, counts[0].view({ranks, width}), one_each, one_each).wait();
   counts_ = counts;
@@ -47,11 +46,11 @@ Tensor ExpertExchange::take() {
 }
 
 void ExpertExchange::transfer(
-    const Tensor& tensor, const std::vector<int64_t>& recv, const std::vector<int64_t>& send) {
+    const Tensor& tensor, const vector<int64_t>& recv, const vector<int64_t>& send) {
   Tensor out = tensor;
   Work work;
   if (group_.size() > 1) {
-    std::vector<int64_t> shape = tensor.sizes().vec();
+    vector<int64_t> shape = tensor.sizes().vec();
     shape[0] = std::reduce(recv.begin(), recv.end());
     out = at::empty(shape, tensor.options());
     work = group_.all_to_all_async(out, tensor.contiguous(), recv, send);
@@ -108,5 +107,4 @@ ExpertExchange::Arrived ExpertExchange::arrive() {
     slots = std::reduce(count + r * width + 1, count + (r + 1) * width, slots);
   return {rows, weight, make_expert_plan(take(), local_experts_, slots)};
 }
-
 }

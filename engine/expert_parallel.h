@@ -5,7 +5,6 @@
 #include "operators/permute.h"
 
 namespace pith {
-
 // One micro-batch's rows in one layer: T rows of this rank go out as S copies, R rows arrive. Each
 // step starts a transfer that the next one waits for.
 //   forward    ExpertExchange, dispatch, arrive, combine, combined
@@ -37,7 +36,7 @@ class ExpertExchange {
     fetch(grad_rows);
     fetch(grad_weight);
   }
-  std::pair<Tensor, Tensor> dispatched_grad() {
+  pair<Tensor, Tensor> dispatched_grad() {
     const Tensor rows = combined();
     return {rows, combined()};
   }
@@ -45,8 +44,8 @@ class ExpertExchange {
   // (S, ...) -> (R, ...) to the experts, and back: starts a transfer.
   void send(const Tensor& slots) { transfer(slots, received_, sent_); }
   void fetch(const Tensor& rows) { transfer(rows, sent_, received_); }
-  void transfer(const Tensor& tensor, const std::vector<int64_t>& recv,
-      const std::vector<int64_t>& send); // rows by member
+  void transfer(const Tensor& tensor, const vector<int64_t>& recv,
+      const vector<int64_t>& send); // rows by member
   Tensor take(); // the oldest transfer, complete
   Tensor copies(const Tensor& rows) const; // (T, N) -> (S, N)
   Tensor sum_copies(const Tensor& slots) const; // (S, N) -> (T, N)
@@ -57,10 +56,9 @@ class ExpertExchange {
   // Host (2, size, 1 + local experts) int32, sent and received: rows, slots by expert, of each
   // rank. On CUDA a copy under way until counted_.
   Tensor counts_;
-  std::optional<c10::Event> counted_;
-  std::vector<int64_t> sent_, received_; // rows by rank
+  optional<c10::Event> counted_;
+  vector<int64_t> sent_, received_; // rows by rank
   ExpertPlan by_rank_; // T rows to S copies, by rank
-  std::deque<std::pair<Tensor, Work>> transfers_;
+  deque<pair<Tensor, Work>> transfers_;
 };
-
 }

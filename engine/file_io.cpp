@@ -5,13 +5,12 @@
 
 namespace pith {
 namespace {
-
-using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
+using File = unique_ptr<std::FILE, int (*)(std::FILE*)>;
 
 [[noreturn]] void fail(const fs::path& path, const char* action) {
   const bool full = errno == ENOSPC || errno == EDQUOT;
   PITH_FAIL_HINT(full ? "free space on that disk or choose another folder" : "", "cannot {} {}: {}",
-      action, path.string(), std::generic_category().message(errno));
+      action, path, std::generic_category().message(errno));
 }
 
 File open(const fs::path& path, const char* mode) {
@@ -21,20 +20,17 @@ File open(const fs::path& path, const char* mode) {
 }
 
 // The member that seal_json appends: fixed length, so that its place is known without parsing.
-std::string seal_of(std::string_view body) {
-  return fmt::format(" \"checksum\": \"{}\"\n}}\n", xxh3(body));
-}
-
+string seal_of(string_view body) { return fmt::format(" \"checksum\": \"{}\"\n}}\n", xxh3(body)); }
 }
 
 MappedFile map_file(const fs::path& path) {
   const File file = open(path, "re");
-  PITH_CHECK(fs::is_regular_file(path), "{} is not a file", path.string());
+  PITH_CHECK(fs::is_regular_file(path), "{} is not a file", path);
   const uint64_t size = fs::file_size(path);
   if (size == 0) return {std::make_shared<char>(), 0};
   void* pages = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, ::fileno(file.get()), 0);
   if (pages == MAP_FAILED) fail(path, "map");
-  return {std::shared_ptr<const char>(static_cast<const char*>(pages),
+  return {shared_ptr<const char>(static_cast<const char*>(pages),
               [pages, size](const char*) { ::munmap(pages, size); }),
       size};
 }
@@ -44,8 +40,8 @@ OutputFile::OutputFile(fs::path path, uint64_t keep)
       sum_(XXH3_createState(), &XXH3_freeState) {
   if (keep > 0) {
     const uint64_t size = fs::file_size(path_);
-    PITH_CHECK(size >= keep, "{} has {} bytes, fewer than the {} that were written", path_.string(),
-        size, keep);
+    PITH_CHECK(
+        size >= keep, "{} has {} bytes, fewer than the {} that were written", path_, size, keep);
     if (::ftruncate(::fileno(file_.get()), static_cast<off_t>(keep)) != 0 ||
         std::fseek(file_.get(), 0, SEEK_END) != 0)
       fail(path_, "cut");
@@ -53,7 +49,7 @@ OutputFile::OutputFile(fs::path path, uint64_t keep)
   XXH3_64bits_reset(sum_.get());
 }
 
-void OutputFile::append(std::string_view bytes) {
+void OutputFile::append(string_view bytes) {
   if (bytes.empty()) return; // its data may be null
   XXH3_64bits_update(sum_.get(), bytes.data(), bytes.size());
   bytes_ += bytes.size();
@@ -70,29 +66,29 @@ void OutputFile::sync() {
   if (::fsync(::fileno(file_.get())) != 0 && errno != EINVAL) fail(path_, "sync");
 }
 
-std::string OutputFile::close() {
+string OutputFile::close() {
   sync();
   if (std::fclose(file_.release()) != 0) fail(path_, "close");
   return hex(XXH3_64bits_digest(sum_.get()));
 }
 
-nlohmann::json parse_json(std::string_view text, const std::string& source) {
+nlohmann::json parse_json(string_view text, const string& source) {
   using nlohmann::json;
   using Event = json::parse_event_t;
-  std::vector<std::set<std::string>> keys; // of the objects that are open
+  vector<set<string>> keys; // of the objects that are open
   const auto check = [&](int depth, Event event, json& parsed) {
     PITH_CHECK(depth < 64, "{}: values inside each other, more than 64 deep", source);
     if (event == Event::object_start) keys.emplace_back();
     if (event == Event::object_end) keys.pop_back();
     if (event == Event::key)
-      PITH_CHECK(keys.back().insert(parsed.get_ref<const std::string&>()).second,
+      PITH_CHECK(keys.back().insert(parsed.get_ref<const string&>()).second,
           "{}: key {} stands twice in one object", source, parsed.dump());
     return true;
   };
   try {
     return json::parse(text, check);
   } catch (const json::exception& error) {
-    const std::string_view what = error.what(); // "[json.exception.NAME.NUMBER] what and where"
+    const string_view what = error.what(); // "[json.exception.NAME.NUMBER] what and where"
     PITH_FAIL("{}: not JSON: {:.300}", source, what.substr(what.find("] ") + 2));
   }
 }
@@ -101,18 +97,18 @@ nlohmann::json read_json(const fs::path& path) {
   return parse_json(map_file(path).bytes(), path.string());
 }
 
-WrittenFile write_file(const fs::path& folder, const std::string& name, std::string_view bytes) {
+WrittenFile write_file(const fs::path& folder, const string& name, string_view bytes) {
   OutputFile out(folder / name);
   out.append(bytes);
   return {name, bytes.size(), out.close(), {}};
 }
 
-std::vector<std::string> names_in(const fs::path& folder) {
-  std::vector<std::string> names;
+vector<string> names_in(const fs::path& folder) {
+  vector<string> names;
   if (fs::is_directory(folder))
     for (const auto& entry : fs::directory_iterator(folder))
       names.push_back(entry.path().filename().string());
-  std::ranges::sort(names);
+  ranges::sort(names);
   return names;
 }
 
@@ -121,18 +117,17 @@ void sync_folder(const fs::path& folder) {
   if (::fsync(::fileno(file.get())) != 0 && errno != EINVAL) fail(folder, "sync");
 }
 
-std::string seal_json(const std::string& object) {
-  std::string body = object.substr(0, object.find_last_of('}'));
+string seal_json(const string& object) {
+  string body = object.substr(0, object.find_last_of('}'));
   body.erase(body.find_last_not_of(" \n") + 1);
   body += ",\n";
   return body + seal_of(body);
 }
 
-void check_seal(std::string_view text, const std::string& source) {
+void check_seal(string_view text, const string& source) {
   const size_t length = seal_of("").size();
   PITH_CHECK(text.size() > length &&
           text.substr(text.size() - length) == seal_of(text.substr(0, text.size() - length)),
       "{} is damaged: its bytes do not match the checksum on its last line", source);
 }
-
 }

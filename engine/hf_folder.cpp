@@ -4,35 +4,33 @@
 
 namespace pith {
 namespace {
-
 using nlohmann::json;
 
 constexpr const char* kIndex = "model.safetensors.index.json";
 constexpr const char* kSingle = "model.safetensors";
-constexpr std::string_view kUnnumbered = "weights-"; // files of write_weights
+constexpr string_view kUnnumbered = "weights-"; // files of write_weights
 constexpr size_t kListed = 3; // names of one kind that are listed singly
 
 // One error with all problems, a line each.
-[[noreturn]] void fail_with(const std::string& what, const std::vector<std::string>& problems) {
+[[noreturn]] void fail_with(const string& what, const vector<string>& problems) {
   PITH_FAIL("{}: {} problem{}\n  - {}", what, problems.size(), problems.size() == 1 ? "" : "s",
       fmt::join(problems, "\n  - "));
 }
 
 // Appends "kind: name" for each name or summary of many.
-void report(std::vector<std::string>& problems, const std::string& kind,
-    const std::vector<std::string>& names) {
-  for (const std::string& line : summarize_names(names))
+void report(vector<string>& problems, const string& kind, const vector<string>& names) {
+  for (const string& line : summarize_names(names))
     problems.push_back(fmt::format("{}: {}", kind, line));
 }
 
-std::map<std::string, std::string> read_weight_map(const fs::path& path) {
-  using Names = std::map<std::string, std::string>;
+map<string, string> read_weight_map(const fs::path& path) {
+  using Names = map<string, string>;
   const json index = read_json(path);
   const auto map = exactly<Names>(index.is_object() ? index.value("weight_map", json()) : index);
-  PITH_CHECK(map, "{}: there is no object weight_map of file names", path.string());
+  PITH_CHECK(map, "{}: there is no object weight_map of file names", path);
   for (const auto& [name, file] : *map) // in this folder: an index can't be trusted to stay inside
     PITH_CHECK(fs::path(file).filename() == file && file != ".." && file != ".",
-        "{}: {} lies in {}, which is not a file name", path.string(), name, file);
+        "{}: {} lies in {}, which is not a file name", path, name, file);
   return *map;
 }
 
@@ -44,18 +42,16 @@ bool is_packed(const HfFolder& folder, const HfTensor& tensor) {
   return tensor.shape.size() == 3 && tensor.shape[1] % kGroup == 0 &&
       !folder.file_of(tensor.name) && folder.file_of(tensor.name + kBlocks);
 }
-
 }
 
-std::vector<std::string> summarize_names(std::vector<std::string> names) {
-  std::ranges::sort(names, [](const std::string& a, const std::string& b) {
+vector<string> summarize_names(vector<string> names) {
+  ranges::sort(names, [](const string& a, const string& b) {
     return ::strverscmp(a.c_str(), b.c_str()) < 0; // numbers by their values
   });
   static const std::regex number("[0-9]+");
-  std::map<std::string, std::vector<std::string>> alike;
-  for (const std::string& name : names)
-    alike[std::regex_replace(name, number, "#")].push_back(name);
-  std::vector<std::string> lines;
+  map<string, vector<string>> alike;
+  for (const string& name : names) alike[std::regex_replace(name, number, "#")].push_back(name);
+  vector<string> lines;
   for (const auto& [pattern, group] : alike) {
     if (group.size() <= kListed) lines.insert(lines.end(), group.begin(), group.end());
     else lines.push_back(fmt::format("{} to {} ({})", group.front(), group.back(), group.size()));
@@ -65,33 +61,33 @@ std::vector<std::string> summarize_names(std::vector<std::string> names) {
 
 HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
   const bool indexed = fs::exists(folder / kIndex), single = fs::exists(folder / kSingle);
-  PITH_CHECK(fs::is_directory(folder), "{} is not a folder", folder.string());
+  PITH_CHECK(fs::is_directory(folder), "{} is not a folder", folder);
   if (!indexed && !single)
     PITH_FAIL_HINT("a model folder holds config.json and *.safetensors files",
-        "{} holds neither {} nor {}", folder.string(), kSingle, kIndex);
-  std::map<std::string, std::string> weight_map;
+        "{} holds neither {} nor {}", folder, kSingle, kIndex);
+  map<string, string> weight_map;
   if (indexed) weight_map = read_weight_map(folder / kIndex);
-  std::set<std::string> shards;
+  set<string> shards;
   for (const auto& [name, file] : weight_map) shards.insert(file);
   if (!indexed) shards.insert(kSingle);
   PITH_CHECK(!single || shards.contains(kSingle), "{}: {} and {} are both there and disagree",
-      folder.string(), kSingle, kIndex);
+      folder, kSingle, kIndex);
 
-  std::vector<std::string> problems;
-  for (const std::string& shard : shards) {
+  vector<string> problems;
+  for (const string& shard : shards) {
     if (const auto problem = problem_of([&] { files_.emplace_back(folder / shard); });
         !problem.empty()) {
       problems.push_back(problem);
       continue;
     }
-    std::vector<std::string> unlisted, absent;
+    vector<string> unlisted, absent;
     const auto& tensors = files_.back().header().tensors;
     for (const auto& [name, entry] : tensors) {
       if (indexed && !weight_map.contains(name)) {
         unlisted.push_back(name);
       } else if (const auto [first, fresh] = file_of_.emplace(name, files_.size() - 1); !fresh) {
         problems.push_back(fmt::format("tensor {} is in two files: {} and {}", name,
-            files_[first->second].path().filename().string(), shard));
+            files_[first->second].path().filename(), shard));
       }
     }
     for (const auto& [name, file] : weight_map)
@@ -102,19 +98,20 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
   if (!problems.empty()) fail_with(folder.string(), problems);
 }
 
-std::vector<std::string> HfFolder::names() const {
-  const auto names = std::views::keys(file_of_);
-  return {names.begin(), names.end()};
+vector<string> HfFolder::names() const {
+  vector<string> names;
+  for (const auto& [name, file] : file_of_) names.push_back(name);
+  return names;
 }
 
-Tensor HfFolder::tensor(const std::string& name) const {
+Tensor HfFolder::tensor(const string& name) const {
   const SafetensorsFile* file = file_of(name);
-  PITH_CHECK(file, "{}: there is no tensor {}", path_.string(), name);
+  PITH_CHECK(file, "{}: there is no tensor {}", path_, name);
   return file->tensor(name);
 }
 
 Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales) {
-  constexpr std::array<float, 8> kMagnitude{0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  constexpr array<float, 8> kMagnitude{0, 0.5, 1, 1.5, 2, 3, 4, 6};
   check_tensor(scales, "MXFP4 scales", at::kByte, {-1, -1});
   check_tensor(blocks, "MXFP4 blocks", at::kByte, {scales.size(0), scales.size(1), kGroup / 2});
   Tensor out = at::empty({scales.size(0), scales.size(1) * kGroup}, at::TensorOptions(at::kFloat));
@@ -134,7 +131,7 @@ Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales) {
 }
 
 void import_tensor(const HfFolder& folder, const ImportTarget& to) {
-  const std::string& name = to.tensor->name;
+  const string& name = to.tensor->name;
   const int64_t last = to.first + to.target.numel();
   if (!is_packed(folder, *to.tensor)) {
     to.target.copy_(folder.tensor(name).view(-1).narrow(0, to.first, to.target.numel()));
@@ -151,10 +148,10 @@ void import_tensor(const HfFolder& folder, const ImportTarget& to) {
 }
 
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
-    std::span<const std::string> optional_extra) {
-  std::vector<std::string> missing, left_over, ignored, problems;
-  std::set<std::string> used;
-  const auto use = [&](const std::string& name, const std::vector<int64_t>& shape, bool packed) {
+    std::span<const string> optional_extra) {
+  vector<string> missing, left_over, ignored, problems;
+  set<string> used;
+  const auto use = [&](const string& name, const vector<int64_t>& shape, bool packed) {
     used.insert(name);
     const SafetensorsFile* file = folder.file_of(name);
     if (!file) return missing.push_back(name);
@@ -168,7 +165,7 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
           packed ? "uint8" : "bfloat16, float16, float32 or float64"));
   };
   for (const auto& [tensor, first, target] : targets) {
-    std::vector<int64_t> shape = tensor->whole_shape();
+    vector<int64_t> shape = tensor->whole_shape();
     const bool packed = is_packed(folder, *tensor);
     if (packed) shape = {shape[0], shape[2], shape[1] / kGroup};
     use(tensor->name + (packed ? kScales : ""), shape, packed);
@@ -176,11 +173,11 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
     shape.push_back(kGroup / 2);
     use(tensor->name + kBlocks, shape, true);
   }
-  for (const std::string& name : optional_extra) {
+  for (const string& name : optional_extra) {
     used.insert(name);
     if (!folder.file_of(name)) used.insert({name + kBlocks, name + kScales});
   }
-  for (const std::string& name : folder.names()) {
+  for (const string& name : folder.names()) {
     const bool other = name.starts_with("model.visual.") || name.starts_with("mtp.");
     if (!used.count(name)) (other ? ignored : left_over).push_back(name);
   }
@@ -188,16 +185,16 @@ void import_weights(const HfFolder& folder, std::span<const ImportTarget> target
   report(problems, "in the folder, but not in the model", left_over);
   if (!problems.empty()) fail_with(folder.path().string() + " does not fit the model", problems);
 
-  for (const std::string& line : summarize_names(ignored))
+  for (const string& line : summarize_names(ignored))
     if (launch_info().rank == 0) fmt::print(stderr, "not part of the text model: {}\n", line);
   at::NoGradGuard no_grad;
   for (const ImportTarget& to : targets) import_tensor(folder, to);
 }
 
-std::vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
-    const std::vector<NamedTensor>& weights, uint64_t file_bytes) {
-  std::vector<WrittenFile> written;
-  std::vector<NamedTensor> waiting;
+vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
+    const vector<NamedTensor>& weights, uint64_t file_bytes) {
+  vector<WrittenFile> written;
+  vector<NamedTensor> waiting;
   uint64_t filled = 0;
   const auto write = [&] {
     const auto name = fmt::format("{}{}-{}.safetensors", kUnnumbered, writer, written.size());
@@ -214,10 +211,10 @@ std::vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
 }
 
 WrittenFile write_weight_index(
-    const fs::path& folder, std::span<WrittenFile> files, const std::string& inside) {
-  const auto is_weights = [start = inside + std::string(kUnnumbered)](
+    const fs::path& folder, std::span<WrittenFile> files, const string& inside) {
+  const auto is_weights = [start = inside + string(kUnnumbered)](
                               const auto& file) { return file.name.starts_with(start); };
-  const auto count = std::ranges::count_if(files, is_weights);
+  const auto count = ranges::count_if(files, is_weights);
   int64_t number = 0;
   uint64_t total = 0;
   json weight_map = json::object();
@@ -230,9 +227,8 @@ WrittenFile write_weight_index(
       PITH_CHECK(weight_map.emplace(tensor, name).second, "two weights named {}", tensor);
     total += file.bytes - SafetensorsFile(folder / file.name).header().data_offset;
   }
-  PITH_CHECK(!weight_map.empty(), "{}: there are no weights to write", folder.string());
+  PITH_CHECK(!weight_map.empty(), "{}: there are no weights to write", folder);
   const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}};
   return write_file(folder, inside + kIndex, index.dump(2) + "\n");
 }
-
 }

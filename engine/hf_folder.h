@@ -4,29 +4,28 @@
 #include "engine/safetensors.h"
 
 namespace pith {
-
 // model.safetensors, or model.safetensors.index.json with its shards. Opening checks index and
 // shards against each other, both ways, and lists every problem at once.
 class HfFolder {
  public:
   explicit HfFolder(const fs::path& folder);
-  std::vector<std::string> names() const;
-  const SafetensorsFile* file_of(const std::string& name) const { // null: there is no such tensor
+  vector<string> names() const;
+  const SafetensorsFile* file_of(const string& name) const { // null: there is no such tensor
     const auto found = file_of_.find(name);
     return found == file_of_.end() ? nullptr : &files_[found->second];
   }
-  Tensor tensor(const std::string& name) const; // memory-mapped view
+  Tensor tensor(const string& name) const; // memory-mapped view
   const fs::path& path() const { return path_; }
-  const std::vector<SafetensorsFile>& files() const { return files_; }
+  const vector<SafetensorsFile>& files() const { return files_; }
  private:
   fs::path path_;
-  std::vector<SafetensorsFile> files_;
-  std::map<std::string, size_t> file_of_;
+  vector<SafetensorsFile> files_;
+  map<string, size_t> file_of_;
 };
 
 // More than three names that differ only in numbers become one line:
 // "layers.0.experts.0.up_proj to layers.47.experts.127.up_proj (6144)".
-std::vector<std::string> summarize_names(std::vector<std::string> names);
+vector<string> summarize_names(vector<string> names);
 
 // Where elements [first, first + target.numel()) of a tensor go: flat, any float dtype.
 struct ImportTarget {
@@ -44,16 +43,15 @@ Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales);
 // missing, left over (but not in `optional_extra`), of another shape or dtype; those of vision and
 // MTP parts are listed and left out.
 void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
-    std::span<const std::string> optional_extra = {});
+    std::span<const string> optional_extra = {});
 // One of these, of which the folder is known to hold the tensor.
 void import_tensor(const HfFolder& folder, const ImportTarget& to);
 
 // The steps of writing a folder, perhaps by several: each writes its tensors, in order, into files
 // of at most file_bytes or one tensor; then one names all of them, in the order of `files`,
 // model-0000i-of-0000n.safetensors and writes the index. `inside`: "ema/", in the folder.
-std::vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
-    const std::vector<NamedTensor>& weights, uint64_t file_bytes = 5'000'000'000);
+vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
+    const vector<NamedTensor>& weights, uint64_t file_bytes = 5'000'000'000);
 WrittenFile write_weight_index(
-    const fs::path& folder, std::span<WrittenFile> files, const std::string& inside = "");
-
+    const fs::path& folder, std::span<WrittenFile> files, const string& inside = "");
 }

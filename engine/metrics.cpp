@@ -5,7 +5,6 @@
 
 namespace pith {
 namespace {
-
 using Json = nlohmann::ordered_json;
 
 double unix_seconds() {
@@ -28,7 +27,7 @@ Json expert_load(const Tensor& counts, bool all) {
   Json load;
   const auto list = [](const Tensor& x) {
     const Tensor wide = x.to(at::kDouble).contiguous();
-    return std::vector<double>(
+    return vector<double>(
         wide.const_data_ptr<double>(), wide.const_data_ptr<double>() + wide.numel());
   };
   const Tensor share = counts / counts.sum(1, /*keepdim=*/true).clamp_min(1);
@@ -42,11 +41,11 @@ Json expert_load(const Tensor& counts, bool all) {
 }
 
 // Bytes that are no UTF-8 (of a path, say) become U+FFFD: the file stays valid.
-std::string dump(const Json& line) {
+string dump(const Json& line) {
   return line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
-std::string step_line(const StepMetrics& m) {
+string step_line(const StepMetrics& m) {
   Json line = {{"step", m.step}, {"total_steps", m.total_steps}, {"tokens", m.tokens},
       {"trained_tokens", m.trained_tokens}, {"tokens_seen", m.tokens_seen},
       {"time", unix_seconds()}, {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
@@ -64,7 +63,7 @@ uint64_t kept_bytes(const fs::path& path, int64_t resumed_step) {
   if (!fs::is_regular_file(path)) return 0;
   std::ifstream file(path, std::ios::binary);
   uint64_t kept = 0;
-  for (std::string text; std::getline(file, text) && !file.eof(); kept += text.size() + 1) {
+  for (string text; std::getline(file, text) && !file.eof(); kept += text.size() + 1) {
     const Json line = Json::parse(text, nullptr, /*allow_exceptions=*/false);
     const Json step = line.is_object() ? line.value("step", Json()) : Json();
     if (step.is_number_integer() && step.get<int64_t>() > resumed_step) break;
@@ -72,7 +71,7 @@ uint64_t kept_bytes(const fs::path& path, int64_t resumed_step) {
   return kept;
 }
 
-void warn(const char* sink, const std::string& cause) {
+void warn(const char* sink, const string& cause) {
   fmt::print(stderr, "warning: {}; training goes on without {}\n", cause, sink);
 }
 
@@ -80,26 +79,25 @@ void warn(const char* sink, const std::string& cause) {
 // or a length and that many bytes.
 enum Wire : uint32_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
-std::string varint(uint64_t value) {
-  std::string bytes;
+string varint(uint64_t value) {
+  string bytes;
   for (; value >= 128; value >>= 7) bytes += static_cast<char>(value | 128);
   return bytes + static_cast<char>(value);
 }
-std::string field(uint32_t number, Wire wire, const std::string& value) {
+string field(uint32_t number, Wire wire, const string& value) {
   return varint(number << 3 | wire) + (wire == kBytes ? varint(value.size()) : "") + value;
 }
 
-std::string record(int64_t step, const std::string& content) {
-  const std::string bytes = field(1, kFixed64, raw(unix_seconds())) +
+string record(int64_t step, const string& content) {
+  const string bytes = field(1, kFixed64, raw(unix_seconds())) +
       field(2, kVarint, varint(static_cast<uint64_t>(step))) + content;
-  const std::string length = raw(uint64_t{bytes.size()});
+  const string length = raw(uint64_t{bytes.size()});
   return length + raw(masked_crc32c(length)) + bytes + raw(masked_crc32c(bytes));
 }
-
 }
 
-void MetricsLog::Sink::attempt(const std::function<void()>& part) {
-  const std::string problem = problem_of(part);
+void MetricsLog::Sink::attempt(const function<void()>& part) {
+  const string problem = problem_of(part);
   if (problem.empty()) return;
   warn(name, problem);
   file.reset();
@@ -112,16 +110,16 @@ void MetricsLog::Sink::open(const fs::path& at, int64_t resumed_step) {
   });
 }
 
-void MetricsLog::Sink::append(const std::string& bytes) {
+void MetricsLog::Sink::append(const string& bytes) {
   if (!file) return;
   attempt([&] {
     file->append(bytes);
     file->flush();
-    PITH_CHECK(fs::exists(file->path()), "{} was removed", file->path().string());
+    PITH_CHECK(fs::exists(file->path()), "{} was removed", file->path());
   });
 }
 
-void MetricsLog::print_line(const std::string& text) {
+void MetricsLog::print_line(const string& text) {
   if (!print_) return;
   print_ = std::fputs((text + "\n").c_str(), stdout) >= 0 && std::fflush(stdout) == 0;
   if (!print_)
@@ -147,29 +145,28 @@ void MetricsLog::write(const StepMetrics& m) {
 
   recent_seconds_.push_back(m.seconds);
   if (recent_seconds_.size() > 21) recent_seconds_.pop_front();
-  std::vector<double> sorted(recent_seconds_.begin(), recent_seconds_.end());
-  std::ranges::sort(sorted);
+  vector<double> sorted(recent_seconds_.begin(), recent_seconds_.end());
+  ranges::sort(sorted);
   print_line(progress_line(m, sorted[sorted.size() / 2] * real(m.total_steps - m.step)));
 }
 
-void MetricsLog::event(const std::string& name, const std::string& text) {
+void MetricsLog::event(const string& name, const string& text) {
   lines_.append(dump(
       {{"event", name}, {"after_step", last_step_}, {"time", unix_seconds()}, {"text", text}}));
   print_line(fmt::format("{}: {}", name, text));
 }
 
-std::string progress_line(const StepMetrics& m, double seconds_left) {
-  const std::string total = fmt::format("{}", m.total_steps);
-  std::string line =
-      fmt::format("step {:>{}}/{}  loss {:>7.4f}  grad {:>6.4g}  lr {:.2e}  {:>5} tok/s", m.step,
-          total.size(), total, m.loss, m.grad_norm, m.lr, human(tokens_per_second(m)));
+string progress_line(const StepMetrics& m, double seconds_left) {
+  const string total = fmt::format("{}", m.total_steps);
+  string line = fmt::format("step {:>{}}/{}  loss {:>7.4f}  grad {:>6.4g}  lr {:.2e}  {:>5} tok/s",
+      m.step, total.size(), total, m.loss, m.grad_norm, m.lr, human(tokens_per_second(m)));
   if (m.mfu > 0) line += fmt::format("  mfu {:4.1f} %", 100 * m.mfu);
   line += fmt::format("  mem {:5.1f} GiB", m.memory_peak_gib);
   if (seconds_left >= 0) line += fmt::format("  left {}", human_time(seconds_left));
   return line;
 }
 
-std::string human(double value) {
+string human(double value) {
   if (!(value >= 999.5)) return fmt::format("{:.0f}", value);
   for (const char* unit : {"k", "M", "G"}) {
     value /= 1000;
@@ -179,7 +176,7 @@ std::string human(double value) {
   return fmt::format("{:.0f}T", value / 1000);
 }
 
-std::string human_time(double seconds) {
+string human_time(double seconds) {
   const auto s = std::lround(std::min(seconds, 1e9));
   if (s < 60) return fmt::format("{}s", s);
   if (s < 3600) return fmt::format("{}m{:02}s", s / 60, s % 60);
@@ -187,21 +184,21 @@ std::string human_time(double seconds) {
   return fmt::format("{}d{:02}h", s / 86400, s / 3600 % 24);
 }
 
-std::string tensorboard_start(int64_t resumed_step) {
+string tensorboard_start(int64_t resumed_step) {
   // Its version; then a session_log with status START: what older files hold from here on is void.
   return record(0, field(3, kBytes, "brain.Event:2")) +
       record(resumed_step + 1, field(7, kBytes, field(1, kVarint, varint(1))));
 }
 
-std::string tensorboard_scalars(int64_t step, const Scalars& values) {
-  std::string summary;
+string tensorboard_scalars(int64_t step, const Scalars& values) {
+  string summary;
   for (const auto& [tag, value] : values)
     summary += field(
         1, kBytes, field(1, kBytes, tag) + field(2, kFixed32, raw(static_cast<float>(value))));
   return record(step, field(5, kBytes, summary));
 }
 
-uint32_t crc32c(std::string_view bytes) {
+uint32_t crc32c(string_view bytes) {
   uint32_t crc = ~0u;
   for (const char byte : bytes) {
     crc ^= static_cast<uint8_t>(byte);
@@ -210,8 +207,5 @@ uint32_t crc32c(std::string_view bytes) {
   return ~crc;
 }
 
-uint32_t masked_crc32c(std::string_view bytes) {
-  return std::rotr(crc32c(bytes), 15) + 0xA282EAD8u;
-}
-
+uint32_t masked_crc32c(string_view bytes) { return std::rotr(crc32c(bytes), 15) + 0xA282EAD8u; }
 }

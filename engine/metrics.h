@@ -6,8 +6,7 @@
 #include "engine/file_io.h"
 
 namespace pith {
-
-using Scalars = std::vector<std::pair<std::string, double>>;
+using Scalars = vector<pair<string, double>>;
 
 struct StepMetrics {
   int64_t step = 0, total_steps = 0;
@@ -41,39 +40,39 @@ class MetricsLog {
   MetricsLog(const fs::path& run_folder, int64_t resumed_step, bool tensorboard);
   void write(const StepMetrics& metrics); // to all sinks, and the progress line to stdout
   // A line in metrics.jsonl and on stdout (resume, save, validation, stop).
-  void event(const std::string& name, const std::string& text);
+  void event(const string& name, const string& text);
  private:
   struct Sink {
     const char* name;
-    std::optional<OutputFile> file = {}; // none: left out
+    optional<OutputFile> file = {}; // none: left out
     void open(const fs::path& at, int64_t resumed_step);
-    void append(const std::string& bytes); // and flushes
-    void attempt(const std::function<void()>& part);
+    void append(const string& bytes); // and flushes
+    void attempt(const function<void()>& part);
   };
-  void print_line(const std::string& text);
+  void print_line(const string& text);
 
   Sink lines_{"metrics.jsonl"}, events_{"TensorBoard files"};
   bool print_ = true;
   int64_t last_step_;
-  std::deque<double> recent_seconds_; // of the last steps
+  deque<double> recent_seconds_; // of the last steps
 };
 
 // "step   20/1000  loss 4.1234  grad  1.234  lr 3.00e-04   12.3k tok/s  mfu 31.0 %  mem  94.1 GiB
 // left 1h02m"; without an unknown mfu and negative seconds_left.
-std::string progress_line(const StepMetrics& metrics, double seconds_left);
+string progress_line(const StepMetrics& metrics, double seconds_left);
 
 // Three or four significant digits and a unit: "987", "12.3k", "4.56M"; "42s", "1h02m", "3d01h".
-std::string human(double value);
-std::string human_time(double seconds);
+string human(double value);
+string human_time(double seconds);
 
 // Records of an event file: TFRecord frames (length u64, its masked CRC u32, bytes, their masked
 // CRC u32) of an Event (tensorflow/core/util/event.proto). The start makes readers drop what older
 // files hold of steps after `resumed_step`.
-std::string tensorboard_start(int64_t resumed_step);
-std::string tensorboard_scalars(int64_t step, const Scalars& values);
+string tensorboard_start(int64_t resumed_step);
+string tensorboard_scalars(int64_t step, const Scalars& values);
 // CRC-32C (RFC 3720 appendix B.4), and the form that TFRecord files store.
-uint32_t crc32c(std::string_view bytes);
-uint32_t masked_crc32c(std::string_view bytes);
+uint32_t crc32c(string_view bytes);
+uint32_t masked_crc32c(string_view bytes);
 
 // Records while it lives, with one of two tools:
 //   trace    LibTorch's profiler (Kineto). The destructor writes, in `folder`, trace-rankR.json for
@@ -86,7 +85,7 @@ struct ProfileOptions {
   fs::path folder;
   int64_t rank;
   at::Device device;
-  std::string place; // in the mesh: stands in the name of each range
+  string place; // in the mesh: stands in the name of each range
   bool capture, memory;
 };
 class Profile {
@@ -107,8 +106,8 @@ class StageRange {
   StageRange(const StageRange&) = delete;
   StageRange& operator=(const StageRange&) = delete;
  private:
-  std::string name_;
-  std::optional<at::RecordFunction> record_;
+  string name_;
+  optional<at::RecordFunction> record_;
 };
 
 // Ctrl-C, SIGTERM and SIGUSR1 (from `pithtrain launch` and batch systems; silent): the first sets
@@ -117,5 +116,4 @@ class StageRange {
 // outlives the reader of its output.
 void install_signal_handlers();
 bool stop_requested();
-
 }

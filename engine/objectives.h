@@ -5,7 +5,6 @@
 #include "operators/linear_cross_entropy.h"
 
 namespace pith {
-
 struct ObjectiveResult {
   Tensor loss; // root of the backward pass, scaled by 1 / global trained tokens; or undefined
   Tensor loss_sum; // scalar float32: sum of the token losses of this micro-batch, no gradient
@@ -37,5 +36,4 @@ struct AllLogits {
     return {{}, {}, head_logits(hidden, head)};
   }
 };
-
 }

@@ -6,7 +6,6 @@
 
 namespace pith {
 namespace {
-
 constexpr int64_t kBatchElements = int64_t{1} << 27; // of matrices of one size, on a GPU
 
 double decay_of(const UpdateRule& rule, const RunConfig::Training& training) {
@@ -17,13 +16,13 @@ double decay_of(const UpdateRule& rule, const RunConfig::Training& training) {
 // The directions of Muon's matrices of a group, on their way to every rank of its shard group.
 struct Directions {
   Tensor whole = {}, part = {}; // undefined where it has none
-  std::vector<Tensor> matrices = {}; // views of `whole`
+  vector<Tensor> matrices = {}; // views of `whole`
   Work gather = {};
 };
 
 Directions gather_directions(
     ShardGroup& group, const RunConfig::Training& training, const Tensor& scale) {
-  std::vector<std::pair<size_t, const HfTensor*>> tensors;
+  vector<pair<size_t, const HfTensor*>> tensors;
   for (size_t i = 0; i < group.parameters().size(); ++i)
     for (const HfTensor& tensor : group.parameters()[i]->tensors)
       if (tensor.rule.muon) tensors.emplace_back(i, &tensor);
@@ -31,7 +30,7 @@ Directions gather_directions(
   Directions out{
       at::empty(group.values.sizes(), group.values.options()), at::zeros_like(group.value_part)};
   for (const auto& [i, tensor] : tensors)
-    std::ranges::move(
+    ranges::move(
         muon_matrices(Parameter::view_of(group.slice(out.whole, i), *tensor), tensor->fused),
         std::back_inserter(out.matrices));
   for (const auto& [rule, begin, end, second] : group.segments()) {
@@ -47,16 +46,16 @@ Directions gather_directions(
 // What Muon subtracts, in the layout of the part. Collective.
 Tensor muon_updates(const ShardGroup& group, Directions& directions) {
   auto& [whole, part, matrices, gather] = directions;
-  std::map<std::pair<int64_t, int64_t>, std::vector<Tensor>> alike; // this rank's, by size
-  std::vector<int64_t> work(index(group.shard().size())); // each goes to the least busy rank
+  map<pair<int64_t, int64_t>, vector<Tensor>> alike; // this rank's, by size
+  vector<int64_t> work(index(group.shard().size())); // each goes to the least busy rank
   for (const Tensor& matrix : matrices) {
     const int64_t n = matrix.size(0), m = matrix.size(1);
-    const auto least = std::ranges::min_element(work);
+    const auto least = ranges::min_element(work);
     *least += n * n * (2 * m + n);
     if (least - work.begin() == group.shard().rank()) alike[{n, m}].push_back(matrix);
   }
   gather.wait();
-  std::vector<std::pair<Tensor, Tensor>> made;
+  vector<pair<Tensor, Tensor>> made;
   for (const auto& [size, same] : alike) {
     // One at a time on a CPU, so that the bits do not depend on the others.
     const int64_t most = whole.is_cuda() ? kBatchElements / (size.first * size.second) : 1;
@@ -73,15 +72,14 @@ Tensor muon_updates(const ShardGroup& group, Directions& directions) {
   group.shard().reduce_scatter_async(part, whole).wait();
   return part;
 }
-
 }
 
-std::vector<std::string> set_update_rules(
+vector<string> set_update_rules(
     const Units& units, const Units& whole_model, const RunConfig::Training& training) {
-  std::vector<std::regex> patterns;
+  vector<std::regex> patterns;
   for (const TensorGroup& group : training.groups) patterns.emplace_back(group.pattern);
-  std::vector<bool> used(patterns.size());
-  std::map<std::string, std::pair<int64_t, int64_t>> rules; // tensors, elements
+  vector<bool> used(patterns.size());
+  map<string, pair<int64_t, int64_t>> rules; // tensors, elements
   const auto set = [&](const Parameter& parameter, HfTensor& tensor) {
     UpdateRule& rule = tensor.rule;
     const bool matrix = rule.decays && parameter.group != ParameterGroup::embedding;
@@ -111,7 +109,7 @@ std::vector<std::string> set_update_rules(
     PITH_CHECK(used[i],
         "training.groups: no tensor of the model matches \"{}\"; the first one is called {}",
         training.groups[i].pattern, whole_model.at(0).at(0)->tensors.at(0).name);
-  std::vector<std::string> lines;
+  vector<string> lines;
   for (const auto& [rule, size] : rules)
     lines.push_back(
         fmt::format("{}: {} tensors, {} parameters", rule, size.first, human(real(size.second))));
@@ -119,12 +117,12 @@ std::vector<std::string> set_update_rules(
   return lines;
 }
 
-std::vector<Tensor> muon_matrices(const Tensor& tensor, Fused fused) {
+vector<Tensor> muon_matrices(const Tensor& tensor, Fused fused) {
   const int64_t rows = tensor.size(-2), columns = tensor.size(-1);
   const Tensor parts = fused == Fused::rows ? tensor.view({-1, 2, rows / 2, columns})
       : fused == Fused::columns ? tensor.view({-1, rows, columns / 2, 2}).permute({0, 3, 1, 2})
                                 : tensor.view({-1, 1, rows, columns});
-  std::vector<Tensor> matrices;
+  vector<Tensor> matrices;
   for (const Tensor& expert : parts.unbind())
     for (const Tensor& part : expert.unbind())
       matrices.push_back(part.size(0) > part.size(1) ? part.t() : part);
@@ -132,7 +130,7 @@ std::vector<Tensor> muon_matrices(const Tensor& tensor, Fused fused) {
 }
 
 Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh) {
-  std::vector<Tensor> squares;
+  vector<Tensor> squares;
   finish_step(groups, [&](const ShardGroup& group) {
     squares.push_back(sum_of_squares(group.grad_part));
     if (const int64_t replicas = group.replicate().size(); replicas > 1)
@@ -194,8 +192,8 @@ double learning_rate(const RunConfig::Training& training, int64_t step) {
   return floor + (t.lr - floor) * share;
 }
 
-std::map<std::string, std::string> schedule_settings(const RunConfig::Training& t) {
-  std::map<std::string, std::string> settings;
+map<string, string> schedule_settings(const RunConfig::Training& t) {
+  map<string, string> settings;
   const auto add = [&](const char* key, const auto& value) {
     settings[fmt::format("training.{}", key)] = fmt::format("{}", value);
   };
@@ -205,5 +203,4 @@ std::map<std::string, std::string> schedule_settings(const RunConfig::Training& 
   if (t.schedule == "wsd") add("decay_steps", t.decay_steps), add("decay_shape", t.decay_shape);
   return settings;
 }
-
 }

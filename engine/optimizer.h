@@ -5,7 +5,6 @@
 #include "engine/sharding.h"
 
 namespace pith {
-
 inline void zero_grads(std::span<ShardGroup> groups) {
   for (ShardGroup& group : groups) group.zero_grad();
 }
@@ -14,13 +13,13 @@ inline void zero_grads(std::span<ShardGroup> groups) {
 // float64 on the device, the same on every rank. Collective.
 Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh);
 
-using Units = std::vector<std::vector<Parameter*>>; // of a model's parameter_units()
+using Units = vector<vector<Parameter*>>; // of a model's parameter_units()
 
 // Sets the rules of all tensors by training.optimizer and training.groups, before shard groups are
 // made. Muon takes matrices and experts; other tensors of two dimensions where a group says so.
 // `whole_model` may be `units`: an Error lists patterns that match nothing there, and what Muon
 // can't take. -> "muon, rate x 1, decay 0.1: 84 tensors, 1.23M parameters" for each rule.
-std::vector<std::string> set_update_rules(
+vector<string> set_update_rules(
     const Units& units, const Units& whole_model, const RunConfig::Training& training);
 inline OptimizerStates optimizer_states(const RunConfig::Training& training) {
   return {.bf16_moments = training.moments == "bfloat16", .ema = training.ema_decay > 0};
@@ -28,7 +27,7 @@ inline OptimizerStates optimizer_states(const RunConfig::Training& training) {
 
 // The matrices that Muon makes orthogonal in a tensor: one an expert, gate and up apart; views
 // (n, m), n <= m.
-std::vector<Tensor> muon_matrices(const Tensor& tensor, Fused fused);
+vector<Tensor> muon_matrices(const Tensor& tensor, Fused fused);
 
 // Update `step` (1 = the first; skipped ones do not count) with rate `lr`. Gradients are scaled by
 // min(1, clip_norm / norm) unless clip_norm is 0; weight decay is decoupled, on matrices, experts
@@ -50,6 +49,5 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
 double learning_rate(const RunConfig::Training& training, int64_t step);
 
 // The keys that the rate depends on, with their values: "training.lr" -> "0.0003", ...
-std::map<std::string, std::string> schedule_settings(const RunConfig::Training& training);
-
+map<string, string> schedule_settings(const RunConfig::Training& training);
 }

@@ -11,7 +11,6 @@
 
 namespace pith {
 namespace {
-
 // The same values as the start of a new graph.
 Tensor leaf(const Tensor& tensor) {
   if (!tensor.defined()) return {};
@@ -60,19 +59,19 @@ struct Run {
   int chunk;
   int64_t microbatch;
   Tensor embedded = {}; // (T, H), in the embedding's graph
-  std::vector<LayerRun> layers = {}; // the backward pass pops the last
+  vector<LayerRun> layers = {}; // the backward pass pops the last
   Tensor hidden = {}; // (T, H) leaf of the head
   Tensor loss = {}; // root of the head
   Tensor handed_over = {}; // where both chunks meet on the last stage: hidden, then gradient
-  std::vector<WeightGradient> deferred = {};
+  vector<WeightGradient> deferred = {};
 };
 
-std::array<std::vector<int64_t>, 2> layers_of_rank(
-    const std::vector<int64_t>& chunks, int64_t ranks, int64_t rank) {
+array<vector<int64_t>, 2> layers_of_rank(
+    const vector<int64_t>& chunks, int64_t ranks, int64_t rank) {
   PITH_CHECK(std::ssize(chunks) == 2 * ranks,
       "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks, chunks.size());
   const auto layers = [&](int64_t chunk) {
-    std::vector<int64_t> result(index(chunks[index(chunk)]));
+    vector<int64_t> result(index(chunks[index(chunk)]));
     const auto first = std::reduce(chunks.begin(), chunks.begin() + chunk);
     std::iota(result.begin(), result.end(), first);
     return result;
@@ -82,7 +81,7 @@ std::array<std::vector<int64_t>, 2> layers_of_rank(
 
 // In a group of two: `out` goes to the other, `in` comes from it.
 Work transfer(const Comm& pair, Tensor& in, const Tensor& out) {
-  std::vector<int64_t> received(2), sent(2);
+  vector<int64_t> received(2), sent(2);
   received[index(1 - pair.rank())] = in.size(0);
   sent[index(1 - pair.rank())] = out.size(0);
   return pair.all_to_all_async(in, out, received, sent);
@@ -95,7 +94,7 @@ struct StageLink {
   at::TensorOptions options;
   int64_t hidden_size;
   size_t ahead; // messages that may be under way
-  std::deque<Work> sent = {};
+  deque<Work> sent = {};
 
   // (tokens, H). Asked for only when needed: NCCL holds processors while it waits, and a GPU that
   // computes meanwhile loses more by that than the transfer takes.
@@ -120,10 +119,10 @@ struct StageLink {
 };
 
 // [2 * chunk + (1 for gradients)]; a shared head is a third chunk.
-std::deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, at::ScalarType dtype) {
+deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, at::ScalarType dtype) {
   const auto options = at::TensorOptions(mesh.device);
   const bool first = mesh.place.pp == 0, last = mesh.place.pp + 1 == mesh.shape.pp;
-  std::deque<StageLink> links;
+  deque<StageLink> links;
   for (size_t i = 0; i < (mesh.shape.head_share > 0 ? 6U : 4U); ++i) {
     // Groups connect at their first message and wait for the other side: here, not behind one.
     for (const Comm& group : {mesh.previous[i], mesh.next[i]}) {
@@ -139,11 +138,10 @@ std::deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, at::Sca
   }
   return links;
 }
-
 }
 
-ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
-    const MeshPlace& place, const ModelConfig& config) {
+ModelPart model_part(const vector<int64_t>& chunks, const MeshShape& shape, const MeshPlace& place,
+    const ModelConfig& config) {
   PITH_CHECK(config.num_experts % shape.ep == 0,
       "parallel.ep {} does not divide the model's {} experts", shape.ep, config.num_experts);
   PITH_CHECK(shape.head_share == 0 || !config.tie_embeddings,
@@ -151,7 +149,7 @@ ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
   const int64_t experts = config.num_experts / shape.ep;
   const bool head = place.pp == 0 || (place.pp == 1 && shape.head_share > 0);
   ModelPart part{{}, place.pp == 0, head, experts * place.ep, experts * (place.ep + 1)};
-  for (const std::vector<int64_t>& layers : layers_of_rank(chunks, shape.pp, place.pp))
+  for (const vector<int64_t>& layers : layers_of_rank(chunks, shape.pp, place.pp))
     part.layers.insert(part.layers.end(), layers.begin(), layers.end());
   PITH_CHECK(place.pp == 0 || !part.layers.empty(),
       "pipeline stage {} of {} would hold no layer; lower parallel.pp", place.pp, shape.pp);
@@ -163,15 +161,15 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   const Mesh& mesh_;
   RotaryTable rotary_;
   RouterTraining router_;
-  std::array<std::vector<int64_t>, 2> layers_; // of this rank's two chunks
-  std::deque<StageLink> links_;
+  array<vector<int64_t>, 2> layers_; // of this rank's two chunks
+  deque<StageLink> links_;
   ModelShards shards_;
   bool recompute_;
   bool defers_; // weight gradients over several actions: not if resharded
   StageObserver observer_ = {};
 
   bool last_ = false; // is this the last backward of its layers?
-  std::array<std::vector<Run>, 2> runs_ = {}; // [chunk][micro-batch]
+  array<vector<Run>, 2> runs_ = {}; // [chunk][micro-batch]
   BatchResult result_ = {};
 
   void report(int64_t layer, const char* stage, const Tensor& tensor) const {
@@ -188,7 +186,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     return c10::GradMode::is_enabled() && (!recompute_ || layer.again);
   }
   Run& run_of(int chunk, int64_t microbatch) { return runs_[index(chunk)][index(microbatch)]; }
-  const std::vector<int64_t>& layers_of(const Run& run) const { return layers_[index(run.chunk)]; }
+  const vector<int64_t>& layers_of(const Run& run) const { return layers_[index(run.chunk)]; }
   StageLink& hidden_link(const Run& run) { return links_[run.chunk == 0 ? 0 : 2]; }
   StageLink& gradient_link(const Run& run) { return links_[run.chunk == 0 ? 1 : 3]; }
   // A micro-batch's last tokens, whose head the second stage computes in training.
@@ -323,7 +321,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   Tensor attend_backward(LayerRun& layer) {
     const StageRange range("attend backward", layer.layer);
     // An undefined gradient counts as 1 (scalar roots); a root nobody needed is left out.
-    std::vector<Tensor> roots{layer.attended.residual}, grads{take_grad(layer.joined.residual)};
+    vector<Tensor> roots{layer.attended.residual}, grads{take_grad(layer.joined.residual)};
     const auto root = [&](const Tensor& tensor, const Tensor& grad) {
       roots.push_back(tensor);
       grads.push_back(grad);
@@ -425,7 +423,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
       LayerRun& b = backward.layers.back();
       aggregate_backward(backward, b, grad); // gradients start for the experts
       LayerRun& f = attend(forward, layers_of(forward)[i], hidden);
-      std::vector<WeightGradient> weights;
+      vector<WeightGradient> weights;
       {
         const DeferWeightGradients defer(weights);
         experts_backward(b); // and come back during what follows
@@ -464,7 +462,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     backward_end(run, grad);
   }
 
-  template <class Objective> BatchResult execute(const std::vector<Action>& schedule,
+  template <class Objective> BatchResult execute(const vector<Action>& schedule,
       std::span<const MicroBatch> batches, const Objective& objective, std::span<LayerCache> caches,
       std::span<RoutingTape> tapes) {
     result_ = {};
@@ -493,7 +491,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
       if (goes_back) grad = backward_begin(run);
       if (pass.kind == Pass::head) shared_head(run, objective);
       if (goes_forward && goes_back) overlap(ahead, hidden, run, grad);
-      std::optional<DeferWeightGradients> defer;
+      optional<DeferWeightGradients> defer;
       if (put_off) defer.emplace(run.deferred);
       if (goes_back) finish_backward(run, grad);
       if (goes_forward) finish_forward(ahead, hidden, objective);
@@ -510,8 +508,8 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
 };
 
 template <DecoderModel Model> Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh,
-    int64_t positions, RouterTraining router, std::vector<int64_t> chunks,
-    const ModelShards* shards, bool recompute) {
+    int64_t positions, RouterTraining router, vector<int64_t> chunks, const ModelShards* shards,
+    bool recompute) {
   const auto& config = model.config();
   if (chunks.empty()) chunks = {config.num_layers, 0};
   if (const Tensor& bias = config.router_state.bias; bias.defined()) {
@@ -570,5 +568,4 @@ PITH_FAMILY(GptOssModel);
 PITH_FAMILY(Qwen35MoeModel);
 #undef PITH_FAMILY
 #undef PITH_OBJECTIVE
-
 }

@@ -7,7 +7,6 @@
 #include "models/model.h"
 
 namespace pith {
-
 // Sums over one call's micro-batches, this rank's tokens and layers; left on the device. Losses and
 // reports are on stages that compute the head, of their tokens.
 struct BatchResult {
@@ -16,15 +15,15 @@ struct BatchResult {
   Tensor z_sum; // the same of logsumexp(router logits)^2 over tokens, where trained
   Tensor expert_counts; // (all layers, E) int64: this rank's choices
   int64_t num_moe_layers = 0;
-  std::vector<Tensor> per_token; // the objective's, by micro-batch
+  vector<Tensor> per_token; // the objective's, by micro-batch
 };
 
 // Sees stage outputs by name, "model.layers.3.attend.rows": for traces, to find a NaN.
-using StageObserver = std::function<void(const std::string& name, const Tensor& tensor)>;
+using StageObserver = function<void(const string& name, const Tensor& tensor)>;
 
 // Layers of each of 2 * PP chunks, balanced by cost; on one stage without expert parallelism all in
 // the first: there is nothing to overlap with.
-template <class Config> std::vector<int64_t> default_chunks(
+template <class Config> vector<int64_t> default_chunks(
     const Config& config, const MeshShape& shape, int64_t sequence_length) {
   const int64_t layers = config.num_layers;
   if (shape.pp == 1 && shape.ep == 1) return {layers, 0};
@@ -34,8 +33,8 @@ template <class Config> std::vector<int64_t> default_chunks(
   return balance_chunks(shape.pp, layers, {3 * head / layer / kHeadSpeed, shape.head_share});
 }
 // What `place` holds of a model cut so. A tied head is not shared by two stages.
-ModelPart model_part(const std::vector<int64_t>& chunks, const MeshShape& shape,
-    const MeshPlace& place, const ModelConfig& config);
+ModelPart model_part(const vector<int64_t>& chunks, const MeshShape& shape, const MeshPlace& place,
+    const ModelConfig& config);
 
 template <DecoderModel Model> class Pipeline {
  public:
@@ -43,8 +42,7 @@ template <DecoderModel Model> class Pipeline {
   // all. `shards`: where the model is cut. `recompute`: keep only layers' inputs, compute the rest
   // again by the same routes in the backward pass (Chen et al. 2016, arXiv 1604.06174).
   Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
-      std::vector<int64_t> chunks = {}, const ModelShards* shards = nullptr,
-      bool recompute = false);
+      vector<int64_t> chunks = {}, const ModelShards* shards = nullptr, bool recompute = false);
 
   // Adds the gradients of the mean loss over the global batch (and of balance losses) to every
   // Parameter::grad. `tapes`: one a micro-batch to record or replay routes, or empty. Collective
@@ -61,7 +59,6 @@ template <DecoderModel Model> class Pipeline {
   RouterState& router_state(); // first the configuration's bias; each forward reads it
  private:
   struct Impl;
-  std::shared_ptr<Impl> impl_;
+  shared_ptr<Impl> impl_;
 };
-
 }

@@ -11,15 +11,14 @@
 
 namespace pith {
 namespace {
-
 namespace profiler = torch::autograd::profiler;
 namespace settings = torch::profiler::impl;
 
-using Spans = std::vector<std::pair<uint64_t, uint64_t>>; // begin and end in nanoseconds
+using Spans = vector<pair<uint64_t, uint64_t>>; // begin and end in nanoseconds
 
 // The same times in order, none of them twice.
 Spans merged(Spans spans) {
-  std::ranges::sort(spans);
+  ranges::sort(spans);
   Spans result;
   for (const auto& [begin, end] : spans) {
     if (result.empty() || begin > result.back().second) result.emplace_back(begin, end);
@@ -35,7 +34,7 @@ double milliseconds(const Spans& spans) {
 }
 
 // The part of a span that lies outside of merged ones.
-double alone(const std::pair<uint64_t, uint64_t>& span, const Spans& others) {
+double alone(const pair<uint64_t, uint64_t>& span, const Spans& others) {
   Spans inside;
   for (const auto& [begin, end] : others)
     if (begin < span.second && end > span.first)
@@ -43,25 +42,25 @@ double alone(const std::pair<uint64_t, uint64_t>& span, const Spans& others) {
   return milliseconds({span}) - milliseconds(inside);
 }
 
-constexpr std::string_view kStage = "stage "; // names of ranges: "stage dispatch, layer 3 (...)"
-std::optional<std::string> place_of_ranges; // of the Profile that lives
+constexpr string_view kStage = "stage "; // names of ranges: "stage dispatch, layer 3 (...)"
+optional<string> place_of_ranges; // of the Profile that lives
 
 // What a trace says in words. On a CPU the operators take the kernels' place.
-std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device device) {
+string summary(const vector<profiler::KinetoEvent>& events, at::Device device) {
   Spans computing, communicating, both;
   uint64_t first = UINT64_MAX, last = 0;
-  std::map<std::string, std::pair<double, int64_t>> by_name; // ms, calls
+  map<string, pair<double, int64_t>> by_name; // ms, calls
   struct Range {
-    std::string stage;
+    string stage;
     int64_t stream;
-    std::pair<uint64_t, uint64_t> span;
+    pair<uint64_t, uint64_t> span;
   };
-  std::vector<Range> ranges, transfers;
+  vector<Range> ranges, transfers;
   for (const auto& event : events) {
     if (event.deviceType() != device.type() || event.durationNs() == 0) continue;
-    const std::string name = event.name();
+    const string name = event.name();
     const bool communicates = name.starts_with("nccl");
-    const std::pair span(event.startNs(), event.endNs());
+    const pair span(event.startNs(), event.endNs());
     const int64_t stream = event.deviceResourceId();
     if (name.starts_with(kStage)) {
       ranges.push_back({name.substr(kStage.size(), name.find(',') - kStage.size()), stream, span});
@@ -79,14 +78,14 @@ std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device
   const double busy = milliseconds(both), work = milliseconds(computing);
   const double talk = milliseconds(communicating), exposed = busy - work;
   const double span = milliseconds({{first, last}});
-  std::string text = fmt::format(
+  string text = fmt::format(
       "{:.2f} ms: computing {:.2f}, communication {:.2f} ({:.1f} % behind computing, {:.2f} ms "
       "alone), idle {:.2f}\n",
       span, work, talk, talk > 0 ? 100 * (1 - exposed / talk) : 0.0, exposed, span - busy);
   computing = merged(computing);
-  std::map<std::string, double> exposed_by_stage;
+  map<string, double> exposed_by_stage;
   for (const Range& transfer : transfers) {
-    const auto owner = std::ranges::find_if(ranges, [&](const Range& range) {
+    const auto owner = ranges::find_if(ranges, [&](const Range& range) {
       return range.stream == transfer.stream && range.span.first <= transfer.span.first &&
           transfer.span.second <= range.span.second;
     });
@@ -96,9 +95,9 @@ std::string summary(const std::vector<profiler::KinetoEvent>& events, at::Device
   for (const auto& [stage, ms] : exposed_by_stage)
     text += fmt::format("  alone, started by {}: {:.2f} ms\n", stage, ms);
   text += "\n      ms      %   calls  name\n";
-  std::vector<std::pair<double, std::string>> order;
+  vector<pair<double, string>> order;
   for (const auto& [name, total] : by_name) order.emplace_back(-total.first, name);
-  std::ranges::sort(order);
+  ranges::sort(order);
   for (const auto& [ms, name] : order)
     text += fmt::format(
         "{:8.2f} {:6.2f} {:7}  {:.140}\n", -ms, -100 * ms / span, by_name[name].second, name);
@@ -113,13 +112,11 @@ template <class F> F* torch_cuda(const char* name) {
 }
 
 void record_memory(bool on) { // torch::cuda::_record_memory_history
-  torch_cuda<void(
-      bool, bool, int64_t, bool, bool, bool, bool, bool, const std::vector<std::string>&)>(
+  torch_cuda<void(bool, bool, int64_t, bool, bool, bool, bool, bool, const vector<string>&)>(
       "_ZN5torch4cuda22_record_memory_historyEbblbbbbbRKSt6vector"
       "INSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS"
       "7_EE")(on, false, 1'000'000, false, false, true, false, false, {});
 }
-
 }
 
 Profile::Profile(ProfileOptions options) : options_(std::move(options)) {
@@ -131,7 +128,7 @@ Profile::Profile(ProfileOptions options) : options_(std::move(options)) {
 #endif
   if (options_.capture) return;
   const settings::ProfilerConfig config(settings::ProfilerState::KINETO);
-  std::set<settings::ActivityType> kinds{settings::ActivityType::CPU};
+  set<settings::ActivityType> kinds{settings::ActivityType::CPU};
   if (options_.device.is_cuda()) kinds.insert(settings::ActivityType::CUDA);
   profiler::prepareProfiler(config, kinds);
   profiler::enableProfiler(config, kinds);
@@ -149,7 +146,7 @@ Profile::~Profile() {
 #endif
     if (options_.memory && options_.device.is_cuda()) {
       write_file(options_.folder, name("memory-rank{}.pickle"),
-          torch_cuda<std::string()>("_ZN5torch4cuda24_memory_snapshot_pickledB5cxx11Ev")());
+          torch_cuda<string()>("_ZN5torch4cuda24_memory_snapshot_pickledB5cxx11Ev")());
       record_memory(false);
     }
     if (options_.capture) return;
@@ -177,5 +174,4 @@ StageRange::~StageRange() {
   if (record_) nvtxRangePop();
 #endif
 }
-
 }

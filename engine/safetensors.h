@@ -4,22 +4,21 @@
 #include "engine/file_io.h"
 
 namespace pith {
-
 struct TensorEntry {
   at::ScalarType dtype;
-  std::vector<int64_t> shape;
+  vector<int64_t> shape;
   uint64_t begin, end; // bytes in the data section
 };
 
 // The header as the format defines it: 8 bytes length, JSON, data. An Error names `source` and the
 // tensor for every violation. Allocates a multiple of the bytes given, whatever they say.
 struct SafetensorsHeader {
-  std::map<std::string, TensorEntry> tensors;
-  std::map<std::string, std::string> metadata;
+  map<string, TensorEntry> tensors;
+  map<string, string> metadata;
   uint64_t data_offset = 0; // in the file
 };
 SafetensorsHeader parse_safetensors_header(
-    std::string_view head, uint64_t file_size, const std::string& source);
+    string_view head, uint64_t file_size, const string& source);
 
 // A memory-mapped file; the mapping lives as long as any of its tensors.
 class SafetensorsFile {
@@ -27,19 +26,18 @@ class SafetensorsFile {
   explicit SafetensorsFile(const fs::path& path);
   const SafetensorsHeader& header() const { return header_; }
   const fs::path& path() const { return path_; }
-  std::string_view bytes(const std::string& name) const; // of one tensor, as stored
+  string_view bytes(const string& name) const; // of one tensor, as stored
   // CPU; do not write to it. No copy, unless the data are not aligned to the dtype in this file.
-  Tensor tensor(const std::string& name) const;
+  Tensor tensor(const string& name) const;
  private:
   fs::path path_;
   MappedFile file_;
   SafetensorsHeader header_;
 };
 
-using NamedTensor = std::pair<std::string, Tensor>;
+using NamedTensor = pair<string, Tensor>;
 
 // Writes CPU tensors in the order given with metadata {"format": "pt"}, durably; the same tensors
 // give the same bytes. At most one tensor is copied at a time.
-WrittenFile write_safetensors(const fs::path& path, const std::vector<NamedTensor>& tensors);
-
+WrittenFile write_safetensors(const fs::path& path, const vector<NamedTensor>& tensors);
 }

@@ -2,11 +2,10 @@
 #include "core/random.h"
 
 namespace pith {
-
 int64_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw_index) {
   PITH_CHECK(options.temperature >= 0 && std::isfinite(options.temperature),
       "temperature {}: must be a finite number of at least 0", options.temperature);
-  for (const auto& [name, p] : {std::pair{"top_p", options.top_p}, {"min_p", options.min_p}})
+  for (const auto& [name, p] : {pair{"top_p", options.top_p}, {"min_p", options.min_p}})
     PITH_CHECK(p >= 0 && p <= 1, "{} {}: must be in [0, 1]", name, p);
   PITH_CHECK(options.top_k >= 0, "top_k {}: must be at least 0", options.top_k);
   size_t best = 0;
@@ -19,7 +18,7 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   if (options.temperature == 0 || options.top_k == 1) return static_cast<int64_t>(best);
 
   // Candidates, always in an order that depends on the logits alone: ids until a filter sorts them.
-  std::vector<int32_t> ids(logits.size());
+  vector<int32_t> ids(logits.size());
   std::iota(ids.begin(), ids.end(), 0);
   const auto likelier = [&](int32_t a, int32_t b) {
     const float x = logits[index(a)], y = logits[index(b)];
@@ -40,10 +39,10 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   if (options.top_p < 1) {
     const double wanted = options.top_p * total_weight();
     const auto less_likely = [&](int32_t a, int32_t b) { return likelier(b, a); };
-    std::ranges::make_heap(ids, less_likely);
-    std::vector<int32_t> kept;
+    ranges::make_heap(ids, less_likely);
+    vector<int32_t> kept;
     for (double sum = 0; !ids.empty() && (kept.empty() || sum < wanted); ids.pop_back()) {
-      std::ranges::pop_heap(ids, less_likely);
+      ranges::pop_heap(ids, less_likely);
       kept.push_back(ids.back());
       sum += weight(ids.back());
     }
@@ -64,5 +63,4 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   }
   return drawn;
 }
-
 }

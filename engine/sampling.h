@@ -1,7 +1,6 @@
 // Drawing the next token from logits, on the host, reproducibly.
 #pragma once
 namespace pith {
-
 struct SamplingOptions {
   double temperature = 1; // 0 = greedy: the highest logit
   double top_p = 1; // 1 = off
@@ -21,5 +20,4 @@ struct SamplingOptions {
 // inside. A logit of -inf is never drawn; NaN, +inf, nothing left to draw or an option out of range
 // is an Error.
 int64_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw_index);
-
 }

@@ -2,7 +2,6 @@
 
 namespace pith {
 namespace {
-
 // Chunk of the whole model that a pass of rank r is about.
 size_t chunk_of(int64_t ranks, size_t rank, const Pass& pass) {
   return pass.chunk == 0 ? rank : 2 * index(ranks) - 1 - rank;
@@ -10,9 +9,9 @@ size_t chunk_of(int64_t ranks, size_t rank, const Pass& pass) {
 
 // Builds one rank's list, counting micro-batches by itself.
 struct Builder {
-  std::vector<Action> actions;
+  vector<Action> actions;
   int64_t forwards[2] = {}, backwards[2] = {};
-  std::deque<Pass> put_off;
+  deque<Pass> put_off;
 
   Pass next_forward(int chunk) { return {Pass::forward, chunk, forwards[chunk]++}; }
   void forward(int chunk) { actions.push_back({next_forward(chunk)}); }
@@ -34,9 +33,9 @@ struct Builder {
 
 // Rank 1's list with its share of the head: of each micro-batch one action after the forward that
 // leads there, by when the last chunk has come to its head.
-std::vector<Action> with_head(const std::vector<Action>& actions) {
-  std::vector<Action> all;
-  std::optional<Pass> waiting;
+vector<Action> with_head(const vector<Action>& actions) {
+  vector<Action> all;
+  optional<Pass> waiting;
   for (const Action& action : actions) {
     all.push_back(action);
     if (waiting) all.push_back({*std::exchange(waiting, {})});
@@ -47,8 +46,8 @@ std::vector<Action> with_head(const std::vector<Action>& actions) {
   return all;
 }
 
-double cost_of(const Action& action, const std::vector<StageCosts>& costs, HeadCosts head,
-    int64_t ranks, size_t rank) {
+double cost_of(const Action& action, const vector<StageCosts>& costs, HeadCosts head, int64_t ranks,
+    size_t rank) {
   double sum = 0, hidden = std::numeric_limits<double>::infinity();
   for (const Pass& pass : action) {
     if (pass.kind == Pass::head) return head.cost * head.share;
@@ -63,10 +62,9 @@ double cost_of(const Action& action, const std::vector<StageCosts>& costs, HeadC
   }
   return action.size() > 1 ? sum - hidden : sum;
 }
-
 }
 
-std::vector<Action> make_schedule(
+vector<Action> make_schedule(
     int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head) {
   PITH_CHECK(n >= 1, "a step needs at least one micro-batch");
   if (ranks > 1 && n < 2 * ranks)
@@ -98,15 +96,15 @@ std::vector<Action> make_schedule(
   return shared_head && rank == 1 ? with_head(b.actions) : b.actions;
 }
 
-std::vector<Action> forward_schedule(int64_t n) {
-  std::vector<Action> actions;
+vector<Action> forward_schedule(int64_t n) {
+  vector<Action> actions;
   for (int64_t i = 0; i < n; ++i)
     for (const int chunk : {0, 1}) actions.push_back({{Pass::forward, chunk, i}});
   return actions;
 }
 
-std::string to_string(const std::vector<Action>& schedule) {
-  std::string text;
+string to_string(const vector<Action>& schedule) {
+  string text;
   for (const Action& action : schedule) {
     if (!text.empty()) text += ' ';
     for (const Pass& pass : action)
@@ -117,20 +115,20 @@ std::string to_string(const std::vector<Action>& schedule) {
 }
 
 Simulation simulate(
-    int64_t ranks, int64_t n, bool overlap, const std::vector<StageCosts>& costs, HeadCosts head) {
+    int64_t ranks, int64_t n, bool overlap, const vector<StageCosts>& costs, HeadCosts head) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
   const auto count = index(ranks);
   Simulation result;
   result.intervals.resize(count);
   result.peak_activations.assign(count, 0);
-  std::vector<double> free_at(count, 0), work(count, 0);
-  std::vector<int64_t> kept(count, 0);
+  vector<double> free_at(count, 0), work(count, 0);
+  vector<int64_t> kept(count, 0);
   for (int64_t rank = 0; rank < ranks; ++rank)
     result.actions.push_back(make_schedule(ranks, rank, n, overlap, head.share > 0));
   // When a micro-batch leaves each station of its way: the chunks forward, rank 1's share of the
   // head, the chunks in reverse back.
-  std::vector<std::vector<double>> left(4 * count + 1, std::vector<double>(index(n), kNever));
-  std::vector<double> at_head(index(n), kNever); // when it comes to the head
+  vector<vector<double>> left(4 * count + 1, vector<double>(index(n), kNever));
+  vector<double> at_head(index(n), kNever); // when it comes to the head
 
   for (bool moved = true; moved;) {
     moved = false;
@@ -179,15 +177,15 @@ Simulation simulate(
   return result;
 }
 
-std::string draw_svg(const Simulation& simulation) {
+string draw_svg(const Simulation& simulation) {
   constexpr double kWidth = 1200, kRow = 26;
   const double scale = kWidth / simulation.makespan;
   const double height = kRow * real(simulation.actions.size()) + 24;
-  std::string svg = fmt::format(
+  string svg = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{:.0f}\" height=\"{:.0f}\" "
       "font-family=\"monospace\" font-size=\"9\">\n",
       kWidth + 60, height);
-  const auto write = [&](double x, double y, const std::string& text) {
+  const auto write = [&](double x, double y, const string& text) {
     svg += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>\n", x, y, text);
   };
   for (size_t r = 0; r < simulation.actions.size(); ++r) {
@@ -221,25 +219,25 @@ std::string draw_svg(const Simulation& simulation) {
   return svg + "</svg>\n";
 }
 
-std::vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts head) {
+vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts head) {
   const auto chunks = index(2 * ranks);
   // The step of a long run takes as long as the slowest pair of the main phase and the bubble.
-  const auto step = [&](const std::vector<int64_t>& counts) {
-    std::vector<StageCosts> costs;
+  const auto step = [&](const vector<int64_t>& counts) {
+    vector<StageCosts> costs;
     for (const int64_t count : counts) costs.push_back({real(count), real(count), real(count)});
     return simulate(ranks, 4 * ranks, ranks > 1, costs, head);
   };
-  std::vector<int64_t> best(chunks, 0);
+  vector<int64_t> best(chunks, 0);
   for (size_t layer = 0; layer < index(layers); ++layer) ++best[layer % chunks];
   Simulation now = step(best);
   for (bool improved = true; improved;) { // moves single layers off the busiest rank
     improved = false;
-    const std::vector<int64_t> start = best;
-    const auto busiest = index(std::ranges::min_element(now.bubble) - now.bubble.begin());
+    const vector<int64_t> start = best;
+    const auto busiest = index(ranges::min_element(now.bubble) - now.bubble.begin());
     for (const size_t from : {busiest, chunks - 1 - busiest}) {
       for (size_t to = 0; to < chunks; ++to) {
         if (from == to || start[from] == 0) continue;
-        std::vector<int64_t> moved = start;
+        vector<int64_t> moved = start;
         --moved[from], ++moved[to];
         Simulation other = step(moved);
         if (other.makespan >= now.makespan - 1e-9) continue;
@@ -249,5 +247,4 @@ std::vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts hea
   }
   return best;
 }
-
 }

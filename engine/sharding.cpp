@@ -5,7 +5,6 @@
 
 namespace pith {
 namespace {
-
 constexpr int64_t kAlignment = 64; // elements: rows of BF16 matrices start on 128-byte borders
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -19,15 +18,14 @@ void point_at(const Tensor& shell, const Tensor& memory) {
   storage->set_data_ptr_noswap(at::DataPtr(data, shell.device()));
   storage->set_nbytes(memory.defined() ? memory.nbytes() : 0);
 }
-
 }
 
-ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device,
+ShardGroup::ShardGroup(vector<Parameter*> parameters, at::ScalarType dtype, at::Device device,
     Use use, Comm shard, Comm replicate, ShardMode mode, int64_t unit, OptimizerStates states)
     : parameters_(std::move(parameters)), shard_(std::move(shard)),
       replicate_(std::move(replicate)), mode_(shard_.size() == 1 ? ShardMode::keep : mode),
       unit_(unit), reductions_(std::make_shared<Reductions>()) {
-  std::ranges::stable_sort(parameters_, std::greater(),
+  ranges::stable_sort(parameters_, std::greater(),
       [](const Parameter* parameter) { return parameter->tensors.front().rule; });
   int64_t total = 0;
   for (const Parameter* parameter : parameters_) {
@@ -78,8 +76,8 @@ ShardGroup::ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype,
   if (training) point_at(grads, {});
 }
 
-std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
-  std::vector<Piece> pieces;
+vector<ShardGroup::Piece> ShardGroup::pieces() const {
+  vector<Piece> pieces;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     for (const HfTensor& tensor : parameters_[i]->tensors) {
       const int64_t at = offsets_[i] + tensor.offset - part_begin(); // its start in the part
@@ -94,7 +92,7 @@ std::vector<ShardGroup::Piece> ShardGroup::pieces() const {
 }
 
 int64_t ShardGroup::second_moment_at(int64_t begin) const {
-  const auto segment = std::ranges::upper_bound(segments_, begin, {}, &Segment::begin) - 1;
+  const auto segment = ranges::upper_bound(segments_, begin, {}, &Segment::begin) - 1;
   return segment->rule.muon ? -1 : segment->second + begin - segment->begin;
 }
 
@@ -197,18 +195,16 @@ Work ShardGroup::finish_reduction() {
   return replicate_.all_reduce_async(grad_part);
 }
 
-std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
-    at::ScalarType dtype, const Mesh& mesh, ShardGroup::Use use, ShardMode mode,
-    OptimizerStates states) {
-  std::vector<ShardGroup> groups;
+vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, at::ScalarType dtype,
+    const Mesh& mesh, ShardGroup::Use use, ShardMode mode, OptimizerStates states) {
+  vector<ShardGroup> groups;
   for (size_t unit = 0; unit < units.size(); ++unit) {
-    std::vector<Parameter*> dense, experts;
+    vector<Parameter*> dense, experts;
     for (Parameter* parameter : units[unit]) {
       const bool cut = parameter->group == ParameterGroup::expert && mesh.expert.size() > 1;
       (cut ? experts : dense).push_back(parameter);
     }
-    const auto add = [&](std::vector<Parameter*>& parameters, const Comm& shard,
-                         const Comm& replicate) {
+    const auto add = [&](vector<Parameter*>& parameters, const Comm& shard, const Comm& replicate) {
       if (parameters.empty()) return;
       // What two stages share is used at different times: not gathered for each use.
       const bool shared = shard.size() > mesh.dense_shard.size();
@@ -222,7 +218,7 @@ std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Paramete
   return groups;
 }
 
-void finish_step(std::span<ShardGroup> groups, const std::function<void(const ShardGroup&)>& then) {
+void finish_step(std::span<ShardGroup> groups, const function<void(const ShardGroup&)>& then) {
   for (ShardGroup& group : groups) group.start_reduction();
   for (ShardGroup& group : std::views::reverse(groups)) { // as the backward pass did
     group.finish_reduction().wait();
@@ -234,7 +230,7 @@ ModelShards::ModelShards(
     std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight) {
   if (groups.empty()) return;
   const int64_t last = groups.front().unit();
-  std::vector<UnitShards> units(index(last + 1));
+  vector<UnitShards> units(index(last + 1));
   for (ShardGroup& group : groups) units[index(last - group.unit())].groups.push_back(&group);
   if (part.head) {
     head = std::move(units.back());
@@ -250,11 +246,10 @@ ModelShards::ModelShards(
   for (const int64_t layer : part.layers) layers[layer] = std::move(units[next++]);
 }
 
-std::vector<Parameter*> all_parameters(std::span<ShardGroup> groups) {
-  std::vector<Parameter*> all;
+vector<Parameter*> all_parameters(std::span<ShardGroup> groups) {
+  vector<Parameter*> all;
   for (const ShardGroup& group : groups)
     all.insert(all.end(), group.parameters().begin(), group.parameters().end());
   return all;
 }
-
 }

@@ -5,7 +5,6 @@
 #include "core/parameter.h"
 
 namespace pith {
-
 struct ModelPart; // models/model.h
 
 // What training keeps of each element beside its master weight.
@@ -42,7 +41,7 @@ class ShardGroup {
   enum class Use { training, inference }; // inference: no gradients, masters, moments
 
   // `unit`: which of the model's units it belongs to, counted from the last.
-  ShardGroup(std::vector<Parameter*> parameters, at::ScalarType dtype, at::Device device, Use use,
+  ShardGroup(vector<Parameter*> parameters, at::ScalarType dtype, at::Device device, Use use,
       Comm shard = {}, Comm replicate = {}, ShardMode mode = ShardMode::keep, int64_t unit = 0,
       OptimizerStates states = {});
 
@@ -77,14 +76,14 @@ class ShardGroup {
   void start_reduction();
   [[nodiscard]] Work finish_reduction();
 
-  const std::vector<Parameter*>& parameters() const { return parameters_; }
-  const std::vector<Segment>& segments() const { return segments_; }
+  const vector<Parameter*>& parameters() const { return parameters_; }
+  const vector<Segment>& segments() const { return segments_; }
   const Comm& shard() const { return shard_; }
   const Comm& replicate() const { return replicate_; }
   ShardMode mode() const { return mode_; }
   int64_t unit() const { return unit_; }
   int64_t part_begin() const { return shard_.rank() * value_part.numel(); }
-  std::vector<Piece> pieces() const; // what this rank's part holds, in order
+  vector<Piece> pieces() const; // what this rank's part holds, in order
   int64_t second_moment_at(int64_t begin) const; // of a piece, in exp_avg_sq; -1: it is Muon's
   Tensor slice(const Tensor& buffer, size_t i) const { // parameter i's of a whole buffer, flat
     return buffer.narrow(0, offsets_[i], parameters_[i]->numel());
@@ -104,14 +103,13 @@ class ShardGroup {
       target.add_(sum);
     }
   };
-  using Reductions = std::deque<Reduction>;
-  friend std::vector<ShardGroup> make_shard_groups(
-      const std::vector<std::vector<Parameter*>>& units, at::ScalarType dtype, const Mesh& mesh,
-      Use use, ShardMode mode, OptimizerStates states);
+  using Reductions = deque<Reduction>;
+  friend vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units,
+      at::ScalarType dtype, const Mesh& mesh, Use use, ShardMode mode, OptimizerStates states);
 
-  std::vector<Parameter*> parameters_;
-  std::vector<int64_t> offsets_;
-  std::vector<Segment> segments_;
+  vector<Parameter*> parameters_;
+  vector<int64_t> offsets_;
+  vector<Segment> segments_;
   Comm shard_, replicate_;
   ShardMode mode_;
   int64_t unit_;
@@ -119,7 +117,7 @@ class ShardGroup {
   Work gather_, reduction_; // under way: of the weights; keep: into grad_part
   int64_t uses_ = 0, backwards_ = 0; // open before_*, before_backward
   bool reduced_ = false; // keep: the reduction of this step is started
-  std::shared_ptr<Reductions> reductions_; // reshard: under way, of all groups of a model
+  shared_ptr<Reductions> reductions_; // reshard: under way, of all groups of a model
 };
 
 // Elements [first, first + target.numel()) of one tensor.
@@ -128,22 +126,22 @@ void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTenso
 
 // A group for each unit over mesh.dense_*, and, where EP > 1, one for its experts over
 // mesh.expert_*.
-std::vector<ShardGroup> make_shard_groups(const std::vector<std::vector<Parameter*>>& units,
-    at::ScalarType dtype, const Mesh& mesh, ShardGroup::Use use, ShardMode mode = ShardMode::keep,
+vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, at::ScalarType dtype,
+    const Mesh& mesh, ShardGroup::Use use, ShardMode mode = ShardMode::keep,
     OptimizerStates states = {});
 
 // After the last backward of a step: every grad_part becomes the sum over shard and replicate
 // groups. Calls `then` with each group whose sum is there while the next ones arrive.
-void finish_step(std::span<ShardGroup> groups, const std::function<void(const ShardGroup&)>& then);
+void finish_step(std::span<ShardGroup> groups, const function<void(const ShardGroup&)>& then);
 
 // The groups of one unit, none where this process does not hold it. `tied`: the head's embedding,
 // whose own backward follows the head's last.
 struct UnitShards {
-  std::vector<ShardGroup*> groups;
+  vector<ShardGroup*> groups;
   ShardGroup* tied = nullptr;
-  void prefetch() const { std::ranges::for_each(groups, &ShardGroup::prefetch); }
+  void prefetch() const { ranges::for_each(groups, &ShardGroup::prefetch); }
   void before_forward() const { start(&ShardGroup::before_forward); }
-  void after_forward() const { std::ranges::for_each(groups, &ShardGroup::after_forward); }
+  void after_forward() const { ranges::for_each(groups, &ShardGroup::after_forward); }
   void before_backward() const { start(&ShardGroup::before_backward); }
   void after_backward(bool last = false) const {
     for (ShardGroup* group : groups) group->after_backward(last && group != tied);
@@ -151,18 +149,17 @@ struct UnitShards {
  private:
   void start(void (ShardGroup::*verb)()) const {
     prefetch(); // of all, before the first one waits
-    std::ranges::for_each(groups, verb);
+    ranges::for_each(groups, verb);
   }
 };
 
 // Addresses into a part's groups. head_weight: null where it has no head.
 struct ModelShards {
   UnitShards embedding, head;
-  std::map<int64_t, UnitShards> layers; // by index in the whole model
+  map<int64_t, UnitShards> layers; // by index in the whole model
   ModelShards() = default;
   ModelShards(std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight);
 };
 
-std::vector<Parameter*> all_parameters(std::span<ShardGroup> groups);
-
+vector<Parameter*> all_parameters(std::span<ShardGroup> groups);
 }

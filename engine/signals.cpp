@@ -4,7 +4,6 @@
 
 namespace pith {
 namespace {
-
 std::atomic<int64_t> first_signal_ns{0}; // 0 = none yet
 bool in_job = false; // of several processes: there SIGTERM comes after another rank's failure
 static_assert(std::atomic<int64_t>::is_always_lock_free, "used inside a signal handler");
@@ -18,7 +17,7 @@ void handle_stop(int signal) {
   const int64_t now = int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
   int64_t first = 0;
   if (first_signal_ns.compare_exchange_strong(first, now)) {
-    constexpr std::string_view text =
+    constexpr string_view text =
         "\nstopping: this step is finished and saved first; once more to exit at once\n";
     if (signal != SIGUSR1 && !in_job) [[maybe_unused]]
       const auto written = write(STDERR_FILENO, text.data(), text.size());
@@ -27,7 +26,6 @@ void handle_stop(int signal) {
   }
   errno = saved_errno;
 }
-
 }
 
 void install_signal_handlers() {
@@ -42,5 +40,4 @@ void install_signal_handlers() {
 }
 
 bool stop_requested() { return first_signal_ns != 0; }
-
 }

@@ -7,7 +7,6 @@
 #include "operators/swiglu.h"
 
 namespace pith {
-
 using nlohmann::json;
 
 bool Fields::has(const char* key) const { return object_.contains(key) && !object_[key].is_null(); }
@@ -51,7 +50,7 @@ RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn) {
       fields.problem(key, "must be an object");
       continue;
     }
-    Fields inner(fields[key], std::string(key) + ".");
+    Fields inner(fields[key], string(key) + ".");
     config.rope_theta = inner.number("rope_theta", config.rope_theta);
     rope.partial = inner.number("partial_rotary_factor", rope.partial);
     bool stretched = false;
@@ -80,11 +79,11 @@ RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn) {
   return rope;
 }
 
-std::vector<bool> layers_of_type(
+vector<bool> layers_of_type(
     Fields& fields, int64_t num_layers, const char* type, int64_t interval) {
   const bool stated = fields.has("layer_types");
   const json types = stated ? fields["layer_types"] : json::array();
-  std::vector<bool> chosen(index(std::min<int64_t>(num_layers, 1 << 16)));
+  vector<bool> chosen(index(std::min<int64_t>(num_layers, 1 << 16)));
   if (stated && (!types.is_array() || types.size() < chosen.size()))
     return fields.problem("layer_types", "must list every layer"), chosen;
   for (size_t i = 0; i < chosen.size(); ++i) {
@@ -95,21 +94,21 @@ std::vector<bool> layers_of_type(
   return chosen;
 }
 
-std::shared_ptr<const json> read_config(const fs::path& path) {
+shared_ptr<const json> read_config(const fs::path& path) {
   const auto file = fs::is_directory(path) ? path / "config.json" : path;
   std::ifstream stream(file);
-  PITH_CHECK(stream, "cannot read the model configuration {}", file.string());
+  PITH_CHECK(stream, "cannot read the model configuration {}", file);
   auto object = std::make_shared<const json>(json::parse(stream, nullptr, false));
-  PITH_CHECK(!object->is_discarded(), "{} is not valid JSON", file.string());
+  PITH_CHECK(!object->is_discarded(), "{} is not valid JSON", file);
   return object;
 }
 
-std::string text_of(const json& object) { return object.dump(); }
+string text_of(const json& object) { return object.dump(); }
 
 static Tensor table_of(const json& object, const char* key, at::ScalarType dtype) {
-  const auto all = object.get<std::map<std::string, std::vector<std::vector<double>>>>();
+  const auto all = object.get<map<string, vector<vector<double>>>>();
   if (!all.contains(key)) return {};
-  std::vector<Tensor> rows;
+  vector<Tensor> rows;
   for (const auto& row : all.at(key)) {
     if (row.size() != all.at(key)[0].size()) throw std::invalid_argument("rows differ in length");
     rows.push_back(at::tensor(row, at::kDouble));
@@ -150,16 +149,16 @@ void read_heads(Fields& fields, ModelConfig& config, int64_t num_kv_heads, int64
   if (config.head_dim % 2 != 0) fields.problem("head_dim", "must be even (rotary embedding)");
 }
 
-std::string with_router_state(const std::string& config_json, const RouterState& state) {
+string with_router_state(const string& config_json, const RouterState& state) {
   json object = json::parse(config_json);
-  for (const auto& [name, table] : {std::pair("bias", state.bias), {"shares", state.shares}}) {
+  for (const auto& [name, table] : {pair("bias", state.bias), {"shares", state.shares}}) {
     if (!table.defined()) continue;
     json& part = object.contains("text_config") ? object["text_config"] : object;
     json& rows = part["router_state"][name] = json::array();
     const Tensor wide = table.to(at::kCPU, at::kDouble);
     for (int64_t layer = 0; layer < wide.size(0); ++layer) {
       const double* row = wide[layer].const_data_ptr<double>();
-      rows.push_back(std::vector<double>(row, row + wide.size(1)));
+      rows.push_back(vector<double>(row, row + wide.size(1)));
     }
   }
   return object.dump(2) + "\n";
@@ -173,7 +172,7 @@ void ModelConfig::cut_layers(int64_t layers) {
     if (table->defined()) *table = table->slice(0, 0, layers);
 }
 
-std::string ModelConfig::generation_json() const {
+string ModelConfig::generation_json() const {
   const json whole = json::parse(source_json), object = whole.value("text_config", whole);
   json generation = json::object();
   for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
@@ -181,8 +180,8 @@ std::string ModelConfig::generation_json() const {
   return generation.dump(2) + "\n";
 }
 
-json config_for_export(const std::string& source_json, const char* architecture, int64_t num_layers,
-    at::ScalarType dtype) {
+json config_for_export(
+    const string& source_json, const char* architecture, int64_t num_layers, at::ScalarType dtype) {
   json object = json::parse(source_json);
   object["architectures"] = {architecture};
   object["num_hidden_layers"] = num_layers;
@@ -196,21 +195,21 @@ json config_for_export(const std::string& source_json, const char* architecture,
   return object;
 }
 
-std::vector<Parameter*> existing(std::initializer_list<Parameter*> parameters) {
-  std::vector<Parameter*> all(parameters);
+vector<Parameter*> existing(std::initializer_list<Parameter*> parameters) {
+  vector<Parameter*> all(parameters);
   std::erase_if(all, [](const Parameter* parameter) { return parameter->shape.empty(); });
   return all;
 }
 
-Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred) {
+Parameter norm_weight(const string& name, int64_t size, bool zero_centred) {
   return Parameter(name, {size}, ParameterGroup::norm, zero_centred ? Init::zeros : Init::ones);
 }
 
-Parameter matrix(const std::string& name, int64_t out, int64_t in, Init init) {
+Parameter matrix(const string& name, int64_t out, int64_t in, Init init) {
   return Parameter(name, {out, in}, ParameterGroup::matrix, init);
 }
 
-Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden) {
+Parameter qkv_weight(const string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden) {
   return Parameter(prefix + "qkv_proj.weight", {q_size + 2 * kv_size, hidden},
       {{prefix + "q_proj.weight", {q_size, hidden}, 0},
           {prefix + "k_proj.weight", {kv_size, hidden}, q_size * hidden},
@@ -218,7 +217,7 @@ Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size,
       ParameterGroup::matrix, Init::normal);
 }
 
-SwigluMlp::SwigluMlp(const std::string& prefix, int64_t width, int64_t hidden)
+SwigluMlp::SwigluMlp(const string& prefix, int64_t width, int64_t hidden)
     : gate_up(prefix + "gate_up_proj.weight", {2 * width, hidden},
           {{prefix + "gate_proj.weight", {width, hidden}, 0},
               {prefix + "up_proj.weight", {width, hidden}, width * hidden}},
@@ -230,29 +229,29 @@ Tensor SwigluMlp::operator()(const Tensor& rows) {
   return linear(swiglu(linear(rows, gate_up)), down);
 }
 
-void SwigluMoe::make_experts(
-    const std::string& prefix, const ModelConfig& config, const ModelPart& part) {
+SwigluExperts::SwigluExperts(
+    const string& prefix, const ModelConfig& config, const ModelPart& part) {
   const int64_t width = config.moe_intermediate_size, hidden = config.hidden_size;
   const int64_t numel = width * hidden, held = part.expert_end - part.expert_begin;
-  std::vector<HfTensor> gates_ups, downs;
+  vector<HfTensor> gates_ups, downs;
   for (int64_t e = 0; e < held; ++e) {
-    const std::string expert = fmt::format("{}experts.{}.", prefix, part.expert_begin + e);
+    const string expert = fmt::format("{}experts.{}.", prefix, part.expert_begin + e);
     gates_ups.push_back({expert + "gate_proj.weight", {width, hidden}, 2 * numel * e});
     gates_ups.push_back({expert + "up_proj.weight", {width, hidden}, 2 * numel * e + numel});
     downs.push_back({expert + "down_proj.weight", {hidden, width}, numel * e});
   }
-  router_ = Parameter(
+  router = Parameter(
       prefix + "gate.weight", {config.num_experts, hidden}, ParameterGroup::router, Init::normal);
-  experts_gate_up_ = Parameter(prefix + "experts.gate_up_proj", {held, 2 * width, hidden},
+  gate_up = Parameter(prefix + "experts.gate_up_proj", {held, 2 * width, hidden},
       std::move(gates_ups), ParameterGroup::expert, Init::normal);
-  experts_down_ = Parameter(prefix + "experts.down_proj", {held, hidden, width}, std::move(downs),
+  down = Parameter(prefix + "experts.down_proj", {held, hidden, width}, std::move(downs),
       ParameterGroup::expert, Init::output_normal);
 }
 
-Tensor SwigluMoe::experts(
+Tensor SwigluExperts::operator()(
     const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
-  const Tensor slots = swiglu(grouped_linear(permute(rows, plan), experts_gate_up_, plan));
-  return unpermute(grouped_linear(slots, experts_down_, plan), row_weight, plan);
+  const Tensor slots = swiglu(grouped_linear(permute(rows, plan), gate_up, plan));
+  return unpermute(grouped_linear(slots, down, plan), row_weight, plan);
 }
 
 void choose_routes(
@@ -284,5 +283,4 @@ void choose_routes(
   if (context.router.z_loss > 0)
     out.z_sum = logits.logsumexp(1).square().masked_fill(context.batch.row_id.lt(0), 0).sum();
 }
-
 }

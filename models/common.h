@@ -5,11 +5,10 @@
 #include "operators/rms_norm.h"
 
 namespace pith {
-
 // Reads fields of a config.json; collects what is wrong instead of stopping at the first.
 class Fields {
  public:
-  explicit Fields(const nlohmann::json& object, std::string prefix = "")
+  explicit Fields(const nlohmann::json& object, string prefix = "")
       : object_(object), prefix_(std::move(prefix)) {}
 
   bool has(const char* key) const; // and not null
@@ -23,14 +22,14 @@ class Fields {
   // A problem unless the field is absent or this: else unsupported.
   void only(const char* key, const nlohmann::json& value);
 
-  void problem(const std::string& key, const std::string& text) {
+  void problem(const string& key, const string& text) {
     problems_ += fmt::format("\n  {}{} {}", prefix_, key, text);
   }
   void add_problems(const Fields& other) { problems_ += other.problems_; }
-  const std::string& problems() const { return problems_; }
+  const string& problems() const { return problems_; }
  private:
   const nlohmann::json& object_;
-  std::string prefix_, problems_;
+  string prefix_, problems_;
 };
 
 // Reads what all families say alike; keys of the experts' number and width.
@@ -48,18 +47,17 @@ struct RopeFields {
 RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn);
 
 // Layers of this type by layer_types, else all but every `interval`-th; others: full attention.
-std::vector<bool> layers_of_type(
-    Fields& fields, int64_t num_layers, const char* type, int64_t interval);
+vector<bool> layers_of_type(Fields& fields, int64_t num_layers, const char* type, int64_t interval);
 
 // The object in a config.json or a folder's, and back to text.
-std::shared_ptr<const nlohmann::json> read_config(const fs::path& path);
-std::string text_of(const nlohmann::json& object);
+shared_ptr<const nlohmann::json> read_config(const fs::path& path);
+string text_of(const nlohmann::json& object);
 
 // Reads config.json in any of a family's styles by Family::read(). One Error lists all missing,
 // ill-typed or unsupported fields.
 // NOLINTNEXTLINE(bugprone-crtp-constructor-accessibility)
 template <class Family> struct FamilyConfig : ModelConfig {
-  static Family parse(const nlohmann::json& object, const std::string& source) {
+  static Family parse(const nlohmann::json& object, const string& source) {
     Family config;
     Fields fields(object);
     config.read(fields);
@@ -74,12 +72,12 @@ template <class Family> struct FamilyConfig : ModelConfig {
 };
 
 // The config.json that was read, with these changes.
-nlohmann::json config_for_export(const std::string& source_json, const char* architecture,
-    int64_t num_layers, at::ScalarType dtype);
+nlohmann::json config_for_export(
+    const string& source_json, const char* architecture, int64_t num_layers, at::ScalarType dtype);
 // The same with the state of its router's balancing, as read_common() reads it.
-std::string with_router_state(const std::string& config_json, const RouterState& state);
+string with_router_state(const string& config_json, const RouterState& state);
 
-Parameter norm_weight(const std::string& name, int64_t size, bool zero_centred = false);
+Parameter norm_weight(const string& name, int64_t size, bool zero_centred = false);
 
 template <class ItsConfig, class ItsLayer> class Decoder {
  public:
@@ -89,7 +87,7 @@ template <class ItsConfig, class ItsLayer> class Decoder {
   Decoder(Config config, const ModelPart& part) : config_(std::move(config)), part_(part) {
     const int64_t h = config_.hidden_size;
     const bool tied = config_.tie_embeddings;
-    const auto table = [&](const std::string& name) {
+    const auto table = [&](const string& name) {
       return Parameter(name, {config_.vocab_size, h}, ParameterGroup::embedding, Init::normal);
     };
     if (part.embedding || (part.head && tied))
@@ -109,8 +107,8 @@ template <class ItsConfig, class ItsLayer> class Decoder {
     return make_rotary_table(
         num_positions, config_.rotary_dim, config_.rope_theta, device, config_.yarn);
   }
-  std::vector<std::vector<Parameter*>> parameter_units() {
-    std::vector<std::vector<Parameter*>> units;
+  vector<vector<Parameter*>> parameter_units() {
+    vector<vector<Parameter*>> units;
     if (!embedding_.shape.empty()) units.push_back({&embedding_});
     for (Layer& layer : layers_) units.push_back(layer.parameters());
     if (!norm_.shape.empty()) units.push_back({&norm_});
@@ -121,7 +119,7 @@ template <class ItsConfig, class ItsLayer> class Decoder {
   Config config_;
   ModelPart part_;
   Parameter embedding_, norm_, head_; // (V, H), (H), (V, H), as the part holds them
-  std::deque<Layer> layers_; // a deque: operators keep addresses of parameters
+  deque<Layer> layers_; // a deque: operators keep addresses of parameters
 };
 
 // mixing: floating-point operations of a token's attention, forward and backward.
@@ -144,29 +142,29 @@ ModelSize size_of(const typename Model::Config& config, double mixing, int64_t a
   return size;
 }
 
-std::vector<Parameter*> existing(std::initializer_list<Parameter*> parameters);
+vector<Parameter*> existing(std::initializer_list<Parameter*> parameters);
 
-Parameter matrix(const std::string& name, int64_t out, int64_t in, Init init = Init::normal);
+Parameter matrix(const string& name, int64_t out, int64_t in, Init init = Init::normal);
 // One parameter (q_size + 2 kv_size, hidden).
-Parameter qkv_weight(const std::string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden);
+Parameter qkv_weight(const string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden);
 
 // A dense MLP or shared experts; without parameters: undefined.
 struct SwigluMlp {
   Parameter gate_up, down; // (2 width, hidden): gate rows, then up rows; (hidden, width)
 
   SwigluMlp() = default;
-  SwigluMlp(const std::string& prefix, int64_t width, int64_t hidden);
+  SwigluMlp(const string& prefix, int64_t width, int64_t hidden);
   Tensor operator()(const Tensor& rows); // (T, H) -> (T, H)
 };
 
-// Stages 3 and 5 with SwiGLU experts; on disk each expert's gate, up and down.
-class SwigluMoe : public SumOfParts {
- public:
-  Tensor experts(
+// Stage 3 with SwiGLU; on disk each expert's gate, up and down.
+struct SwigluExperts {
+  Parameter router, gate_up, down; // (E, H); of a part (e, 2 I, H), (e, H, I)
+
+  SwigluExperts() = default;
+  SwigluExperts(const string& prefix, const ModelConfig& config, const ModelPart& part);
+  Tensor operator()(
       const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan);
- protected:
-  void make_experts(const std::string& prefix, const ModelConfig& config, const ModelPart& part);
-  Parameter router_, experts_gate_up_, experts_down_; // (E, H); of a part (e, 2 I, H), (e, H, I)
 };
 
 struct RouteChoice {
@@ -178,5 +176,4 @@ struct RouteChoice {
 // Routes (or the context's: replayed, balanced), weights, balance loss of logits (T, E).
 void choose_routes(
     const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
-
 }

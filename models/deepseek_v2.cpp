@@ -4,7 +4,6 @@
 #include "operators/linear.h"
 
 namespace pith {
-
 constexpr double kLatentEps = 1e-6; // of the latents' norms, despite rms_norm_eps
 
 void DeepseekV2Config::read(Fields& fields) {
@@ -43,7 +42,7 @@ void DeepseekV2Config::read(Fields& fields) {
   fields.only("mlp_bias", false);
 }
 
-std::string DeepseekV2Config::to_json(at::ScalarType dtype) const {
+string DeepseekV2Config::to_json(at::ScalarType dtype) const {
   return config_for_export(source_json, "DeepseekV2ForCausalLM", num_layers, dtype).dump(2) + "\n";
 }
 
@@ -68,8 +67,8 @@ ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
 DeepseekV2Layer::DeepseekV2Layer(
     const DeepseekV2Config& config, int64_t layer, const ModelPart& part)
     : config_(config), sparse_(layer >= config.dense_layers) {
-  const std::string prefix = fmt::format("{}layers.{}.", config.prefix, layer);
-  const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
+  const string prefix = fmt::format("{}layers.{}.", config.prefix, layer);
+  const string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
   const int64_t h = config.hidden_size, heads = config.num_heads;
   input_norm_ = norm_weight(prefix + "input_layernorm.weight", h);
   // Queries or their latent, then the latent of keys and values with the rotary key.
@@ -92,14 +91,14 @@ DeepseekV2Layer::DeepseekV2Layer(
     mlp_ = SwigluMlp(mlp, config.intermediate_size, h);
     return;
   }
-  make_experts(mlp, config, part);
+  experts = SwigluExperts(mlp, config, part);
   const int64_t shared = config.shared_experts * config.moe_intermediate_size;
   if (shared > 0) mlp_ = SwigluMlp(mlp + "shared_experts.", shared, h);
 }
 
-std::vector<Parameter*> DeepseekV2Layer::parameters() {
+vector<Parameter*> DeepseekV2Layer::parameters() {
   return existing({&input_norm_, &in_, &q_norm_, &q_up_, &kv_norm_, &kv_up_, &o_, &post_norm_,
-      &router_, &experts_gate_up_, &experts_down_, &mlp_.gate_up, &mlp_.down});
+      &experts.router, &experts.gate_up, &experts.down, &mlp_.gate_up, &mlp_.down});
 }
 
 // (T, H) -> (T, heads Dv)
@@ -107,7 +106,7 @@ Tensor DeepseekV2Layer::mix_tokens(const LayerContext& context, const Tensor& no
   const DeepseekV2Config& c = config_;
   const int64_t tokens = normed.size(0), heads = c.num_heads;
   const MicroBatch& batch = context.batch;
-  const std::vector<Tensor> parts = at::split_with_sizes(
+  const vector<Tensor> parts = at::split_with_sizes(
       linear(normed, in_), {in_.shape[0] - c.kv_rank - c.rotary_dim, c.kv_rank, c.rotary_dim}, 1);
   // A copy is normalised: the backward pass does not keep the whole projection.
   const auto latent_norm = [](const Tensor& x, Parameter& weight) {
@@ -135,7 +134,7 @@ Attended DeepseekV2Layer::attend(const LayerContext& context, const Tensor& hidd
   out.residual = hidden + linear(mix_tokens(context, rms_norm(hidden, input_norm_, eps)), o_);
   out.rows = rms_norm(out.residual, post_norm_, eps);
   if (!sparse_) return out;
-  choose_routes(context, linear_fp32(out.rows, router_),
+  choose_routes(context, linear_fp32(out.rows, experts.router),
       {.k = config_.experts_per_token,
           .num_experts = config_.num_experts,
           .normalize = false,
@@ -145,5 +144,4 @@ Attended DeepseekV2Layer::attend(const LayerContext& context, const Tensor& hidd
       out);
   return out;
 }
-
 }

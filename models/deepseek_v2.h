@@ -4,7 +4,6 @@
 #include "models/common.h"
 
 namespace pith {
-
 struct DeepseekV2Config : FamilyConfig<DeepseekV2Config> {
   static constexpr const char* kName = "deepseek_v2";
   int64_t q_rank, kv_rank; // q_rank 0: queries have no latent
@@ -15,19 +14,21 @@ struct DeepseekV2Config : FamilyConfig<DeepseekV2Config> {
   double routed_scale, softmax_scale;
 
   void read(Fields& fields);
-  std::string to_json(at::ScalarType dtype) const;
+  string to_json(at::ScalarType dtype) const;
   ModelSize size(int64_t sequence_length) const;
 
   int64_t qk_dim() const { return plain_dim + rotary_dim; }
 };
 
-class DeepseekV2Layer : public SwigluMoe {
+class DeepseekV2Layer {
  public:
   DeepseekV2Layer(const DeepseekV2Config& config, int64_t index, const ModelPart& part);
 
   Attended attend(const LayerContext& context, const Tensor& hidden);
   Tensor shared(const LayerContext&, const Attended& attended) { return mlp_(attended.rows); }
-  std::vector<Parameter*> parameters();
+  SwigluExperts experts;
+  static constexpr auto aggregate = sum_of_parts;
+  vector<Parameter*> parameters();
  private:
   Tensor mix_tokens(const LayerContext& context, const Tensor& normed);
 
@@ -42,5 +43,4 @@ class DeepseekV2Layer : public SwigluMoe {
 
 using DeepseekV2Model = Decoder<DeepseekV2Config, DeepseekV2Layer>;
 static_assert(DecoderModel<DeepseekV2Model>);
-
 }

@@ -6,7 +6,6 @@
 #include "operators/swiglu.h"
 
 namespace pith {
-
 using nlohmann::json;
 
 void GptOssConfig::read(Fields& fields) {
@@ -29,7 +28,7 @@ void GptOssConfig::read(Fields& fields) {
   }
 }
 
-std::string GptOssConfig::to_json(at::ScalarType dtype) const {
+string GptOssConfig::to_json(at::ScalarType dtype) const {
   json object = config_for_export(source_json, "GptOssForCausalLM", num_layers, dtype);
   object.erase("quantization_config"); // what is written is not packed
   return object.dump(2) + "\n";
@@ -51,9 +50,9 @@ ModelSize GptOssConfig::size(int64_t sequence_length) const {
 
 GptOssLayer::GptOssLayer(const GptOssConfig& config, int64_t layer, const ModelPart& part)
     : config_(config), window_(config.windowed.at(index(layer)) ? config.window : 0) {
-  const std::string prefix = fmt::format("{}layers.{}.", config.prefix, layer);
-  const std::string attention = prefix + "self_attn.", router = prefix + "mlp.router.",
-                    experts = prefix + "mlp.experts.";
+  const string prefix = fmt::format("{}layers.{}.", config.prefix, layer);
+  const string attention = prefix + "self_attn.", router = prefix + "mlp.router.",
+               experts = prefix + "mlp.experts.";
   const int64_t h = config.hidden_size, q = config.num_heads * config.head_dim,
                 kv = config.num_kv_heads * config.head_dim, width = config.moe_intermediate_size,
                 count = config.num_experts;
@@ -63,7 +62,7 @@ GptOssLayer::GptOssLayer(const GptOssConfig& config, int64_t layer, const ModelP
       {{attention + "q_proj.bias", {q}, 0}, {attention + "k_proj.bias", {kv}, q},
           {attention + "v_proj.bias", {kv}, q + kv}},
       ParameterGroup::bias, Init::zeros);
-  const auto bias = [](const std::string& name, int64_t size, Init init) {
+  const auto bias = [](const string& name, int64_t size, Init init) {
     return Parameter(name, {size}, ParameterGroup::bias, init);
   };
   sinks_ = bias(attention + "sinks", config.num_heads, Init::normal);
@@ -72,7 +71,7 @@ GptOssLayer::GptOssLayer(const GptOssConfig& config, int64_t layer, const ModelP
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
   router_ = Parameter(router + "weight", {count, h}, ParameterGroup::router, Init::normal);
   router_bias_ = bias(router + "bias", count, Init::normal);
-  const auto held = [&](const char* name, std::vector<int64_t> shape, Init init,
+  const auto held = [&](const char* name, vector<int64_t> shape, Init init,
                         Fused fused = Fused::none) {
     shape.insert(shape.begin(), part.expert_end - part.expert_begin);
     return Parameter(experts + name, shape,
@@ -85,7 +84,7 @@ GptOssLayer::GptOssLayer(const GptOssConfig& config, int64_t layer, const ModelP
   down_bias_ = held("down_proj_bias", {h}, Init::zeros);
 }
 
-std::vector<Parameter*> GptOssLayer::parameters() {
+vector<Parameter*> GptOssLayer::parameters() {
   return {&input_norm_, &qkv_, &qkv_bias_, &sinks_, &o_, &o_bias_, &post_norm_, &router_,
       &router_bias_, &gate_up_, &gate_up_bias_, &down_, &down_bias_};
 }
@@ -94,7 +93,7 @@ Attended GptOssLayer::attend(const LayerContext& context, const Tensor& hidden) 
   const int64_t tokens = hidden.size(0), d = config_.head_dim;
   const int64_t q_size = config_.num_heads * d, kv_size = config_.num_kv_heads * d;
   const Tensor qkv = linear(rms_norm(hidden, input_norm_, config_.rms_norm_eps), qkv_, &qkv_bias_);
-  const std::vector<Tensor> parts = at::split_with_sizes(qkv, {q_size, kv_size, kv_size}, 1);
+  const vector<Tensor> parts = at::split_with_sizes(qkv, {q_size, kv_size, kv_size}, 1);
   const auto heads = [&](const Tensor& x) { return x.view({tokens, x.size(1) / d, d}); };
   const auto turned = [&](const Tensor& x) {
     return rotary(heads(x), context.batch.positions, context.rotary);
@@ -117,5 +116,4 @@ Tensor GptOssLayer::experts(
   const Tensor activated = clamped_swiglu(gate_up, config_.swiglu_alpha, config_.swiglu_limit);
   return unpermute(grouped_affine(activated, down_, down_bias_, plan), row_weight, plan);
 }
-
 }

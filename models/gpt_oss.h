@@ -4,19 +4,18 @@
 #include "models/common.h"
 
 namespace pith {
-
 // Weights may be in MXFP4.
 struct GptOssConfig : FamilyConfig<GptOssConfig> {
   static constexpr const char* kName = "gpt_oss";
-  std::vector<bool> windowed; // per layer (before cut_layers)
+  vector<bool> windowed; // per layer (before cut_layers)
   double swiglu_alpha, swiglu_limit;
 
   void read(Fields& fields);
-  std::string to_json(at::ScalarType dtype) const; // never of MXFP4
+  string to_json(at::ScalarType dtype) const; // never of MXFP4
   ModelSize size(int64_t sequence_length) const;
 };
 
-class GptOssLayer : public SumOfParts {
+class GptOssLayer {
  public:
   GptOssLayer(const GptOssConfig& config, int64_t index, const ModelPart& part);
 
@@ -24,7 +23,8 @@ class GptOssLayer : public SumOfParts {
   Tensor shared(const LayerContext&, const Attended&) { return {}; }
   Tensor experts(const LayerContext& context, const Tensor& rows, const Tensor& row_weight,
       const ExpertPlan& plan);
-  std::vector<Parameter*> parameters();
+  static constexpr auto aggregate = sum_of_parts;
+  vector<Parameter*> parameters();
  private:
   GptOssConfig config_;
   int64_t window_; // 0: none
@@ -36,5 +36,4 @@ class GptOssLayer : public SumOfParts {
 
 using GptOssModel = Decoder<GptOssConfig, GptOssLayer>;
 static_assert(DecoderModel<GptOssModel>);
-
 }

@@ -20,7 +20,6 @@
 #include "operators/router.h"
 
 namespace pith {
-
 // What generation keeps of one layer.
 struct LayerCache {
   KvCache kv;
@@ -30,7 +29,7 @@ struct LayerCache {
 // One micro-batch's routes, a layer an entry (undefined in dense layers).
 struct RoutingTape {
   bool replay = false; // take topk_idx from here
-  std::vector<Tensor> topk_idx, topk_weight; // (T, K) int64, float32
+  vector<Tensor> topk_idx, topk_weight; // (T, K) int64, float32
 };
 
 // What balancing carries from step to step, one row a layer; in config.json as "router_state".
@@ -86,17 +85,17 @@ struct Attended {
   Tensor residual; // (T, H)
   Tensor topk_idx; // (T, K) int64; undefined in a dense layer
   Tensor topk_weight; // (T, K) float32; undefined in a dense layer
-  std::function<RouterBalance()> balance; // empty in a dense layer
+  function<RouterBalance()> balance; // empty in a dense layer
   Tensor z_sum; // scalar float32, of logsumexp(logits)^2, or undefined
 };
 
 struct ModelPart {
-  std::vector<int64_t> layers; // indices in the whole model, ascending
+  vector<int64_t> layers; // indices in the whole model, ascending
   bool embedding = true, head = true;
   int64_t expert_begin, expert_end; // of every MoE layer
 
   size_t place_of(int64_t layer) const {
-    const auto at = std::ranges::lower_bound(layers, layer);
+    const auto at = ranges::lower_bound(layers, layer);
     PITH_CHECK(at != layers.end() && *at == layer, "layer {} is not on this process", layer);
     return index(at - layers.begin());
   }
@@ -113,24 +112,22 @@ struct ModelConfig {
   bool zero_centred = false; // norms multiply by 1 + weight
   bool tie_embeddings;
   int64_t window = 0; // of layers that have one, the token included
-  std::string prefix = "model."; // of names on disk but lm_head.weight
-  std::string source_json; // as read: nothing is lost on export
+  string prefix = "model."; // of names on disk but lm_head.weight
+  string source_json; // as read: nothing is lost on export
   RouterState router_state;
 
   void cut_layers(int64_t layers); // keeps the first
-  std::string generation_json() const; // of a checkpoint
+  string generation_json() const; // of a checkpoint
 };
 
 // Stage 5 of all families so far.
-struct SumOfParts {
-  static Tensor aggregate(
-      const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor& shared) {
-    Tensor hidden = attended.residual;
-    if (returned.defined()) hidden = hidden + returned;
-    if (shared.defined()) hidden = hidden + shared;
-    return hidden;
-  }
-};
+inline Tensor sum_of_parts(
+    const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor& shared) {
+  Tensor hidden = attended.residual;
+  if (returned.defined()) hidden = hidden + returned;
+  if (shared.defined()) hidden = hidden + shared;
+  return hidden;
+}
 
 template <class Layer>
 concept DecoderLayer = requires(Layer& layer, const LayerContext& context, const Tensor& tensor,
@@ -172,9 +169,9 @@ concept DecoderModel = requires(Model& model, const Model& constant, const Tenso
   { model.head_weight() } -> std::same_as<Parameter&>; // (V, H)
   { constant.rotary(i, device) } -> std::same_as<RotaryTable>; // i: positions
   // One list a unit of sharding (embedding, each layer, head), in forward order.
-  { model.parameter_units() } -> std::same_as<std::vector<std::vector<Parameter*>>>;
+  { model.parameter_units() } -> std::same_as<vector<vector<Parameter*>>>;
   { Model::Config::parse_file(fs::path()) } -> std::same_as<typename Model::Config>;
-  { config.to_json(at::kBFloat16) } -> std::same_as<std::string>; // of a checkpoint
+  { config.to_json(at::kBFloat16) } -> std::same_as<string>; // of a checkpoint
   { config.size(i) } -> std::same_as<ModelSize>; // i: sequence length
 };
 
@@ -183,5 +180,4 @@ inline ModelPart whole_model(int64_t num_layers, int64_t num_experts) {
   for (int64_t layer = 0; layer < num_layers; ++layer) part.layers.push_back(layer);
   return part;
 }
-
 }

@@ -8,21 +8,19 @@
 
 namespace pith {
 namespace {
-
 using nlohmann::json;
 
 constexpr const char *kText = "text_config", *kNested = "model.language_model.";
 
 // The start of a folder's index or only weight file, where names stand; "" without.
-std::string names_of_weights(const fs::path& folder) {
+string names_of_weights(const fs::path& folder) {
   std::ifstream listing(folder / "model.safetensors.index.json"),
       file(folder / "model.safetensors");
-  std::string names(1 << 20, ' ');
+  string names(1 << 20, ' ');
   std::ifstream& stream = listing ? listing : file;
   stream.read(names.data(), std::ssize(names));
   return names.substr(0, index(stream.gcount()));
 }
-
 }
 
 void Qwen35MoeConfig::read(Fields& outer) {
@@ -63,17 +61,17 @@ void Qwen35MoeConfig::read(Fields& outer) {
 
 Qwen35MoeConfig Qwen35MoeConfig::parse_file(const fs::path& path) {
   Qwen35MoeConfig config = FamilyConfig::parse_file(path);
-  if (const std::string names = names_of_weights(path); !names.empty()) {
-    config.fused_experts = names.find(".experts.gate_up_proj\"") != std::string::npos;
-    config.prefix = names.find(kNested) != std::string::npos ? kNested : "model.";
+  if (const string names = names_of_weights(path); !names.empty()) {
+    config.fused_experts = names.find(".experts.gate_up_proj\"") != string::npos;
+    config.prefix = names.find(kNested) != string::npos ? kNested : "model.";
   }
   return config;
 }
 
-std::string Qwen35MoeConfig::to_json(at::ScalarType dtype) const {
+string Qwen35MoeConfig::to_json(at::ScalarType dtype) const {
   json object = json::parse(source_json);
   const bool nested = object.contains(kText);
-  const std::string part = (nested ? object[kText] : object).dump();
+  const string part = (nested ? object[kText] : object).dump();
   json text = config_for_export(part, "Qwen3_5MoeForCausalLM", num_layers, dtype);
   if (text.contains("mtp_num_hidden_layers")) text["mtp_num_hidden_layers"] = 0; // not written
   if (!nested) return text.dump(2) + "\n";
@@ -100,7 +98,7 @@ ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
         experts_per_token * (2 * h + 3 * moe_intermediate_size) + 3 * shared_width;
   }
   ModelSize size = size_of<Qwen35MoeModel>(*this, mixing, activations);
-  const auto deltas = std::ranges::count(delta.begin(), delta.begin() + num_layers, true);
+  const auto deltas = ranges::count(delta.begin(), delta.begin() + num_layers, true);
   size.scratch_per_token = deltas > 0 ? 34.0 * 4 * static_cast<double>(values()) : 0; // FP32
   size.slow_seconds_per_token = 4.6e-6 * static_cast<double>(deltas);
   return size;
@@ -109,8 +107,8 @@ ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
 Qwen35MoeLayer::Qwen35MoeLayer(const Qwen35MoeConfig& config, int64_t layer, const ModelPart& part)
     : config_(config), delta_(config.delta.at(index(layer))) {
   const Qwen35MoeConfig& c = config;
-  const std::string prefix = fmt::format("{}layers.{}.", c.prefix, layer), mlp = prefix + "mlp.",
-                    mixer = prefix + (delta_ ? "linear_attn." : "self_attn.");
+  const string prefix = fmt::format("{}layers.{}.", c.prefix, layer), mlp = prefix + "mlp.",
+               mixer = prefix + (delta_ ? "linear_attn." : "self_attn.");
   const int64_t h = c.hidden_size, q = c.num_heads * c.head_dim, width = c.moe_intermediate_size;
   input_norm_ = norm_weight(prefix + "input_layernorm.weight", h, /*zero_centred=*/true);
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h, /*zero_centred=*/true);
@@ -133,25 +131,25 @@ Qwen35MoeLayer::Qwen35MoeLayer(const Qwen35MoeConfig& config, int64_t layer, con
     k_norm_ = norm_weight(mixer + "k_norm.weight", c.head_dim, /*zero_centred=*/true);
     out_ = matrix(mixer + "o_proj.weight", h, q, Init::output_normal);
   }
-  make_experts(mlp, c, part);
+  experts = SwigluExperts(mlp, c, part);
   if (c.fused_experts) {
-    const auto held = [&](const std::string& name, int64_t out, int64_t in, Init init,
+    const auto held = [&](const string& name, int64_t out, int64_t in, Init init,
                           Fused fused = Fused::none) {
-      const std::vector<int64_t> shape{part.expert_end - part.expert_begin, out, in};
+      const vector<int64_t> shape{part.expert_end - part.expert_begin, out, in};
       return Parameter(name, shape, {{name, shape, 0, part.expert_begin, c.num_experts, fused}},
           ParameterGroup::expert, init);
     };
-    experts_gate_up_ = held(mlp + "experts.gate_up_proj", 2 * width, h, Init::normal, Fused::rows);
-    experts_down_ = held(mlp + "experts.down_proj", h, width, Init::output_normal);
+    experts.gate_up = held(mlp + "experts.gate_up_proj", 2 * width, h, Init::normal, Fused::rows);
+    experts.down = held(mlp + "experts.down_proj", h, width, Init::output_normal);
   }
   shared_ = SwigluMlp(mlp + "shared_expert.", c.shared_width, h);
   shared_gate_ =
       Parameter(mlp + "shared_expert_gate.weight", {1, h}, ParameterGroup::router, Init::normal);
 }
 
-std::vector<Parameter*> Qwen35MoeLayer::parameters() {
+vector<Parameter*> Qwen35MoeLayer::parameters() {
   return existing({&input_norm_, &in_, &q_norm_, &k_norm_, &conv_, &a_log_, &dt_bias_, &norm_,
-      &out_, &post_norm_, &router_, &experts_gate_up_, &experts_down_, &shared_.gate_up,
+      &out_, &post_norm_, &experts.router, &experts.gate_up, &experts.down, &shared_.gate_up,
       &shared_.down, &shared_gate_});
 }
 
@@ -159,7 +157,7 @@ std::vector<Parameter*> Qwen35MoeLayer::parameters() {
 Tensor Qwen35MoeLayer::attention(const LayerContext& context, const Tensor& normed) {
   const int64_t d = config_.head_dim, q_size = config_.num_heads * d;
   const int64_t kv_size = config_.num_kv_heads * d;
-  const std::vector<Tensor> parts =
+  const vector<Tensor> parts =
       at::split_with_sizes(linear(normed, in_), {2 * q_size, kv_size, kv_size}, 1);
   const Tensor q_gate = parts[0].unflatten(1, {config_.num_heads, 2 * d}); // (T, Hq, 2 D)
   const auto heads = [&](const Tensor& x) { return x.unflatten(1, {config_.num_kv_heads, d}); };
@@ -180,9 +178,9 @@ Tensor Qwen35MoeLayer::delta_net(const LayerContext& context, const Tensor& norm
   // A run of tokens, with what was before each part while generating.
   const auto mix = [&](int64_t first, int64_t count, const TokenParts& parts,
                        const DeltaCache& cache) {
-    const std::vector<Tensor> in = at::split_with_sizes(projected.narrow(0, first, count),
+    const vector<Tensor> in = at::split_with_sizes(projected.narrow(0, first, count),
         {c.channels(), c.values(), c.value_heads, c.value_heads}, 1);
-    const std::vector<Tensor> qkv = at::split_with_sizes(
+    const vector<Tensor> qkv = at::split_with_sizes(
         causal_convolution(in[0], conv_, parts, cache.tokens), {c.keys(), c.keys(), c.values()}, 1);
     const auto heads = [](const Tensor& x, int64_t n) { return x.unflatten(1, {n, -1}); };
     const Tensor out = gated_delta_rule(heads(qkv[0], c.key_heads), heads(qkv[1], c.key_heads),
@@ -206,7 +204,7 @@ Tensor Qwen35MoeLayer::delta_net(const LayerContext& context, const Tensor& norm
       cache.state.size(0), sequences);
   const TokenParts side_by_side = token_parts(batch.positions, batch.cu_seqlens_host, sequences);
   if (side_by_side.count == sequences) return mix(0, tokens, side_by_side, cache);
-  std::vector<Tensor> out;
+  vector<Tensor> out;
   const int32_t* border = batch.cu_seqlens_host.const_data_ptr<int32_t>();
   for (int64_t s = 0; s < sequences; ++s)
     out.push_back(mix(border[s], border[s + 1] - border[s],
@@ -222,7 +220,7 @@ Attended Qwen35MoeLayer::attend(const LayerContext& context, const Tensor& hidde
   out.residual =
       hidden + linear(delta_ ? delta_net(context, normed) : attention(context, normed), out_);
   out.rows = rms_norm(out.residual, post_norm_, eps, /*zero_centred=*/true);
-  choose_routes(context, linear_fp32(out.rows, router_),
+  choose_routes(context, linear_fp32(out.rows, experts.router),
       {.k = config_.experts_per_token, .num_experts = config_.num_experts, .normalize = true}, out);
   return out;
 }
@@ -230,5 +228,4 @@ Attended Qwen35MoeLayer::attend(const LayerContext& context, const Tensor& hidde
 Tensor Qwen35MoeLayer::shared(const LayerContext&, const Attended& attended) {
   return shared_(attended.rows) * at::sigmoid(linear(attended.rows, shared_gate_));
 }
-
 }

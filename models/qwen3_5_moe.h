@@ -4,19 +4,18 @@
 #include "models/common.h"
 
 namespace pith {
-
 struct Qwen35MoeConfig : FamilyConfig<Qwen35MoeConfig> {
   static constexpr const char* kName = "qwen3_5_moe";
   int64_t key_heads, value_heads, key_dim, value_dim, taps; // of delta nets
   int64_t shared_width;
-  std::vector<bool> delta; // per layer (before cut_layers), or attention
+  vector<bool> delta; // per layer (before cut_layers), or attention
   bool fused_experts; // on disk: one tensor of all, or one each
 
   // Of the released model (text_config inside) or its text part. Weights in the folder decide on
   // names and layout, else the kind of configuration.
   void read(Fields& fields);
   static Qwen35MoeConfig parse_file(const fs::path& path);
-  std::string to_json(at::ScalarType dtype) const;
+  string to_json(at::ScalarType dtype) const;
   ModelSize size(int64_t sequence_length) const;
 
   int64_t keys() const { return key_heads * key_dim; }
@@ -24,13 +23,15 @@ struct Qwen35MoeConfig : FamilyConfig<Qwen35MoeConfig> {
   int64_t channels() const { return 2 * keys() + values(); } // of the convolution
 };
 
-class Qwen35MoeLayer : public SwigluMoe {
+class Qwen35MoeLayer {
  public:
   Qwen35MoeLayer(const Qwen35MoeConfig& config, int64_t index, const ModelPart& part);
 
   Attended attend(const LayerContext& context, const Tensor& hidden);
   Tensor shared(const LayerContext& context, const Attended& attended);
-  std::vector<Parameter*> parameters();
+  SwigluExperts experts;
+  static constexpr auto aggregate = sum_of_parts;
+  vector<Parameter*> parameters();
  private:
   Tensor attention(const LayerContext& context, const Tensor& normed);
   Tensor delta_net(const LayerContext& context, const Tensor& normed);
@@ -46,5 +47,4 @@ class Qwen35MoeLayer : public SwigluMoe {
 
 using Qwen35MoeModel = Decoder<Qwen35MoeConfig, Qwen35MoeLayer>;
 static_assert(DecoderModel<Qwen35MoeModel>);
-
 }

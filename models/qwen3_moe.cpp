@@ -5,12 +5,11 @@
 
 namespace pith {
 namespace {
-
 using nlohmann::json;
 
-std::vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
+vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   const int64_t step = fields.has("decoder_sparse_step") ? fields.count("decoder_sparse_step") : 1;
-  std::vector<bool> sparse(index(std::min<int64_t>(num_layers, 1 << 16)));
+  vector<bool> sparse(index(std::min<int64_t>(num_layers, 1 << 16)));
   for (size_t i = 0; i < sparse.size(); ++i) sparse[i] = (static_cast<int64_t>(i) + 1) % step == 0;
   if (!fields.has("mlp_only_layers")) return sparse;
   const json& dense = fields["mlp_only_layers"];
@@ -23,7 +22,6 @@ std::vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   }
   return sparse;
 }
-
 }
 
 void Qwen3MoeConfig::read(Fields& fields) {
@@ -33,7 +31,7 @@ void Qwen3MoeConfig::read(Fields& fields) {
   read_rope(fields, *this, /*yarn=*/false);
   max_positions = fields.count_or("max_position_embeddings", 32768);
   sparse = read_sparse_layers(fields, num_layers);
-  const bool dense = std::ranges::find(sparse, false) != sparse.end();
+  const bool dense = ranges::find(sparse, false) != sparse.end();
   intermediate_size =
       dense || fields.has("intermediate_size") ? fields.count("intermediate_size") : 1;
   norm_topk_prob = fields.flag("norm_topk_prob", false);
@@ -41,9 +39,9 @@ void Qwen3MoeConfig::read(Fields& fields) {
   fields.only("use_sliding_window", false);
 }
 
-std::string Qwen3MoeConfig::to_json(at::ScalarType dtype) const {
+string Qwen3MoeConfig::to_json(at::ScalarType dtype) const {
   json object = config_for_export(source_json, "Qwen3MoeForCausalLM", num_layers, dtype);
-  std::vector<int64_t> dense;
+  vector<int64_t> dense;
   if (object.contains("mlp_only_layers") && object["mlp_only_layers"].is_array()) {
     for (const json& layer : object["mlp_only_layers"])
       if (layer < num_layers) dense.push_back(layer.get<int64_t>());
@@ -70,8 +68,8 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
 
 Qwen3MoeLayer::Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t layer, const ModelPart& part)
     : config_(config), sparse_(config.sparse.at(index(layer))) {
-  const std::string prefix = fmt::format("{}layers.{}.", config.prefix, layer);
-  const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
+  const string prefix = fmt::format("{}layers.{}.", config.prefix, layer);
+  const string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
   const int64_t h = config.hidden_size, q = config.num_heads * config.head_dim;
   input_norm_ = norm_weight(prefix + "input_layernorm.weight", h);
   qkv_ = qkv_weight(attention, q, config.num_kv_heads * config.head_dim, h);
@@ -79,13 +77,13 @@ Qwen3MoeLayer::Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t layer, const 
   k_norm_ = norm_weight(attention + "k_norm.weight", config.head_dim);
   o_ = matrix(attention + "o_proj.weight", h, q, Init::output_normal);
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
-  if (sparse_) make_experts(mlp, config, part);
+  if (sparse_) experts = SwigluExperts(mlp, config, part);
   else mlp_ = SwigluMlp(mlp, config.intermediate_size, h);
 }
 
-std::vector<Parameter*> Qwen3MoeLayer::parameters() {
-  return existing({&input_norm_, &qkv_, &q_norm_, &k_norm_, &o_, &post_norm_, &router_,
-      &experts_gate_up_, &experts_down_, &mlp_.gate_up, &mlp_.down});
+vector<Parameter*> Qwen3MoeLayer::parameters() {
+  return existing({&input_norm_, &qkv_, &q_norm_, &k_norm_, &o_, &post_norm_, &experts.router,
+      &experts.gate_up, &experts.down, &mlp_.gate_up, &mlp_.down});
 }
 
 Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden) {
@@ -93,7 +91,7 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   const int64_t q_size = config_.num_heads * d, kv_size = config_.num_kv_heads * d;
   const Tensor qkv =
       linear(rms_norm(hidden, input_norm_, config_.rms_norm_eps), qkv_); // (T, (Hq+2Hkv)D)
-  const std::vector<Tensor> parts = at::split_with_sizes(qkv, {q_size, kv_size, kv_size}, 1);
+  const vector<Tensor> parts = at::split_with_sizes(qkv, {q_size, kv_size, kv_size}, 1);
   Tensor q = parts[0].view({tokens, config_.num_heads, d}); // (T, Hq, D)
   Tensor k = parts[1].view({tokens, config_.num_kv_heads, d}); // (T, Hkv, D)
   Tensor v = parts[2].view({tokens, config_.num_kv_heads, d});
@@ -106,9 +104,8 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   out.rows = rms_norm(out.residual, post_norm_, config_.rms_norm_eps);
   if (!sparse_) return out;
 
-  choose_routes(context, linear_fp32(out.rows, router_),
+  choose_routes(context, linear_fp32(out.rows, experts.router),
       {config_.experts_per_token, config_.num_experts, config_.norm_topk_prob}, out);
   return out;
 }
-
 }

@@ -4,24 +4,25 @@
 #include "models/common.h"
 
 namespace pith {
-
 struct Qwen3MoeConfig : FamilyConfig<Qwen3MoeConfig> {
   static constexpr const char* kName = "qwen3_moe";
-  std::vector<bool> sparse; // per layer (before cut_layers), or dense
+  vector<bool> sparse; // per layer (before cut_layers), or dense
   bool norm_topk_prob;
 
   void read(Fields& fields);
-  std::string to_json(at::ScalarType dtype) const;
+  string to_json(at::ScalarType dtype) const;
   ModelSize size(int64_t sequence_length) const;
 };
 
-class Qwen3MoeLayer : public SwigluMoe {
+class Qwen3MoeLayer {
  public:
   Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t index, const ModelPart& part);
 
   Attended attend(const LayerContext& context, const Tensor& hidden);
   Tensor shared(const LayerContext&, const Attended& attended) { return mlp_(attended.rows); }
-  std::vector<Parameter*> parameters();
+  SwigluExperts experts;
+  static constexpr auto aggregate = sum_of_parts;
+  vector<Parameter*> parameters();
  private:
   Qwen3MoeConfig config_;
   bool sparse_;
@@ -31,5 +32,4 @@ class Qwen3MoeLayer : public SwigluMoe {
 
 using Qwen3MoeModel = Decoder<Qwen3MoeConfig, Qwen3MoeLayer>;
 static_assert(DecoderModel<Qwen3MoeModel>);
-
 }

@@ -3,7 +3,6 @@
 
 namespace pith {
 namespace {
-
 template <class W> cuda::AdamWScalars<W> scalars_of(const AdamWStep& step) {
   const auto power = static_cast<double>(step.step);
   return {static_cast<W>(step.learning_rate * step.weight_decay), static_cast<W>(step.beta1),
@@ -40,7 +39,6 @@ template <class T> double sum_of_squares_cpu(const Tensor& grad) {
   }
   return lane[0] + lane[1] + lane[2] + lane[3];
 }
-
 }
 
 void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
@@ -90,5 +88,4 @@ Tensor sum_of_squares(const Tensor& grad) {
   return result.fill_(grad.scalar_type() == at::kDouble ? sum_of_squares_cpu<double>(grad)
                                                         : sum_of_squares_cpu<float>(grad));
 }
-
 }

@@ -2,7 +2,6 @@
 
 namespace pith::cuda {
 namespace {
-
 constexpr int kThreads = 256;
 
 __device__ inline float update(float w, float& m, float& v, float g, const AdamWScalars<float>& s) {
@@ -76,7 +75,6 @@ __global__ void __launch_bounds__(kThreads) total_kernel(const double* partial, 
   sum = block_sum(sum);
   if (threadIdx.x == 0) *result = sum;
 }
-
 }
 
 void adamw_update(float* master, void* exp_avg, void* exp_avg_sq, const float* grad, void* value,
@@ -102,5 +100,4 @@ void sum_of_squares(
   total_kernel<<<1, kThreads, 0, stream>>>(partial, result);
   launch_check("sum_of_squares");
 }
-
 }

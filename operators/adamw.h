@@ -3,7 +3,6 @@
 #include "core/tensor.h"
 
 namespace pith {
-
 struct AdamWStep {
   double learning_rate, beta1, beta2, epsilon, weight_decay; // decoupled: w -= lr * wd * w
   int64_t step; // 1 for the first update: bias correction
@@ -19,5 +18,4 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
 
 // Flat gradient -> scalar float64 on its device, the same bits every time.
 Tensor sum_of_squares(const Tensor& grad);
-
 }

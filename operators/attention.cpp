@@ -15,7 +15,6 @@
 
 namespace pith {
 namespace {
-
 struct Mask {
   bool causal; // none after its own; else all
   int64_t before = -1; // with causal: at most so many before; -1: all
@@ -37,8 +36,8 @@ template <class F> void for_documents(const AttentionSpan& span, F&& f) {
 }
 
 // Documents with queries, neighbours of one shape together; at most `limit` scores (n * m) a run.
-std::vector<Run> runs_of(const AttentionSpan& span, const Mask& mask, int64_t limit) {
-  std::vector<Run> runs;
+vector<Run> runs_of(const AttentionSpan& span, const Mask& mask, int64_t limit) {
+  vector<Run> runs;
   for_documents(span, [&](int64_t, int64_t first_q, int64_t n, int64_t first_k, int64_t m) {
     if (n == 0) return;
     if (!runs.empty()) {
@@ -80,7 +79,7 @@ Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, co
 }
 
 // Scores a run may hold: products keep all (256 MiB in FP32), the others none.
-std::vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span, const Mask& mask) {
+vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span, const Mask& mask) {
   return runs_of(span, mask,
       path == Path::products ? (int64_t{1} << 26) / std::max<int64_t>(1, q.size(1)) : INT64_MAX);
 }
@@ -276,7 +275,7 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
 // The flash kernels' backward has read out of bounds at empty documents: they get none.
 AttentionSpan span_for(Path path, const AttentionSpan& span, bool record) {
   if (path != Path::flash) return span;
-  std::vector<int32_t> cu_q{0}, cu_k{0};
+  vector<int32_t> cu_q{0}, cu_k{0};
   for_documents(span, [&](int64_t d, int64_t, int64_t n, int64_t, int64_t m) {
     if (n == 0 && m == 0) return;
     PITH_CHECK(!record || n > 0,
@@ -291,7 +290,6 @@ AttentionSpan span_for(Path path, const AttentionSpan& span, bool record) {
   kept.cu_k = at::tensor(cu_k, at::kInt).to(span.cu_q.device());
   return kept;
 }
-
 }
 
 void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k) {
@@ -392,5 +390,4 @@ const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan
       "matrix products per document"};
   return kNames[static_cast<size_t>(choose_path(q, v, span, {true}))];
 }
-
 }

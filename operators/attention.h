@@ -4,7 +4,6 @@
 #include "core/parameter.h"
 
 namespace pith {
-
 struct AttentionOptions {
   int64_t window = 0; // keys that a query sees, its own the last; 0: all before it
   // (Hq): a logit of each head in the softmax, without a value; its gradient is added.
@@ -39,7 +38,7 @@ AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
 AttentionPart with_sinks(const AttentionPart& part, const Parameter* sinks);
 void add_sink_gradient(const Parameter* sinks, const Tensor& dout, const AttentionPart& whole);
 
-using AttentionGradients = std::array<Tensor, 3>; // of q, k and v
+using AttentionGradients = array<Tensor, 3>; // of q, k and v
 // Through these keys. `whole`: out (q's dtype) and lse over all keys that are seen.
 AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
     const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
@@ -47,5 +46,4 @@ AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, 
 
 // The kernel that attention() takes, for the log.
 const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan& span);
-
 }

@@ -10,12 +10,11 @@
 
 namespace pith {
 namespace {
-
 // Zigzag parts, own (2 rows, ..) of every rank -> (2 C, rows, ..) in unsplit order.
 Tensor in_order(const Tensor& own, const Comm& context) {
   Tensor all = at::empty({context.size(), own.numel()}, own.options());
   context.all_gather_async(all, own.contiguous()).wait();
-  std::vector<int64_t> shape = own.sizes().vec();
+  vector<int64_t> shape = own.sizes().vec();
   shape[0] = 2;
   shape.insert(shape.begin(), {context.size(), own.size(0) / 2});
   all = all.view(shape);
@@ -198,7 +197,6 @@ Tensors backward(const Rule& rule, const Tensor& dout) {
       dg * slope * widen(rule.a_log).exp().neg_(), of_tokens(dbeta) * beta * (1 - beta),
       (dg * c.g).sum(0)};
 }
-
 }
 
 TokenParts token_parts(
@@ -311,5 +309,4 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
         Tensor(), Tensor()};
   });
 }
-
 }

@@ -4,7 +4,6 @@
 #include "core/parameter.h"
 
 namespace pith {
-
 // T tokens in `count` parts of T / count neighbours. A part begins with a document, goes on from a
 // state, or, where rows are split over `context`, from another rank's part; a row is then two parts
 // (split_context). Documents begin at positions of 0.
@@ -42,5 +41,4 @@ struct DeltaGates {
 // context each part's transition and state travel, once each way (collective).
 Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const DeltaGates& gates,
     const TokenParts& parts, const Tensor& state = {}, int64_t chunk = 64);
-
 }

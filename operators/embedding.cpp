@@ -2,7 +2,6 @@
 #include "operators/function.h"
 
 namespace pith {
-
 Tensor embedding(const Tensor& given, Parameter& weight) {
   check_shape(weight.value, weight.name, {-1, -1});
   check_tensor(given, "embedding: tokens", at::kLong, {-1});
@@ -16,5 +15,4 @@ Tensor embedding(const Tensor& given, Parameter& weight) {
     return Tensors(1);
   });
 }
-
 }

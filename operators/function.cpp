@@ -8,9 +8,8 @@
 
 namespace pith {
 namespace {
-
 struct Recorded : torch::autograd::Node {
-  std::function<Tensors(const Tensors&)> backward;
+  function<Tensors(const Tensors&)> backward;
 
   Tensors apply(Tensors&& gradients) override {
     const at::NoGradGuard no_grad;
@@ -19,38 +18,34 @@ struct Recorded : torch::autograd::Node {
   }
   void release_variables() override { backward = nullptr; }
 };
-
 }
 
-Tensor record(
-    const Tensor& y, const Tensors& inputs, std::function<Tensors(const Tensor&)> backward) {
+Tensor record(const Tensor& y, const Tensors& inputs, function<Tensors(const Tensor&)> backward) {
   record(Tensors{y}, inputs, [count = inputs.size(), f = std::move(backward)](const Tensors& dy) {
     return dy[0].defined() ? f(dy[0]) : Tensors(count);
   });
   return y;
 }
 
-void record(const Tensors& outputs, const Tensors& inputs,
-    std::function<Tensors(const Tensors&)> backward) {
-  const bool needed =
-      std::ranges::any_of(inputs, [](const Tensor& x) { return x.requires_grad(); });
+void record(
+    const Tensors& outputs, const Tensors& inputs, function<Tensors(const Tensors&)> backward) {
+  const bool needed = ranges::any_of(inputs, [](const Tensor& x) { return x.requires_grad(); });
   if (!at::GradMode::is_enabled() || !needed) return;
-  const std::shared_ptr<Recorded> node(new Recorded, torch::autograd::deleteNode);
+  const shared_ptr<Recorded> node(new Recorded, torch::autograd::deleteNode);
   node->backward = std::move(backward);
   node->set_next_edges(torch::autograd::collect_next_edges(inputs));
   torch::autograd::set_history(outputs, node);
 }
 
-void check_ids(const Tensor& ids, std::string_view name, int64_t end, int64_t none) {
+void check_ids(const Tensor& ids, string_view name, int64_t end, int64_t none) {
   if (!ids.is_cpu()) return;
   const Tensor all = ids.to(at::kLong).contiguous();
   const int64_t* id = all.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < all.numel(); ++i) {
     if ((id[i] >= 0 && id[i] < end) || (none < 0 && id[i] == none)) [[likely]]
       continue;
-    const std::string place = ids.dim() == 2
-        ? fmt::format("({}, {})", i / ids.size(1), i % ids.size(1))
-        : fmt::format("[{}]", i);
+    const string place = ids.dim() == 2 ? fmt::format("({}, {})", i / ids.size(1), i % ids.size(1))
+                                        : fmt::format("[{}]", i);
     PITH_FAIL("{}{} = {} is not in [0, {}){}", name, place, id[i], end,
         none < 0 ? fmt::format(" and not {}", none) : "");
   }
@@ -65,6 +60,5 @@ void fail(const char* what, const char* error, const char* file, unsigned line) 
 #if PITH_CUDA
 CUstream_st* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 #endif
-
 }
 }

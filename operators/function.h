@@ -3,18 +3,16 @@
 #include "operators/matmul.h"
 
 namespace pith {
-
-using Tensors = std::vector<Tensor>;
+using Tensors = vector<Tensor>;
 
 // Makes `y`, just computed from `inputs` without autograd, differentiable: the backward pass calls
 // backward(dy) once, without autograd, for one gradient an input (undefined: none). Without grad
 // mode or an input that requires a gradient nothing is kept. `backward` may hold inputs, but its
 // own outputs only detached: they would hold each other.
-Tensor record(
-    const Tensor& y, const Tensors& inputs, std::function<Tensors(const Tensor&)> backward);
+Tensor record(const Tensor& y, const Tensors& inputs, function<Tensors(const Tensor&)> backward);
 // The same with several outputs; some gradients may be undefined.
 void record(
-    const Tensors& outputs, const Tensors& inputs, std::function<Tensors(const Tensors&)> backward);
+    const Tensors& outputs, const Tensors& inputs, function<Tensors(const Tensors&)> backward);
 
 using cuda::current_stream;
 
@@ -46,6 +44,5 @@ inline cuda::Data read(const Tensor& tensor) { return write(tensor); }
 
 // Throws where an id (int32 or int64, one or two dimensions) is neither `none` nor in [0, end). Ids
 // on a GPU are not read: that would wait.
-void check_ids(const Tensor& ids, std::string_view name, int64_t end, int64_t none = 0);
-
+void check_ids(const Tensor& ids, string_view name, int64_t end, int64_t none = 0);
 }

@@ -4,7 +4,6 @@
 
 namespace pith {
 namespace {
-
 // at::_grouped_mm wants rows of 16-byte multiples at 16-byte addresses everywhere.
 bool grouped_mm_fits(const Tensor& x, const Tensor& matrices) {
   auto aligned = [](const Tensor& t) {
@@ -72,7 +71,6 @@ Tensor apply(const char* name, const Tensor& given, Parameter& weight, const Par
     return Tensors{dx, Tensor()};
   });
 }
-
 }
 
 Tensor grouped_linear(const Tensor& x, Parameter& weight, const ExpertPlan& plan) {
@@ -86,5 +84,4 @@ Tensor permuted_affine(
     const Tensor& rows, Parameter& weight, const Parameter& bias, const ExpertPlan& plan) {
   return apply("permuted_affine: rows", rows, weight, &bias, plan, /*permuted=*/true);
 }
-
 }

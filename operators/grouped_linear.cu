@@ -12,7 +12,6 @@
 
 namespace pith::cuda {
 namespace {
-
 constexpr int kRows = 8; // of a block: kWarp x kRows threads
 constexpr int kSplit = 16; // blocks that share an expert's rows
 
@@ -264,7 +263,6 @@ CUtensorMap tensor_map(CUtensorMapDataType type, const void* data, cuuint32_t ra
   if (result != CUDA_SUCCESS) fail("grouped_weight_gradient", "no tensor map", __FILE__, __LINE__);
   return map;
 }
-
 }
 
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
@@ -306,5 +304,4 @@ void add_expert_bias(Data bias, const int32_t* offsets, Data y, int64_t experts,
     bias_kernel<T, N><<<grid, dim3(kWarp, kRows), 0, current_stream()>>>(bias, offsets, y, columns);
   });
 }
-
 }

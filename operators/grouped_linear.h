@@ -3,7 +3,6 @@
 #include "operators/permute.h"
 
 namespace pith {
-
 // x (S, in) sorted by expert as in plan, weight (E, out, in) -> (S, out) in x's dtype: y[s] =
 // weight[e] x[s] for slots s of expert e. Experts may be empty. Backward adds dy^T x of each into
 // weight.grad in FP32, with no intermediate in the compute dtype.
@@ -15,5 +14,4 @@ Tensor grouped_affine(
 // Of permute(rows, plan), made again in the backward, not kept.
 Tensor permuted_affine(
     const Tensor& rows, Parameter& weight, const Parameter& bias, const ExpertPlan& plan);
-
 }

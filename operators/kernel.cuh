@@ -91,5 +91,4 @@ inline RowGrid row_grid(int64_t rows, int64_t columns) {
   return {dim3(num_blocks(rows, y), num_blocks(columns, x)),
       dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
 }
-
 }

@@ -95,5 +95,4 @@ struct SwigluForm {
 };
 // gate_up (rows, 2 width) -> out (rows, width), or, with dy, its gradient.
 void swiglu(Data gate_up, Data dy, Data out, int64_t rows, int64_t width, SwigluForm form);
-
 }

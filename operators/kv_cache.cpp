@@ -2,17 +2,16 @@
 #include <ATen/ops/tensor.h>
 
 namespace pith {
-
 AttentionSpan append_to_cache(
     KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh) {
   const int32_t* begin = fresh.cu_q_host.const_data_ptr<int32_t>();
   const int64_t sequences = fresh.cu_q_host.numel() - 1;
-  std::vector<int32_t>& end = cache.borders;
+  vector<int32_t>& end = cache.borders;
   if (end.empty()) end.assign(index(sequences + 1), 0);
   PITH_CHECK(std::ssize(end) == sequences + 1, "the cache holds {} sequences, the batch {}",
       std::ssize(end) - 1, sequences);
   const auto append = [&](Tensor& held, const Tensor& rows) {
-    std::vector<Tensor> parts;
+    vector<Tensor> parts;
     for (size_t s = 0; s + 1 < end.size(); ++s) {
       if (held.defined()) parts.push_back(held.slice(0, end[s], end[s + 1]));
       parts.push_back(rows.slice(0, begin[s], begin[s + 1]));
@@ -31,5 +30,4 @@ AttentionSpan append_to_cache(
   all.cu_k = all.cu_k_host.to(k.device());
   return all;
 }
-
 }

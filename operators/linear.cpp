@@ -3,7 +3,6 @@
 
 namespace pith {
 namespace {
-
 // dy (T, out) -> dx, where needed; x (T, in), where defined, for the weight's gradient.
 Tensor backward(const Tensor& x, Parameter& weight, const Tensor& dy, bool needs_dx) {
   const Tensor& value = weight.value; // (out, in)
@@ -52,7 +51,6 @@ Tensor apply(const Tensor& x, Parameter& weight, const Parameter* bias, at::Scal
     return Tensors{backward(kept, weight, dy, needs_dx), Tensor()};
   });
 }
-
 }
 
 Tensor linear(const Tensor& x, Parameter& weight, const Parameter* bias) {
@@ -61,5 +59,4 @@ Tensor linear(const Tensor& x, Parameter& weight, const Parameter* bias) {
 Tensor linear_fp32(const Tensor& x, Parameter& weight, const Parameter* bias) {
   return apply(x, weight, bias, wide_dtype(x.scalar_type()));
 }
-
 }

@@ -4,7 +4,6 @@
 
 namespace pith {
 namespace {
-
 constexpr int64_t kIgnored = -100;
 
 // Every chunk reads and writes the head's whole FP32 gradient: few large chunks win on a GPU; on a
@@ -32,7 +31,6 @@ void logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, 
   if (gradient)
     logits.exp_().scatter_(1, column, -1, "add").index_fill_(0, ignored.nonzero().squeeze(1), 0);
 }
-
 }
 
 CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const Tensor& labels,
@@ -92,5 +90,4 @@ Tensor head_logits(const Tensor& hidden, const Parameter& weight) {
       hidden, "head_logits: hidden", weight.value.scalar_type(), {-1, weight.value.size(1)});
   return multiply(hidden, weight.value.t(), wide_dtype(hidden.scalar_type()));
 }
-
 }

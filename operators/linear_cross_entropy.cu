@@ -2,7 +2,6 @@
 
 namespace pith::cuda {
 namespace {
-
 constexpr int kThreads = 512, kWarps = kThreads / kWarp;
 constexpr int64_t kIgnored = -100;
 
@@ -89,7 +88,6 @@ template <class T, int N> __global__ __launch_bounds__(kThreads, 2) void cross_e
     }
   }
 }
-
 }
 
 void cross_entropy_rows(Data logits, const int64_t* labels, float* logprobs, int64_t rows,
@@ -100,5 +98,4 @@ void cross_entropy_rows(Data logits, const int64_t* labels, float* logprobs, int
         logits, labels, logprobs, vocabulary, gradient);
   });
 }
-
 }

@@ -3,7 +3,6 @@
 #include "core/parameter.h"
 
 namespace pith {
-
 struct CrossEntropy {
   Tensor loss; // scalar float32: scale * loss_sum; a root of the backward
   Tensor loss_sum; // scalar float32: of -log p(label) over trained tokens, no gradient
@@ -22,5 +21,4 @@ CrossEntropy linear_cross_entropy(const Tensor& hidden, Parameter& weight, const
 
 // hidden (T, H), weight (V, H) -> (T, V) float32, no gradient: for generation and traces.
 Tensor head_logits(const Tensor& hidden, const Parameter& weight);
-
 }

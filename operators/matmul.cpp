@@ -3,12 +3,10 @@
 
 namespace pith {
 namespace {
-
 // LibTorch has products with an FP32 result on CUDA only; elsewhere operands are widened.
 bool widen_first(const Tensor& a) { return !a.is_cuda() && a.scalar_type() == at::kBFloat16; }
 
-std::vector<WeightGradient>* deferred = nullptr;
-
+vector<WeightGradient>* deferred = nullptr;
 }
 
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
@@ -50,7 +48,7 @@ void add_weight_gradient(const WeightGradient& job) {
   });
 }
 
-DeferWeightGradients::DeferWeightGradients(std::vector<WeightGradient>& jobs) {
+DeferWeightGradients::DeferWeightGradients(vector<WeightGradient>& jobs) {
   PITH_CHECK(deferred == nullptr, "weight gradients are already being deferred");
   deferred = &jobs;
 }
@@ -60,5 +58,4 @@ void add_or_defer(WeightGradient job) {
   if (deferred != nullptr) deferred->push_back(std::move(job));
   else add_weight_gradient(job);
 }
-
 }

@@ -2,7 +2,6 @@
 #include "core/parameter.h"
 
 namespace pith {
-
 inline Tensor widen(const Tensor& x) { return x.to(wide_dtype(x.scalar_type())); }
 
 // out (M, N) = a (M, K) b (K, N), summed in FP32 (FP64 for FP64), rounded once to out's dtype: the
@@ -34,11 +33,10 @@ void add_weight_gradient(const WeightGradient& job);
 // fill waits with. One at a time, for all threads (autograd has its own).
 class DeferWeightGradients {
  public:
-  explicit DeferWeightGradients(std::vector<WeightGradient>& jobs);
+  explicit DeferWeightGradients(vector<WeightGradient>& jobs);
   ~DeferWeightGradients();
   DeferWeightGradients(const DeferWeightGradients&) = delete;
   DeferWeightGradients& operator=(const DeferWeightGradients&) = delete;
 };
 void add_or_defer(WeightGradient job);
-
 }

@@ -4,7 +4,6 @@
 #include "operators/matmul.h"
 
 namespace pith {
-
 // ATen's operations on elements round once each, wherever a part of the buffers begins.
 void muon_momentum(Tensor& exp_avg, const Tensor& grad, const Tensor& grad_scale, double momentum,
     Tensor direction) {
@@ -46,5 +45,4 @@ void muon_update(
   master.sub_(master * (rate * weight_decay)).sub_(widen(update) * rate);
   value.copy_(master);
 }
-
 }

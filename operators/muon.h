@@ -4,7 +4,6 @@
 #include "core/tensor.h"
 
 namespace pith {
-
 // Flat (n): exp_avg = momentum * exp_avg + g with g = grad_scale * grad, and the direction by
 // Nesterov, momentum * exp_avg + g. grad and grad_scale (scalar) float32, exp_avg float32 or
 // bfloat16 (rounded after use), direction any float dtype. On the CPU all may be FP64.
@@ -20,5 +19,4 @@ Tensor newton_schulz(const Tensor& x, double scale = 1);
 // Flat (n): master -= rate * (weight_decay * master + update); value: master, rounded.
 void muon_update(
     Tensor& master, const Tensor& update, Tensor& value, double rate, double weight_decay);
-
 }

@@ -5,7 +5,6 @@
 
 namespace pith {
 namespace {
-
 Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_of) {
   Tensor out = at::empty({slot_of.size(0), slots.size(1)}, slots.options());
   PITH_IF_CUDA (slots) {
@@ -14,12 +13,11 @@ Tensor gather_sum(const Tensor& slots, const Tensor& weight, const Tensor& slot_
   }
   return out;
 }
-
 }
 
 // A stable sort keeps an expert's entries in order of rows; those of -1 come first.
 ExpertPlan make_expert_plan(
-    const Tensor& topk_idx, int64_t num_experts, std::optional<int64_t> num_slots) {
+    const Tensor& topk_idx, int64_t num_experts, optional<int64_t> num_slots) {
   at::NoGradGuard no_grad;
   const int64_t count = topk_idx.numel();
   check_tensor(topk_idx, "make_expert_plan: topk_idx", at::kLong, {-1, -1});
@@ -91,5 +89,4 @@ Tensor unpermute(const Tensor& given, const Tensor& given_weight, const ExpertPl
       .index_add(0, entry.div(slot_of.size(1), "floor"), rows * factor)
       .to(slots.scalar_type());
 }
-
 }

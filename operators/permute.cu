@@ -2,7 +2,6 @@
 
 namespace pith::cuda {
 namespace {
-
 // A thread copies one unit of kRowsInFlight slots; a block's rows are neighbours.
 constexpr int kRowsInFlight = 4;
 
@@ -83,7 +82,6 @@ template <class T, int N> __global__ void unpermute_backward_kernel(T* __restric
   dot = lanes_sum<kWarp>(dot);
   if (lane == 0) dweight[entry] = dot;
 }
-
 }
 
 void gather_rows(
@@ -120,5 +118,4 @@ void unpermute_backward(Data dslots, float* dweight, Data dout, Data slots, cons
         dslots, dweight, dout, slots, weight, slot_of, rows * k, k, hidden);
   });
 }
-
 }

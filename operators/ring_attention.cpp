@@ -7,7 +7,6 @@
 
 namespace pith {
 namespace {
-
 // A view of neighbours, else a copy.
 Tensor take(const Tensor& x, const RowSet& rows) {
   return rows.index.defined() ? x.index_select(0, rows.index) : x.narrow(0, rows.first, rows.count);
@@ -26,7 +25,7 @@ void add_rows(const Tensor& x, const RowSet& rows, const Tensor& values) {
 // Sends a block `by` members on; that from as far behind arrives in `received`.
 Work pass_on(const Comm& context, const Tensor& sent, Tensor& received, int64_t by) {
   const int64_t size = context.size(), rank = context.rank() + size;
-  std::vector<int64_t> to(index(size)), from(index(size));
+  vector<int64_t> to(index(size)), from(index(size));
   to[index((rank + by) % size)] = from[index((rank - by) % size)] = sent.size(0);
   received = at::empty_like(sent);
   return context.all_to_all_async(received, sent, from, to);
@@ -38,7 +37,7 @@ Tensor cat_last(const Tensor& a, const Tensor& b) {
   const auto fits = [&](const Tensor& x) {
     const auto whole = [&](int64_t n) { return n % each == 0; };
     return x.stride(-1) == 1 && whole(x.size(-1)) && whole(x.storage_offset()) &&
-        std::ranges::all_of(x.strides().slice(0, index(x.dim() - 1)), whole);
+        ranges::all_of(x.strides().slice(0, index(x.dim() - 1)), whole);
   };
   if (!a.is_cuda() || !fits(a) || !fits(b)) return at::cat({a, b}, -1);
   return at::cat({a.view(at::kComplexDouble), b.view(at::kComplexDouble)}, -1)
@@ -49,10 +48,10 @@ Tensor cat_last(const Tensor& a, const Tensor& b) {
 struct PlainKeys {
   int64_t dim;
 
-  std::array<Tensor, 2> parts(const Tensor& rows) const {
+  array<Tensor, 2> parts(const Tensor& rows) const {
     return {rows.narrow(2, 0, dim), rows.narrow(2, dim, rows.size(2) - dim)};
   }
-  std::array<Tensor, 2> expand(const Tensor& rows) const { return parts(rows); }
+  array<Tensor, 2> expand(const Tensor& rows) const { return parts(rows); }
   static Tensor contract(const Tensor&, const Tensor& dk, const Tensor& dv, at::ScalarType dtype) {
     return at::cat({dk.to(dtype), dv.to(dtype)}, 2);
   }
@@ -63,11 +62,11 @@ struct LatentRows {
   Parameter* up;
   int64_t heads, v_dim;
 
-  std::array<Tensor, 2> parts(const Tensor& rows) const {
+  array<Tensor, 2> parts(const Tensor& rows) const {
     const int64_t rank = up->value.size(1);
     return {rows.narrow(1, 0, rank), rows.narrow(1, rank, rows.size(1) - rank)};
   }
-  std::array<Tensor, 2> expand(const Tensor& rows) const {
+  array<Tensor, 2> expand(const Tensor& rows) const {
     const auto [latent, rotary_key] = parts(rows);
     return expand_latent(latent.contiguous(), rotary_key, *up, heads, v_dim);
   }
@@ -83,13 +82,13 @@ struct LatentRows {
 };
 
 // In FP32. The GPU kernels give BF16: of two ranks' parts the sum in BF16 is the same.
-at::ScalarType sum_dtype(const Tensor& q, const std::vector<RingStep>& ring) {
+at::ScalarType sum_dtype(const Tensor& q, const vector<RingStep>& ring) {
   return q.is_cuda() && ring.size() <= 2 ? q.scalar_type() : wide_dtype(q.scalar_type());
 }
 
 // Over all keys. block: this rank's rows, then the last that came round.
 template <class Keys> AttentionPart forward(const Tensor& q, Tensor& block, const Keys& keys,
-    const std::vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
+    const vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
   PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
       "ring_attention: q has {} tokens on {} ranks, but the micro-batch was split for {} "
       "tokens on {} ranks",
@@ -119,9 +118,9 @@ template <class Keys> AttentionPart forward(const Tensor& q, Tensor& block, cons
 
 // Of q and of this rank's rows, by the forward's way back from `last`, where it ended: the own rows
 // come last, and while theirs is computed, what others add to it arrives.
-template <class Keys> std::array<Tensor, 2> backward(const Tensor& dout, const Tensor& q,
+template <class Keys> array<Tensor, 2> backward(const Tensor& dout, const Tensor& q,
     const Tensor& own, const Tensor& last, const AttentionPart& whole, const Keys& keys,
-    const std::vector<RingStep>& ring, double scale, const Comm& context) {
+    const vector<RingStep>& ring, double scale, const Comm& context) {
   const at::ScalarType sums = sum_dtype(q, ring);
   Tensor block = last, dq, dblock; // what was added on its way here
   Work travel_back;
@@ -165,7 +164,7 @@ template <class Keys> std::array<Tensor, 2> backward(const Tensor& dout, const T
 // Attention over what `own` becomes by `keys`; differentiable in q and own's parts, `sources`'
 // first.
 template <class Keys> Tensor attend(const Tensor& given, const Tensor& own, const Keys& keys,
-    const Tensors& sources, const std::vector<RingStep>& ring, double scale, const Comm& context,
+    const Tensors& sources, const vector<RingStep>& ring, double scale, const Comm& context,
     const Parameter* sinks) {
   const Tensor q = given.contiguous();
   Tensor last = own;
@@ -186,8 +185,8 @@ template <class Keys> Tensor attend(const Tensor& given, const Tensor& own, cons
 
 // Rows to and from ranks; gradients go the other way.
 Tensor exchange(const Tensor& rows, const Halo& halo, const Comm& context) {
-  const auto travel = [&context](const Tensor& in, const std::vector<int64_t>& received,
-                          const std::vector<int64_t>& sent) {
+  const auto travel = [&context](const Tensor& in, const vector<int64_t>& received,
+                          const vector<int64_t>& sent) {
     Tensor out =
         at::empty({std::reduce(received.begin(), received.end()), in.size(1)}, in.options());
     context.all_to_all_async(out, in, received, sent).wait();
@@ -198,7 +197,6 @@ Tensor exchange(const Tensor& rows, const Halo& halo, const Comm& context) {
     return Tensors{travel(dout.contiguous(), halo.send, halo.received)};
   });
 }
-
 }
 
 void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& part) {
@@ -209,19 +207,19 @@ void merge(const AttentionPart& whole, const RowSet& rows, const AttentionPart& 
   put_back(whole.lse, rows, lse.copy_(at::logaddexp(lse, part.lse)));
 }
 
-std::vector<RingStep> whole_ring(const AttentionSpan& span, int64_t tokens) {
+vector<RingStep> whole_ring(const AttentionSpan& span, int64_t tokens) {
   check_borders(span, tokens, tokens);
   return {{{0, tokens, {}}, {0, tokens, {}}, span}};
 }
 
 Tensor ring_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-    const std::vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
+    const vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
   check_attention(q, k, v);
   const Tensor own = at::cat({k.detach(), v.detach()}, 2);
   return attend(q, own, PlainKeys{k.size(2)}, {k, v}, ring, scale, context, sinks);
 }
 
-std::array<Tensor, 2> expand_latent(
+array<Tensor, 2> expand_latent(
     const Tensor& latent, const Tensor& rotary_key, Parameter& up, int64_t heads, int64_t v_dim) {
   check_shape(rotary_key, "expand_latent: rotary_key", {latent.size(0), -1});
   PITH_CHECK(up.value.size(0) % heads == 0 && up.value.size(0) / heads > v_dim,
@@ -234,8 +232,7 @@ std::array<Tensor, 2> expand_latent(
 }
 
 Tensor latent_attention(const Tensor& q, const Tensor& latent, const Tensor& rotary_key,
-    Parameter& up, int64_t v_dim, const std::vector<RingStep>& ring, double scale,
-    const Comm& context) {
+    Parameter& up, int64_t v_dim, const vector<RingStep>& ring, double scale, const Comm& context) {
   const Tensor own = cat_last(latent.detach(), rotary_key.detach());
   return attend(q, own, LatentRows{&up, q.size(1), v_dim}, {latent, rotary_key, up.value}, ring,
       scale, context, /*sinks=*/nullptr);
@@ -255,5 +252,4 @@ Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
   return attention(q, all.narrow(2, 0, k.size(2)), all.narrow(2, k.size(2), v.size(2)), halo.span,
       scale, options);
 }
-
 }

@@ -3,7 +3,6 @@
 
 namespace pith {
 namespace {
-
 cuda::NormRows rows_of(const Tensor& x) {
   const int64_t dim = x.size(-1), count = dim == 0 ? 0 : x.numel() / dim;
   if (x.dim() == 3) return {count, dim, std::max<int64_t>(1, x.size(1)), x.stride(0), x.stride(1)};
@@ -14,7 +13,7 @@ cuda::NormRows rows_of(const Tensor& x) {
 bool has_rows(const Tensor& x) { return x.is_contiguous() || (x.dim() <= 3 && x.stride(-1) == 1); }
 
 // The factor is weight + plus. -> y, rstd = 1 / sqrt(mean(x^2) + eps) by row.
-std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, double eps, float plus) {
+pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, double eps, float plus) {
   const at::NoGradGuard no_grad;
   PITH_IF_CUDA (x) {
     Tensor y = at::empty(x.sizes(), x.options());
@@ -49,7 +48,6 @@ Tensor backward(const Tensor& x, const Tensor& rstd, const Tensor& weight, const
   }
   return dx;
 }
-
 }
 
 Tensor rms_norm(const Tensor& given, Parameter& weight, double eps, bool zero_centred) {
@@ -67,5 +65,4 @@ Tensor rms_norm(const Tensor& given, Parameter& weight, double eps, bool zero_ce
         backward(x, rstd, weight.value, dy, trained ? weight.grad : Tensor(), plus), Tensor()};
   });
 }
-
 }

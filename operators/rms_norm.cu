@@ -5,7 +5,6 @@
 
 namespace pith::cuda {
 namespace {
-
 constexpr int kGroupThreads = 128; // of a block with several rows
 
 // LANES threads a row (0: a block, up to MOST) with PER vectors of N, at (k * threads + lane) * N.
@@ -163,7 +162,6 @@ template <int N, class F> void with_spread(int64_t dim, F&& f) {
     check(cudaErrorInvalidValue, "rms_norm of rows above 32 kB");
   }
 }
-
 }
 
 void rms_norm_forward(
@@ -209,5 +207,4 @@ void rms_norm_backward(Data x, const NormRows& rows, Data weight, float plus, co
       partial, blocks, rows.dim, dweight);
   launch_check("rms_norm dweight");
 }
-
 }

@@ -6,7 +6,6 @@
 
 namespace pith {
 namespace {
-
 // x (T, heads, ..) turned by its positions' angles, or back; contiguous.
 Tensor rotate(const Tensor& x, const Tensor& positions, const RotaryTable& table, RotaryPairs pairs,
     int64_t first, bool inverse) {
@@ -43,7 +42,6 @@ double frequency_of(double turns, int64_t head_dim, double theta, const Yarn& ya
   return real(head_dim) * std::log(yarn.original_positions / (turns * 2 * std::numbers::pi)) /
       (2 * std::log(theta));
 }
-
 }
 
 RotaryTable make_rotary_table(
@@ -84,5 +82,4 @@ Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table
     return Tensors{rotate(dy, turned_by, table, pairs, first, /*inverse=*/true)};
   });
 }
-
 }

@@ -3,7 +3,6 @@
 
 namespace pith::cuda {
 namespace {
-
 // Two vectors hold N pairs: N of each half, or 2 N neighbours.
 template <class T, int N, bool NEIGHBOURS> __global__ void rotary_kernel(const T* x,
     const int32_t* positions, const float* cos, const float* sin, T* y, int64_t rows, int heads,
@@ -32,7 +31,6 @@ template <class T, int N, bool NEIGHBOURS> __global__ void rotary_kernel(const T
   store(to, out[0]);
   store(to + apart, out[1]);
 }
-
 }
 
 void rotary(Data x, const int32_t* positions, const float* cos, const float* sin, Data y,
@@ -49,5 +47,4 @@ void rotary(Data x, const int32_t* positions, const float* cos, const float* sin
         table_rows, inverse ? -1.0f : 1.0f);
   });
 }
-
 }

@@ -3,7 +3,6 @@
 #include "core/tensor.h"
 
 namespace pith {
-
 // Positions 0 .. P-1, computed in FP64, kept in FP32.
 struct RotaryTable {
   Tensor cos, sin; // (P, D / 2) float32
@@ -35,5 +34,4 @@ enum class RotaryPairs { halves, neighbours };
 // Saves positions and table only. A position outside throws on the CPU; on CUDA its row is NaN.
 Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table,
     RotaryPairs pairs = RotaryPairs::halves, int64_t first = 0);
-
 }

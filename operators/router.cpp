@@ -6,13 +6,12 @@
 
 namespace pith {
 namespace {
-
 Tensor select_topk(const Tensor& logits, int64_t k) {
   const Tensor wide = logits.to(at::kDouble).masked_fill(at::isnan(logits), -INFINITY);
   const double* row = wide.const_data_ptr<double>();
   Tensor idx = at::empty({logits.size(0), k}, logits.options().dtype(at::kLong));
   int64_t* out = idx.mutable_data_ptr<int64_t>();
-  std::vector<int64_t> id(index(logits.size(1)));
+  vector<int64_t> id(index(logits.size(1)));
   for (int64_t t = 0; t < logits.size(0); ++t, row += logits.size(1)) {
     std::iota(id.begin(), id.end(), 0);
     std::partial_sort(id.begin(), id.begin() + k, id.end(),
@@ -31,7 +30,6 @@ void check_scores(const Tensor& scores, const char* name) {
   PITH_CHECK(scores.is_cpu() || scores.size(1) <= 1024, "{}: CUDA takes at most 1024 experts",
       describe(scores, name));
 }
-
 }
 
 Tensor topk_lowest_id(const Tensor& scores, int64_t k) {
@@ -91,7 +89,7 @@ Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::D
   return slots.remainder(num_experts).view({num_tokens, k});
 }
 
-std::function<RouterBalance()> start_balance_loss(const Tensor& given, const Tensor& topk_idx,
+function<RouterBalance()> start_balance_loss(const Tensor& given, const Tensor& topk_idx,
     const Tensor& row_id, int64_t num_rows, const Comm& context, BalanceKind kind,
     const Tensor& shares) {
   const Tensor p = given.contiguous();
@@ -132,5 +130,4 @@ std::function<RouterBalance()> start_balance_loss(const Tensor& given, const Ten
         local};
   };
 }
-
 }

@@ -3,7 +3,6 @@
 
 namespace pith::cuda {
 namespace {
-
 constexpr int kWarpsPerBlock = 4;
 
 // Orders (score, id) as integers: larger score, then lower id. NaN is below -inf, 0 below all.
@@ -127,7 +126,6 @@ template <class F> void with_registers(int64_t num_experts, F&& f) {
 }
 
 constexpr int kThreads = kWarpsPerBlock * kWarp;
-
 }
 
 void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
@@ -152,5 +150,4 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
   });
   launch_check("route_backward");
 }
-
 }

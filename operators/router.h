@@ -2,7 +2,6 @@
 #include "core/comm.h"
 
 namespace pith {
-
 struct Routing {
   Tensor probabilities; // (T, E) float32 softmax of all logits, differentiable
   Tensor topk_idx; // (T, K) int64
@@ -41,8 +40,7 @@ struct RouterBalance {
 // int32 in [0, num_rows), or ~row for padding, not counted; shares (E) float64: of global_batch.
 // Rows split over `context`: counts are summed over it (collective, forward pass only; they travel
 // until the result is called), and the loss is the local tokens' part.
-std::function<RouterBalance()> start_balance_loss(const Tensor& probabilities,
-    const Tensor& topk_idx, const Tensor& row_id, int64_t num_rows, const Comm& context = {},
+function<RouterBalance()> start_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
+    const Tensor& row_id, int64_t num_rows, const Comm& context = {},
     BalanceKind kind = BalanceKind::sequence, const Tensor& shares = {});
-
 }

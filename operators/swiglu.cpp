@@ -4,10 +4,9 @@
 
 namespace pith {
 namespace {
-
 using cuda::SwigluForm;
 
-std::array<Tensor, 2> halves(const Tensor& gate_up, const SwigluForm& form) {
+array<Tensor, 2> halves(const Tensor& gate_up, const SwigluForm& form) {
   if (form.alternating) return {gate_up.slice(1, 0, {}, 2), gate_up.slice(1, 1, {}, 2)};
   const int64_t width = gate_up.size(1) / 2;
   return {gate_up.narrow(1, 0, width), gate_up.narrow(1, width, width)};
@@ -51,7 +50,6 @@ Tensor apply(const Tensor& gate_up, const SwigluForm& form) {
   return record(forward(x, form), {x},
       [x, form](const Tensor& dy) { return Tensors{backward(x, dy, form)}; });
 }
-
 }
 
 Tensor swiglu(const Tensor& gate_up) { return apply(gate_up, {}); }
@@ -60,5 +58,4 @@ Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit) {
   PITH_CHECK(limit > 0, "clamped_swiglu: limit {}", limit);
   return apply(gate_up, {static_cast<float>(alpha), static_cast<float>(limit), 1, true});
 }
-
 }

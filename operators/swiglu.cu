@@ -3,7 +3,6 @@
 
 namespace pith::cuda {
 namespace {
-
 // Relative error about 1e-6: exact forms would take as long as the memory.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
@@ -50,7 +49,6 @@ template <class T, int N, bool ALTERNATING, bool BACKWARD> __global__ void swigl
     for (int i = 0; i < 2; ++i) store(out + Both::place(row, width, column, i), gradient.half[i]);
   else store(out + row * width + column, y);
 }
-
 }
 
 void swiglu(Data gate_up, Data dy, Data out, int64_t rows, int64_t width, SwigluForm form) {
@@ -65,5 +63,4 @@ void swiglu(Data gate_up, Data dy, Data out, int64_t rows, int64_t width, Swiglu
     form.alternating ? launch.template operator()<true>() : launch.template operator()<false>();
   });
 }
-
 }

@@ -2,7 +2,6 @@
 #include "core/parameter.h"
 
 namespace pith {
-
 // Gives a parameter buffers of its own, outside any shard group.
 inline void allocate(Parameter& parameter, at::ScalarType dtype, at::Device device) {
   const auto options = at::TensorOptions().device(device);

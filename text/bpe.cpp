@@ -3,18 +3,17 @@
 #include "text/unicode.h"
 
 namespace pith {
-
-Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& merges, Config config)
+Bpe::Bpe(const vector<string>& tokens, const vector<BpeMerge>& merges, Config config)
     : config_(std::move(config)), forms_(tokens.size()) {
   for (size_t id = 0; id < tokens.size(); ++id) {
     // Pieces can never hold a token that is not spelled in the byte alphabet.
     forms_[id] = config_.byte_level ? spelled_bytes(tokens[id]).value_or("") : tokens[id];
     if (!forms_[id].empty()) ids_[forms_[id]] = static_cast<int32_t>(id);
   }
-  const std::string prefix =
+  const string prefix =
       config_.byte_level ? spelled_bytes(config_.prefix).value_or("\xFF\xFF") : config_.prefix;
   for (int byte = 0; byte < 256; ++byte) {
-    byte_ids_[0][byte] = id_of(std::string(1, static_cast<char>(byte)));
+    byte_ids_[0][byte] = id_of(string(1, static_cast<char>(byte)));
     byte_ids_[1][byte] = id_of(prefix + static_cast<char>(byte));
     fallback_ids_[byte] = config_.byte_level ? -1 : id_of(fmt::format("<0x{:02X}>", byte));
     PITH_CHECK(!(config_.byte_level && config_.byte_fallback && byte_ids_[0][byte] < 0),
@@ -27,11 +26,11 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
 
   // Parts of a piece are independent where symbols depend on nothing before them.
   const bool independent = config_.prefix.empty() && !config_.ignore_merges &&
-      (std::ranges::min(config_.byte_level ? byte_ids_[0] : fallback_ids_) >= 0 ||
+      (ranges::min(config_.byte_level ? byte_ids_[0] : fallback_ids_) >= 0 ||
           (config_.unk_id >= 0 && !config_.fuse_unk));
-  std::set<int32_t> stand_ins(fallback_ids_, fallback_ids_ + 256);
+  set<int32_t> stand_ins(fallback_ids_, fallback_ids_ + 256);
   stand_ins.insert(config_.unk_id);
-  const bool joined = std::ranges::any_of(merges,
+  const bool joined = ranges::any_of(merges,
       [&](const BpeMerge& m) { return stand_ins.contains(m.left) || stand_ins.contains(m.right); });
   if (!independent || joined) return;
   joints_.resize(kJoints);
@@ -42,7 +41,7 @@ Bpe::Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& me
 }
 
 // The place in joints_ of the border between two texts.
-size_t Bpe::joint(std::string_view before, std::string_view behind) const {
+size_t Bpe::joint(string_view before, string_view behind) const {
   size_t first = config_.byte_level ? 1 : 0;
   if (first == 0) utf8_next(behind, first);
   uint64_t key = static_cast<uint8_t>(before.back());
@@ -58,12 +57,12 @@ size_t Bpe::place(int32_t left, int32_t right) const {
   return slot;
 }
 
-int32_t Bpe::id_of(std::string_view form) const {
+int32_t Bpe::id_of(string_view form) const {
   const auto found = ids_.find(form);
   return found == ids_.end() ? -1 : found->second;
 }
 
-void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
+void Bpe::split_into_symbols(string_view piece, Scratch& scratch) const {
   auto& symbols = scratch.symbols;
   symbols.clear();
   uint32_t unknown = 0; // bytes waiting to become one unk token
@@ -72,8 +71,8 @@ void Bpe::split_into_symbols(std::string_view piece, Scratch& scratch) const {
     symbols.push_back({id, length + dropped});
     dropped = 0;
   };
-  std::string spelled;
-  auto spell = [&](size_t begin, size_t end) -> const std::string& {
+  string spelled;
+  auto spell = [&](size_t begin, size_t end) -> const string& {
     spelled.assign(begin > 0 ? config_.prefix : "");
     return spelled.append(piece.substr(begin, end - begin));
   };
@@ -168,8 +167,8 @@ void Bpe::merge(Scratch& scratch) const {
 
 // A long piece is encoded part by part between borders that no merge crosses: short parts are found
 // in the cache, and a piece may be a whole document (tokenizers without a pre-tokenizer).
-void Bpe::encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
-    std::vector<uint32_t>* lengths) const {
+void Bpe::encode(
+    string_view piece, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const {
   if (!joints_.empty() && piece.size() > Scratch::kKeyBytes) {
     size_t begin = 0;
     for (size_t at = 1; at < piece.size(); ++at) {
@@ -183,8 +182,8 @@ void Bpe::encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>&
   if (!piece.empty()) encode_part(piece, scratch, ids, lengths);
 }
 
-void Bpe::encode_part(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
-    std::vector<uint32_t>* lengths) const {
+void Bpe::encode_part(
+    string_view piece, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const {
   Scratch::Entry* entry = nullptr;
   if (piece.size() <= Scratch::kKeyBytes) {
     const uint64_t hash = XXH3_64bits(piece.data(), piece.size());
@@ -218,5 +217,4 @@ void Bpe::encode_part(std::string_view piece, Scratch& scratch, std::vector<int3
     }
   }
 }
-
 }

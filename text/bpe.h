@@ -2,7 +2,6 @@
 #pragma once
 
 namespace pith {
-
 struct BpeMerge {
   int32_t left, right, merged;
   uint32_t rank; // lower merges first; equal ranks from left to right
@@ -21,7 +20,7 @@ class Bpe {
     bool byte_fallback = false; // characters outside the vocabulary become <0xNN> tokens
     bool fuse_unk = false;
     int32_t unk_id = -1;
-    std::string prefix; // of symbols that do not begin a piece
+    string prefix; // of symbols that do not begin a piece
   };
 
   static constexpr uint32_t kNoRank = ~0u;
@@ -43,21 +42,21 @@ class Bpe {
       uint32_t previous = 0, next = 0;
     };
     int64_t dropped = 0; // characters that no token stands for
-    std::vector<Entry> cache = std::vector<Entry>(kCacheSize);
-    std::vector<Symbol> symbols;
-    std::vector<uint32_t> ranks; // of the symbols' pairs
-    std::vector<uint64_t> heap;
+    vector<Entry> cache = vector<Entry>(kCacheSize);
+    vector<Symbol> symbols;
+    vector<uint32_t> ranks; // of the symbols' pairs
+    vector<uint64_t> heap;
   };
 
   Bpe() = default;
   Bpe(Bpe&&) = default; // ids_ views forms_: it survives a move, not a copy
   Bpe& operator=(Bpe&&) = default;
   // `tokens` is indexed by id, "" where an id is not the model's.
-  Bpe(const std::vector<std::string>& tokens, const std::vector<BpeMerge>& merges, Config config);
+  Bpe(const vector<string>& tokens, const vector<BpeMerge>& merges, Config config);
 
   // Appends the ids of a piece and, unless null, the bytes each of them covers.
-  void encode(std::string_view piece, Scratch& scratch, std::vector<int32_t>& ids,
-      std::vector<uint32_t>* lengths) const;
+  void encode(
+      string_view piece, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const;
  private:
   struct Slot {
     uint64_t pair = kEmpty;
@@ -70,22 +69,21 @@ class Bpe {
 
   size_t place(int32_t left, int32_t right) const; // in merges_
   const Slot& find(int32_t left, int32_t right) const { return merges_[place(left, right)]; }
-  int32_t id_of(std::string_view form) const; // -1: none
-  size_t joint(std::string_view before, std::string_view behind) const;
-  void encode_part(std::string_view part, Scratch& scratch, std::vector<int32_t>& ids,
-      std::vector<uint32_t>* lengths) const;
-  void split_into_symbols(std::string_view piece, Scratch& scratch) const;
+  int32_t id_of(string_view form) const; // -1: none
+  size_t joint(string_view before, string_view behind) const;
+  void encode_part(
+      string_view part, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const;
+  void split_into_symbols(string_view piece, Scratch& scratch) const;
   void merge(Scratch& scratch) const;
 
   Config config_;
-  std::vector<std::string> forms_; // bytes when byte_level, else the spelling
-  std::unordered_map<std::string_view, int32_t> ids_; // views forms_
-  std::vector<Slot> merges_;
+  vector<string> forms_; // bytes when byte_level, else the spelling
+  std::unordered_map<string_view, int32_t> ids_; // views forms_
+  vector<Slot> merges_;
   int shift_ = 63;
   // Hashed (last byte, first character) of what some merge joins; empty: unused.
-  std::vector<bool> joints_;
+  vector<bool> joints_;
   int32_t byte_ids_[2][256]; // of the first and of later symbols of a piece
   int32_t fallback_ids_[256];
 };
-
 }

@@ -3,31 +3,30 @@
 
 namespace pith {
 namespace {
-
 using Pair = uint64_t; // pair_key
 struct PairHash {
   size_t operator()(Pair pair) const { return pair * 0x9E3779B97F4A7C15ull >> 16; }
 };
-using WordLists = std::unordered_map<Pair, std::vector<uint32_t>, PairHash>;
+using WordLists = std::unordered_map<Pair, vector<uint32_t>, PairHash>;
 
 // A pair and the words that held it when it was queued. Counts are checked again when it comes up.
 struct Candidate {
   int64_t count;
   Pair pair;
-  std::vector<uint32_t> words;
+  vector<uint32_t> words;
   bool operator<(const Candidate& other) const { // it comes up later
     return count != other.count ? count < other.count : pair > other.pair;
   }
 };
 
 struct Word { // a different piece of the corpus and how often it stands there
-  std::vector<int32_t> symbols;
+  vector<int32_t> symbols;
   int64_t count;
 };
 
 // Calls change(pair, +1 or -1) for every neighbourhood that the merge makes or breaks.
 template <class Change>
-void merge(std::vector<int32_t>& s, int32_t left, int32_t right, int32_t merged, Change change) {
+void merge(vector<int32_t>& s, int32_t left, int32_t right, int32_t merged, Change change) {
   size_t out = 0;
   for (size_t in = 0; in < s.size();) {
     if (in + 1 == s.size() || s[in] != left || s[in + 1] != right) {
@@ -52,7 +51,6 @@ void note(WordLists& lists, Pair pair, size_t word) {
   auto& list = lists[pair];
   if (list.empty() || list.back() != word) list.push_back(static_cast<uint32_t>(word));
 }
-
 }
 
 BpeTrainer::BpeTrainer(BpeTrainerOptions options) : options_(std::move(options)) {
@@ -63,11 +61,11 @@ BpeTrainer::BpeTrainer(BpeTrainerOptions options) : options_(std::move(options))
   counts_.resize(index(options_.threads));
 }
 
-void BpeTrainer::add(std::span<const std::string> texts) {
+void BpeTrainer::add(std::span<const string> texts) {
   const Split pieces{Regex(options_.pattern), SplitBehavior::kIsolated};
   on_threads(options_.threads, texts.size(), [&](int thread, size_t i) {
     Counts& counts = counts_[index(thread)];
-    std::string text;
+    string text;
     utf8_replace_invalid(texts[i], text);
     split_text(
         pieces, text, [&](size_t begin, size_t end) { ++counts[text.substr(begin, end - begin)]; });
@@ -76,33 +74,33 @@ void BpeTrainer::add(std::span<const std::string> texts) {
 
 Tokenizer BpeTrainer::train() const {
   // Ids: special tokens, then the bytes in the order of their stand-ins, then merges.
-  std::vector<std::string> vocabulary;
-  std::unordered_map<std::string, int32_t> ids;
-  auto id_of = [&](const std::string& token) {
+  vector<string> vocabulary;
+  std::unordered_map<string, int32_t> ids;
+  auto id_of = [&](const string& token) {
     const auto [found, is_new] = ids.emplace(token, static_cast<int32_t>(ids.size()));
     if (is_new) vocabulary.push_back(token);
     return found->second;
   };
-  std::vector<std::pair<std::string, int32_t>> special;
-  for (const std::string& token : options_.special_tokens) {
+  vector<pair<string, int32_t>> special;
+  for (const string& token : options_.special_tokens) {
     PITH_CHECK(
         !token.empty() && !ids.contains(token), "special token \"{}\" is empty or twice", token);
     special.emplace_back(token, id_of(token));
   }
-  std::map<std::string, int> alphabet;
+  map<string, int> alphabet;
   for (int byte = 0; byte < 256; ++byte)
-    alphabet[spell_bytes(std::string(1, static_cast<char>(byte)))] = byte;
+    alphabet[spell_bytes(string(1, static_cast<char>(byte)))] = byte;
   int32_t byte_ids[256];
   for (const auto& [token, byte] : alphabet) byte_ids[byte] = id_of(token);
 
   Counts total;
   for (const Counts& counts : counts_)
     for (const auto& [piece, count] : counts) total[piece] += count;
-  std::vector<Word> words;
+  vector<Word> words;
   std::unordered_map<Pair, int64_t, PairHash> pair_counts;
   WordLists lists;
   for (const auto& [piece, count] : total) {
-    std::vector<int32_t> symbols;
+    vector<int32_t> symbols;
     for (const char byte : piece) symbols.push_back(byte_ids[static_cast<uint8_t>(byte)]);
     for (size_t i = 0; i + 1 < symbols.size(); ++i) {
       const Pair pair = pair_key(symbols[i], symbols[i + 1]);
@@ -123,7 +121,7 @@ Tokenizer BpeTrainer::train() const {
   };
   queue_all();
 
-  std::vector<std::pair<int32_t, int32_t>> merges;
+  vector<pair<int32_t, int32_t>> merges;
   std::unordered_map<Pair, size_t, PairHash> places; // of each pair in merges
   while (std::ssize(vocabulary) < options_.vocab_size && !queue.empty()) {
     Candidate top = std::move(const_cast<Candidate&>(queue.top())); // popped at once: order holds
@@ -149,9 +147,8 @@ Tokenizer BpeTrainer::train() const {
     }
     queue_all();
   }
-  std::erase(merges, std::pair<int32_t, int32_t>{-1, -1});
+  std::erase(merges, pair<int32_t, int32_t>{-1, -1});
   return Tokenizer::from_json(byte_level_json(vocabulary, merges, options_.pattern, special),
       options_.special_tokens.empty() ? "" : tokenizer_config_json(options_.special_tokens[0]));
 }
-
 }

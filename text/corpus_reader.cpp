@@ -10,29 +10,28 @@
 
 namespace pith {
 namespace {
-
 constexpr size_t kRead = 256 << 10, kChunk = 512 << 10;
 
 // --- which files ---
 
-using Strings = std::vector<std::string>;
+using Strings = vector<string>;
 
-Strings files_below(const std::string& folder, const Strings& endings) {
+Strings files_below(const string& folder, const Strings& endings) {
   Strings found;
   for (auto entry = fs::recursive_directory_iterator(folder); entry != end(entry); ++entry) {
-    const std::string name = entry->path().filename().string();
-    const auto fits = [&](const std::string& ending) {
+    const string name = entry->path().filename().string();
+    const auto fits = [&](const string& ending) {
       return ending == "none" ? name.find('.') == name.npos : name.ends_with(ending);
     };
     if (name.starts_with('.')) entry.disable_recursion_pending();
-    else if ((endings.empty() || std::ranges::any_of(endings, fits)) && entry->is_regular_file())
+    else if ((endings.empty() || ranges::any_of(endings, fits)) && entry->is_regular_file())
       found.push_back(entry->path().string());
   }
-  std::ranges::sort(found);
+  ranges::sort(found);
   return found;
 }
 
-Strings expand(const std::string& path) {
+Strings expand(const string& path) {
   if (fs::exists(path)) return {path};
   glob_t matches{};
   ::glob(path.c_str(), 0, nullptr, &matches);
@@ -42,9 +41,9 @@ Strings expand(const std::string& path) {
   return found;
 }
 
-bool is_zstd(std::string_view path) { return path.ends_with(".zst") || path.ends_with(".zstd"); }
+bool is_zstd(string_view path) { return path.ends_with(".zst") || path.ends_with(".zstd"); }
 
-bool has_lines(std::string_view path) {
+bool has_lines(string_view path) {
   if (path.ends_with(".gz") || is_zstd(path)) path = path.substr(0, path.rfind('.'));
   return path.ends_with(".jsonl") || path.ends_with(".ndjson");
 }
@@ -59,7 +58,7 @@ OpenParquet parquet() {
   return *static_cast<const OpenParquet*>(symbol);
 }
 
-void refuse(Document& document, std::string problem) {
+void refuse(Document& document, string problem) {
   document.text.clear();
   document.problem = std::move(problem);
 }
@@ -68,13 +67,13 @@ void refuse_long(Document& document, const char* what, uint64_t limit) {
   refuse(document, fmt::format("{} is longer than {} bytes (--max-line)", what, limit));
 }
 
-bool is_utf8(std::string_view text) { return simdjson::validate_utf8(text.data(), text.size()); }
+bool is_utf8(string_view text) { return simdjson::validate_utf8(text.data(), text.size()); }
 
 // --- JSON ---
 
 using Element = simdjson::dom::element;
 
-simdjson::simdjson_result<Element> find(Element element, std::string_view path) {
+simdjson::simdjson_result<Element> find(Element element, string_view path) {
   while (true) {
     const size_t dot = path.find('.');
     const auto inner = element[path.substr(0, dot)];
@@ -85,31 +84,29 @@ simdjson::simdjson_result<Element> find(Element element, std::string_view path) 
 }
 
 // `line` has SIMDJSON_PADDING readable bytes behind it.
-void read_json(simdjson::dom::parser& parser, std::string_view line, const ReadOptions& options,
-    Document& out) {
+void read_json(
+    simdjson::dom::parser& parser, string_view line, const ReadOptions& options, Document& out) {
   Element root, id, field;
-  std::string_view text;
+  string_view text;
   if (const auto error = parser.parse(line.data(), line.size(), false).get(root))
     return refuse(out, fmt::format("not JSON: {}", simdjson::error_message(error)));
   if (!options.id_field.empty() && !find(root, options.id_field).get(id))
-    out.id = id.get(text) ? simdjson::minify(id) : std::string(text);
-  const std::string& name = options.text_field;
+    out.id = id.get(text) ? simdjson::minify(id) : string(text);
+  const string& name = options.text_field;
   if (find(root, name).get(field)) return refuse(out, fmt::format("no field \"{}\"", name));
   if (field.get(text))
     return refuse(
         out, fmt::format("field \"{}\" is {:.40}, not text", name, simdjson::minify(field)));
   out.text = text;
 }
-
 }
 
-std::vector<InputFile> list_inputs(
-    const std::vector<std::string>& paths, const std::vector<std::string>& endings) {
-  std::vector<InputFile> files;
-  for (const std::string& pattern : paths)
-    for (const std::string& path : expand(pattern)) // named singly: whatever its ending
-      for (const std::string& file :
-          fs::is_directory(path) ? files_below(path, endings) : std::vector{path}) {
+vector<InputFile> list_inputs(const vector<string>& paths, const vector<string>& endings) {
+  vector<InputFile> files;
+  for (const string& pattern : paths)
+    for (const string& path : expand(pattern)) // named singly: whatever its ending
+      for (const string& file :
+          fs::is_directory(path) ? files_below(path, endings) : vector{path}) {
         struct stat info{};
         PITH_CHECK(::stat(file.c_str(), &info) == 0 && ::access(file.c_str(), R_OK) == 0,
             "cannot read {}: {}", file, std::generic_category().message(errno));
@@ -124,7 +121,7 @@ std::vector<InputFile> list_inputs(
 // A file's bytes after decompression. zlib passes through what is not gzip data.
 class ByteSource {
  public:
-  explicit ByteSource(const std::string& path)
+  explicit ByteSource(const string& path)
       : path_(path), file_(::gzopen(path.c_str(), "rbe"), &::gzclose),
         zstd_(nullptr, &::ZSTD_freeDStream) {
     PITH_CHECK(file_, "cannot open {}: {}", path, std::generic_category().message(errno));
@@ -159,7 +156,7 @@ class ByteSource {
           "cannot read {} from byte {}", path_, bytes);
       return;
     }
-    for (std::string skipped(kRead, '\0'); bytes > 0;) {
+    for (string skipped(kRead, '\0'); bytes > 0;) {
       const size_t n = read(skipped.data(), std::min<uint64_t>(bytes, kRead));
       PITH_CHECK(n > 0, "{} is shorter than it was", path_);
       bytes -= n;
@@ -183,22 +180,22 @@ class ByteSource {
     PITH_FAIL_HINT("copy or download it again", "{} is cut short: its data ends early", path_);
   }
 
-  std::string path_;
-  std::unique_ptr<gzFile_s, int (*)(gzFile)> file_;
-  std::unique_ptr<ZSTD_DStream, size_t (*)(ZSTD_DStream*)> zstd_;
-  std::string buffer_;
+  string path_;
+  unique_ptr<gzFile_s, int (*)(gzFile)> file_;
+  unique_ptr<ZSTD_DStream, size_t (*)(ZSTD_DStream*)> zstd_;
+  string buffer_;
   ZSTD_inBuffer input_{};
   size_t more_ = 1; // not 0 inside a frame, and before the first
 };
 
-InputReader::InputReader(std::vector<InputFile> files, ReadOptions options, InputPosition start)
+InputReader::InputReader(vector<InputFile> files, ReadOptions options, InputPosition start)
     : files_(std::move(files)), options_(std::move(options)), at_(start) {
   for (int64_t i = 0; i < start.file; ++i) bytes_before_ += files_[index(i)].bytes;
 }
 
 bool InputReader::next_rows(Chunk& chunk) {
   const OpenParquet open = parquet();
-  std::vector<std::optional<std::string>> texts;
+  vector<optional<string>> texts;
   try {
     if (!table_) table_ = open(chunk.path, options_.text_field, at_.line);
     texts = table_();
@@ -234,17 +231,17 @@ bool InputReader::next_bytes(Chunk& chunk) {
     const size_t read = source_->read(pending_.data() + searched, kRead);
     pending_.resize(searched + read);
     more = read > 0;
-    const std::string_view fresh = std::string_view(pending_).substr(searched);
+    const string_view fresh = string_view(pending_).substr(searched);
     const size_t newline = too_long ? fresh.find('\n') : fresh.rfind('\n');
     if (!more) end = pending_.size();
     else if (lines && newline != fresh.npos) end = searched + newline + 1;
   }
   if (lines && end == 0 && !too_long) return false;
-  std::string bytes = pending_.substr(0, end);
+  string bytes = pending_.substr(0, end);
   pending_.erase(0, end);
   at_.offset += lines ? end : 1;
   if (lines && !too_long) {
-    at_.line += std::ranges::count(bytes, '\n');
+    at_.line += ranges::count(bytes, '\n');
     chunk.lines = std::move(bytes);
     return true;
   }
@@ -279,7 +276,7 @@ bool InputReader::next(Chunk& chunk) {
 }
 
 void read_lines(Chunk& chunk, const ReadOptions& options) {
-  std::string bytes = std::exchange(chunk.lines, {});
+  string bytes = std::exchange(chunk.lines, {});
   bytes.reserve(bytes.size() + simdjson::SIMDJSON_PADDING);
   simdjson::dom::parser parser;
   int64_t line = chunk.line;
@@ -287,7 +284,7 @@ void read_lines(Chunk& chunk, const ReadOptions& options) {
   for (size_t end; begin < bytes.size(); begin = end + 1) {
     ++line;
     end = std::min(bytes.find('\n', begin), bytes.size());
-    const std::string_view text(bytes.data() + begin, end - begin);
+    const string_view text(bytes.data() + begin, end - begin);
     if (text.find_first_not_of(" \t\r") == text.npos) continue;
     Document& document = chunk.documents.emplace_back();
     document.line = line;
@@ -299,7 +296,7 @@ void read_lines(Chunk& chunk, const ReadOptions& options) {
 // --- their ids ---
 
 CorpusEncoder::CorpusEncoder(
-    std::vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings, InputPosition start)
+    vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings, InputPosition start)
     : reader_(std::move(files), settings.read, start), tokenizer_(std::move(tokenizer)),
       settings_(std::move(settings)), idle_(settings_.workers) {}
 
@@ -333,10 +330,10 @@ bool CorpusEncoder::next(Chunk& chunk) {
 
 Chunk CorpusEncoder::encode(Chunk chunk) {
   idle_.acquire();
-  const std::shared_ptr<void> at_the_end(nullptr, [&](void*) { idle_.release(); });
+  const shared_ptr<void> at_the_end(nullptr, [&](void*) { idle_.release(); });
   read_lines(chunk, settings_.read);
   for (Document& document : chunk.documents) {
-    const std::string text = std::exchange(document.text, {});
+    const string text = std::exchange(document.text, {});
     document.bytes = text.size();
     if (!document.problem.empty() || !document.skipped.empty()) continue;
     document.skipped = text.empty()          ? "empty"
@@ -355,5 +352,4 @@ Chunk CorpusEncoder::encode(Chunk chunk) {
   }
   return chunk;
 }
-
 }

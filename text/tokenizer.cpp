@@ -2,19 +2,18 @@
 #include "text/tokenizer_state.h"
 
 namespace pith {
-
 const AddedToken* AddedTokenMatcher::find(
-    std::string_view text, size_t from, size_t& begin, size_t& end) const {
+    string_view text, size_t from, size_t& begin, size_t& end) const {
   if (tokens_.empty()) return nullptr;
   for (begin = from; begin < text.size(); ++begin) {
     if (!starts_[static_cast<uint8_t>(text[begin])]) continue;
     // The longest token that begins `rest` is the last that does not sort behind it; or, where
     // that one goes on differently, begins what they share.
-    for (std::string_view rest = text.substr(begin);;) {
+    for (string_view rest = text.substr(begin);;) {
       const auto behind = tokens_.upper_bound(rest);
       if (behind == tokens_.begin()) break;
       const auto& [token_text, token] = *std::prev(behind);
-      const auto differ = std::ranges::mismatch(token_text, rest);
+      const auto differ = ranges::mismatch(token_text, rest);
       rest = {rest.begin(), differ.in2};
       if (differ.in1 != token_text.end()) continue;
       end = begin + rest.size();
@@ -24,22 +23,21 @@ const AddedToken* AddedTokenMatcher::find(
   return nullptr;
 }
 
-const std::string& Tokenizer::State::spelling(int32_t id) const {
+const string& Tokenizer::State::spelling(int32_t id) const {
   PITH_CHECK(id >= 0 && index(id) < tokens.size(), "token id {} is outside the vocabulary of {}",
       id, tokens.size());
   return tokens[index(id)];
 }
 
 namespace {
-
 // One text on its way through the stages. Pieces go depth first, so nothing but ids grows.
 struct Encoder {
   const Tokenizer::State& state;
   const EncodeOptions& options;
   Bpe::Scratch& scratch;
   Encoding& out;
-  std::string_view input;
-  std::vector<uint32_t> lengths = {};
+  string_view input;
+  vector<uint32_t> lengths = {};
 
   void run() {
     PITH_CHECK(input.size() < UINT32_MAX, "a text of {} bytes is too long", input.size());
@@ -55,7 +53,7 @@ struct Encoder {
   template <class Rest>
   void split_at_added(const AddedTokenMatcher& matcher, const Text& text, Rest rest) {
     size_t done = 0, begin = 0, end = 0;
-    const std::string_view s = text.text;
+    const string_view s = text.text;
     while (const AddedToken* token = matcher.find(s, end, begin, end)) {
       if (token->special && !options.parse_special) continue;
       if (token->single_word && is_inside_word(s, begin, end)) continue;
@@ -71,7 +69,7 @@ struct Encoder {
     if (done < s.size()) rest(text.slice(done, s.size()));
   }
 
-  static bool is_inside_word(std::string_view s, size_t begin, size_t end) {
+  static bool is_inside_word(string_view s, size_t begin, size_t end) {
     static const Regex word(fmt::format("[{}]", kWordMembers));
     size_t before = begin, behind = end;
     if (begin > 0) utf8_previous(s, before);
@@ -113,7 +111,7 @@ struct Encoder {
 
   // Takes the spaces at both ends of a token out of its span. A lone space before the first word
   // may be one that encoding added, which is not in the text.
-  void trim(TokenSpan& span, std::string_view token, bool bytes) const {
+  void trim(TokenSpan& span, string_view token, bool bytes) const {
     const bool first = out.offsets.empty() || span.begin == 0;
     size_t leading = 0, trailing = 0;
     if (bytes) {
@@ -131,19 +129,18 @@ struct Encoder {
     span = {static_cast<uint32_t>(begin), static_cast<uint32_t>(end)};
   }
 };
-
 }
 
-Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options) const {
+Encoding Tokenizer::encode(string_view input, const EncodeOptions& options) const {
   Encoding encoding;
-  std::string repaired;
+  string repaired;
   if (const size_t good = utf8_valid_prefix(input); good < input.size()) {
     PITH_CHECK(!options.strict, "text is not UTF-8: byte {} is 0x{:02X}", good,
         static_cast<uint8_t>(input[good]));
     encoding.replaced_sequences = utf8_replace_invalid(input, repaired);
     input = repaired;
   }
-  std::unique_ptr<Bpe::Scratch> scratch;
+  unique_ptr<Bpe::Scratch> scratch;
   if (const std::lock_guard lock(state_->mutex); !state_->idle.empty()) {
     scratch = std::move(state_->idle.back());
     state_->idle.pop_back();
@@ -170,10 +167,10 @@ Encoding Tokenizer::encode(std::string_view input, const EncodeOptions& options)
   return encoding;
 }
 
-std::string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_tokens) const {
-  std::vector<std::string> tokens;
+string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_tokens) const {
+  vector<string> tokens;
   for (const int32_t id : ids) {
-    const std::string& token = state_->spelling(id);
+    const string& token = state_->spelling(id);
     if (!token.empty() && !(skip_special_tokens && is_special(id))) tokens.push_back(token);
   }
   for (const Decoder& decoder : state_->decoders) apply(decoder, tokens);
@@ -181,42 +178,41 @@ std::string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_to
 }
 
 int64_t Tokenizer::vocab_size() const { return static_cast<int64_t>(state_->tokens.size()); }
-std::string Tokenizer::token(int32_t id) const {
-  return id >= 0 && id < vocab_size() ? state_->tokens[index(id)] : std::string();
+string Tokenizer::token(int32_t id) const {
+  return id >= 0 && id < vocab_size() ? state_->tokens[index(id)] : string();
 }
-std::optional<int32_t> Tokenizer::id(std::string_view token) const { return state_->find(token); }
+optional<int32_t> Tokenizer::id(string_view token) const { return state_->find(token); }
 bool Tokenizer::is_special(int32_t id) const {
   const auto found = state_->added.find(id);
   return found != state_->added.end() && found->second.special;
 }
-std::optional<int32_t> Tokenizer::bos_id() const { return state_->bos; }
-std::optional<int32_t> Tokenizer::eos_id() const { return state_->eos; }
-std::optional<int32_t> Tokenizer::pad_id() const { return state_->pad; }
-const std::string& Tokenizer::chat_template() const { return state_->chat_template; }
+optional<int32_t> Tokenizer::bos_id() const { return state_->bos; }
+optional<int32_t> Tokenizer::eos_id() const { return state_->eos; }
+optional<int32_t> Tokenizer::pad_id() const { return state_->pad; }
+const string& Tokenizer::chat_template() const { return state_->chat_template; }
 uint64_t Tokenizer::hash() const { return state_->hash; }
 
-std::string StreamingDecoder::push(int32_t id) {
-  const std::string& token = tokenizer_.state_->spelling(id);
+string StreamingDecoder::push(int32_t id) {
+  const string& token = tokenizer_.state_->spelling(id);
   if (token.empty() || tokenizer_.is_special(id)) return "";
   window_.push_back(id);
   // What a byte token means depends on the whole run; a last U+FFFD may be half a character.
   if (fallback_byte(token) >= 0) return "";
-  const std::string text = tokenizer_.decode(window_);
+  const string text = tokenizer_.decode(window_);
   if (text.ends_with("\uFFFD") || text.size() <= emitted_) return "";
   // The ids that were just completed become the context of the next ones.
   window_.erase(window_.begin(), window_.begin() + static_cast<std::ptrdiff_t>(settled_));
   settled_ = window_.size();
-  std::string fresh = text.substr(emitted_);
+  string fresh = text.substr(emitted_);
   emitted_ = tokenizer_.decode(window_).size();
   return fresh;
 }
 
-std::string StreamingDecoder::finish() {
-  const std::string text = tokenizer_.decode(window_);
+string StreamingDecoder::finish() {
+  const string text = tokenizer_.decode(window_);
   const size_t emitted = std::min(std::exchange(emitted_, 0), text.size());
   window_.clear();
   settled_ = 0;
   return text.substr(emitted);
 }
-
 }

@@ -7,18 +7,17 @@
 
 namespace pith {
 namespace {
-
 using Json = nlohmann::json;
 
-std::string read_file(const fs::path& path, bool optional = false) {
+string read_file(const fs::path& path, bool optional = false) {
   if (optional && !fs::exists(path)) return "";
   std::ifstream file(path, std::ios::binary);
-  std::string content{std::istreambuf_iterator<char>(file), {}};
-  PITH_CHECK(file.is_open() && !file.bad(), "cannot read {}", path.string());
+  string content{std::istreambuf_iterator<char>(file), {}};
+  PITH_CHECK(file.is_open() && !file.bad(), "cannot read {}", path);
   return content;
 }
 
-Json parse_object(const std::string& text, std::string_view name) {
+Json parse_object(const string& text, string_view name) {
   Json json = Json::parse(text, nullptr, false);
   PITH_CHECK(json.is_object(), "{} is not a JSON object", name);
   return json;
@@ -32,8 +31,7 @@ const Json& member(const Json& object, const char* key) {
 }
 
 // `otherwise` stands for a member that is missing or null.
-template <class T>
-T get(const Json& object, const char* key, std::optional<T> otherwise = std::nullopt) {
+template <class T> T get(const Json& object, const char* key, optional<T> otherwise = nullopt) {
   const Json& value = member(object, key);
   if (value.is_null() && otherwise) return *otherwise;
   const Json kind = T{};
@@ -41,12 +39,12 @@ T get(const Json& object, const char* key, std::optional<T> otherwise = std::nul
       value.dump().substr(0, 80), kind.type_name());
   return value.get<T>();
 }
-std::string text_of(const Json& object, const char* key) { return get<std::string>(object, key); }
+string text_of(const Json& object, const char* key) { return get<string>(object, key); }
 bool flag(const Json& object, const char* key, bool otherwise = false) {
   return get<bool>(object, key, otherwise);
 }
-std::string filled(const Json& object, const char* key) {
-  std::string text = text_of(object, key);
+string filled(const Json& object, const char* key) {
+  string text = text_of(object, key);
   PITH_CHECK(!text.empty(), "tokenizer.json: {} is empty in {}", key, object.dump());
   return text;
 }
@@ -57,28 +55,28 @@ int32_t id_of(const Json& value) {
   return value.get<int32_t>();
 }
 
-[[noreturn]] void refuse(std::string_view kind, std::string_view name) {
+[[noreturn]] void refuse(string_view kind, string_view name) {
   PITH_FAIL_HINT("this program reads BPE tokenizers", "tokenizer.json: the {} {} is not supported",
       kind, name);
 }
 
 // The place of a name among those that are known.
-int choose(const char* kind, std::string_view name, std::initializer_list<std::string_view> known) {
-  const auto found = std::ranges::find(known, name);
+int choose(const char* kind, string_view name, std::initializer_list<string_view> known) {
+  const auto found = ranges::find(known, name);
   if (found == known.end()) refuse(kind, name);
   return static_cast<int>(found - known.begin());
 }
 
 // A component, the parts of a Sequence of them, or none.
-std::vector<Json> components(const Json& json, const char* list, int depth = 0) {
+vector<Json> components(const Json& json, const char* list, int depth = 0) {
   if (json.is_null()) return {};
   PITH_CHECK(depth < 16, "tokenizer.json: Sequences are nested too deep");
-  if (text_of(json, "type") != "Sequence") return std::vector<Json>(1, json);
+  if (text_of(json, "type") != "Sequence") return vector<Json>(1, json);
   const Json& parts = member(json, list);
   PITH_CHECK(parts.is_array(), "tokenizer.json: Sequence without {}", list);
-  std::vector<Json> all;
+  vector<Json> all;
   for (const Json& part : parts)
-    std::ranges::move(components(part, list, depth + 1), back_inserter(all));
+    ranges::move(components(part, list, depth + 1), back_inserter(all));
   return all;
 }
 
@@ -88,7 +86,7 @@ Regex pattern_of(const Json& json) {
   return Regex::literal(filled(pattern, "String"));
 }
 
-SplitBehavior behavior_of(const std::string& name) {
+SplitBehavior behavior_of(const string& name) {
   return static_cast<SplitBehavior>(choose("split behavior", name,
       {"Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous"}));
 }
@@ -96,14 +94,14 @@ SplitBehavior behavior_of(const std::string& name) {
 Replace replace_of(const Json& json) { return {pattern_of(json), text_of(json, "content")}; }
 
 // "always", "first" or "never".
-std::string scheme_of(const Json& json) {
-  const auto scheme = get<std::string>(json, "prepend_scheme", "always");
+string scheme_of(const Json& json) {
+  const auto scheme = get<string>(json, "prepend_scheme", "always");
   choose("Metaspace prepend_scheme", scheme, {"always", "first", "never"});
   return flag(json, "add_prefix_space", true) ? scheme : "never";
 }
 
 Stage make_normalizer(const Json& json) {
-  const std::string type = text_of(json, "type");
+  const string type = text_of(json, "type");
   if (type == "Lowercase") return Lowercase{};
   if (type == "Prepend") return Prepend{text_of(json, "prepend")};
   if (type == "Replace") return replace_of(json);
@@ -111,14 +109,14 @@ Stage make_normalizer(const Json& json) {
   return NormalForm{form % 2 == 0, form >= 2};
 }
 
-constexpr std::string_view kGpt2Pattern =
+constexpr string_view kGpt2Pattern =
     "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
 void read_pre_tokenizer(const Json& json, Tokenizer::State& state) {
   using enum SplitBehavior;
   auto add = [&](Stage stage) { state.pre_tokenizers.push_back(std::move(stage)); };
   PITH_CHECK(!state.byte_level, "tokenizer.json: a pre_tokenizer after ByteLevel is not supported");
-  const std::string type = text_of(json, "type");
+  const string type = text_of(json, "type");
   if (type == "Split") {
     const SplitBehavior behavior = behavior_of(text_of(json, "behavior"));
     add(Split{pattern_of(json), behavior, flag(json, "invert")});
@@ -130,13 +128,13 @@ void read_pre_tokenizer(const Json& json, Tokenizer::State& state) {
     add(Split{Regex(kDigitPattern), flag(json, "individual_digits") ? kIsolated : kContiguous});
   } else if (type == "Punctuation") {
     add(Split{Regex(kPunctuationPattern, Regex::Syntax::kPcre2),
-        behavior_of(get<std::string>(json, "behavior", "Isolated"))});
+        behavior_of(get<string>(json, "behavior", "Isolated"))});
   } else if (type == "Whitespace") { // words, and runs of anything else but space
     add(Split{Regex(fmt::format("[{0}]+|[^\\s{0}]+", kWordMembers)), kRemoved, true});
   } else if (type == "WhitespaceSplit") {
     add(Split{Regex("\\s"), kRemoved});
   } else if (type == "Metaspace") {
-    const std::string space = filled(json, "replacement"), scheme = scheme_of(json);
+    const string space = filled(json, "replacement"), scheme = scheme_of(json);
     add(Replace{Regex::literal(" "), space});
     if (scheme != "never") add(Prepend{space, true, scheme == "first"});
     if (flag(json, "split", true)) add(Split{Regex::literal(space), kMergedWithNext});
@@ -147,7 +145,7 @@ void read_pre_tokenizer(const Json& json, Tokenizer::State& state) {
 }
 
 Decoder make_decoder(const Json& json) {
-  const std::string type = text_of(json, "type");
+  const string type = text_of(json, "type");
   if (type == "ByteLevel") return DecodeByteLevel{};
   if (type == "ByteFallback") return DecodeByteFallback{};
   if (type == "Fuse") return DecodeFuse{};
@@ -156,23 +154,23 @@ Decoder make_decoder(const Json& json) {
     return DecodeReplace{
         {Regex::literal(filled(json, "replacement")), " "}, scheme_of(json) != "never"};
   if (type != "Strip") refuse("decoder", type);
-  const std::string content = filled(json, "content");
+  const string content = filled(json, "content");
   size_t at = 0; // its first character is taken off both ends, so often at most
   const auto code = static_cast<uint32_t>(utf8_next(content, at));
-  const std::string ends = fmt::format(R"(\A\x{{{0:x}}}{{0,{1}}}(?!\A)|\x{{{0:x}}}{{0,{2}}}\z)",
-      code, get<size_t>(json, "start"), get<size_t>(json, "stop"));
+  const string ends = fmt::format(R"(\A\x{{{0:x}}}{{0,{1}}}(?!\A)|\x{{{0:x}}}{{0,{2}}}\z)", code,
+      get<size_t>(json, "start"), get<size_t>(json, "stop"));
   return DecodeReplace{{Regex(ends, Regex::Syntax::kPcre2), ""}};
 }
 
 void read_post_processor(const Json& json, Tokenizer::State& state) {
-  const std::string type = text_of(json, "type");
+  const string type = text_of(json, "type");
   if (type == "ByteLevel") {
     state.trim_offsets = state.trim_offsets || flag(json, "trim_offsets", true);
     state.trim_keeps_prefix_space = flag(json, "add_prefix_space", true);
     return;
   }
   if (type != "TemplateProcessing") refuse("post_processor", type);
-  std::vector<int32_t> before, after;
+  vector<int32_t> before, after;
   bool seen = false;
   for (const Json& piece : member(json, "single")) {
     if (const Json& sequence = member(piece, "Sequence"); !sequence.is_null()) {
@@ -181,7 +179,7 @@ void read_post_processor(const Json& json, Tokenizer::State& state) {
       seen = true;
       continue;
     }
-    const std::string name = text_of(member(piece, "SpecialToken"), "id");
+    const string name = text_of(member(piece, "SpecialToken"), "id");
     const Json& ids = member(member(member(json, "special_tokens"), name.c_str()), "ids");
     PITH_CHECK(ids.is_array(), "tokenizer.json: TemplateProcessing names {} without ids", name);
     for (const Json& json_id : ids) {
@@ -199,11 +197,11 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
   PITH_CHECK(vocab.is_object(), "tokenizer.json: the model has no vocab");
   const Json& added = member(file, "added_tokens");
   const size_t limit = 16 * (vocab.size() + added.size()) + 65536; // a small file stays small
-  auto put = [&](const std::string& token, int32_t id) {
+  auto put = [&](const string& token, int32_t id) {
     const size_t at = index(id);
     PITH_CHECK(at < limit, "tokenizer.json: id {} of token {} is out of proportion", id, token);
     if (state.tokens.size() <= at) state.tokens.resize(at + 1);
-    std::string& place = state.tokens[at];
+    string& place = state.tokens[at];
     PITH_CHECK(
         (place.empty() || place == token) && state.ids.try_emplace(token, id).first->second == id,
         "tokenizer.json: token {} with id {}: one of them stands for another, too", token, id);
@@ -220,10 +218,10 @@ void read_vocabulary(const Json& file, Tokenizer::State& state) {
 }
 
 // The halves of a merge: "a b", or ["a", "b"].
-std::pair<std::string, std::string> halves_of(const Json& merge) {
+pair<string, string> halves_of(const Json& merge) {
   if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string())
-    return {merge[0].get<std::string>(), merge[1].get<std::string>()};
-  const std::string text = merge.is_string() ? merge.get<std::string>() : "";
+    return {merge[0].get<string>(), merge[1].get<string>()};
+  const string text = merge.is_string() ? merge.get<string>() : "";
   const size_t space = text.find(' ');
   PITH_CHECK(space != text.npos && space == text.rfind(' '),
       "tokenizer.json: merge {} is not a pair", merge.dump());
@@ -232,20 +230,20 @@ std::pair<std::string, std::string> halves_of(const Json& merge) {
 
 void read_model(Json& file, Tokenizer::State& state) {
   Json& model = file["model"];
-  choose("model", get<std::string>(model, "type", "BPE"), {"BPE"});
+  choose("model", get<string>(model, "type", "BPE"), {"BPE"});
   for (const char* key : {"dropout", "end_of_word_suffix"}) {
     const Json& value = member(model, key);
     PITH_CHECK(value.is_null() || value == 0.0 || value == "",
         "tokenizer.json: {} {} is not supported", key, value.dump());
   }
-  std::vector<std::string> tokens(state.tokens.size());
+  vector<string> tokens(state.tokens.size());
   for (const auto& [token, id] : model["vocab"].items()) tokens[id.get<size_t>()] = token;
   Bpe::Config config{.byte_level = state.byte_level,
       .ignore_merges = flag(model, "ignore_merges"),
       .byte_fallback = flag(model, "byte_fallback"),
       .fuse_unk = flag(model, "fuse_unk"),
-      .prefix = get<std::string>(model, "continuing_subword_prefix", "")};
-  auto id = [&](const std::string& token) {
+      .prefix = get<string>(model, "continuing_subword_prefix", "")};
+  auto id = [&](const string& token) {
     const auto found = state.find(token);
     PITH_CHECK(found && !tokens[index(*found)].empty(),
         "tokenizer.json: {} is not in the model's vocabulary", token);
@@ -255,7 +253,7 @@ void read_model(Json& file, Tokenizer::State& state) {
 
   const Json& merges = member(model, "merges");
   PITH_CHECK(merges.is_array(), "tokenizer.json: the model has no merges");
-  std::vector<BpeMerge> list;
+  vector<BpeMerge> list;
   list.reserve(merges.size());
   for (const Json& merge : merges) {
     const auto [left, right] = halves_of(merge);
@@ -267,21 +265,21 @@ void read_model(Json& file, Tokenizer::State& state) {
   }
   model.erase("vocab");
   model.erase("merges");
-  std::string content = file.dump();
-  for (const std::string& token : tokens) content.append(token.c_str(), token.size() + 1);
+  string content = file.dump();
+  for (const string& token : tokens) content.append(token.c_str(), token.size() + 1);
   content.append(reinterpret_cast<const char*>(list.data()), list.size() * sizeof(BpeMerge));
   state.hash = XXH3_64bits(content.data(), content.size());
   state.bpe = Bpe(tokens, list, std::move(config));
 }
 
-void read_config(const std::string& text, Tokenizer::State& state) {
+void read_config(const string& text, Tokenizer::State& state) {
   const Json config = parse_object(text, "tokenizer_config.json");
-  auto special = [&](const char* key) -> std::optional<int32_t> {
+  auto special = [&](const char* key) -> optional<int32_t> {
     const Json& value = member(config, key);
     const Json& content = value.is_object() ? member(value, "content") : value;
-    if (content.is_null()) return std::nullopt;
+    if (content.is_null()) return nullopt;
     PITH_CHECK(content.is_string(), "tokenizer_config.json: {} is not a text", key);
-    const auto found = state.find(content.get<std::string>());
+    const auto found = state.find(content.get<string>());
     PITH_CHECK(found, "tokenizer_config.json: {} {} is not in the vocabulary", key, content.dump());
     return found;
   };
@@ -289,13 +287,12 @@ void read_config(const std::string& text, Tokenizer::State& state) {
   state.eos = special("eos_token");
   state.pad = special("pad_token");
   const Json& chat = member(config, "chat_template");
-  if (chat.is_string()) state.chat_template = chat.get<std::string>();
+  if (chat.is_string()) state.chat_template = chat.get<string>();
   for (const Json& named : chat) // several by name
     if (member(named, "name") == "default") state.chat_template = text_of(named, "template");
 }
 
-std::shared_ptr<const Tokenizer::State> make_state(
-    std::string json, std::string config, std::string chat_template) {
+shared_ptr<const Tokenizer::State> make_state(string json, string config, string chat_template) {
   auto state = std::make_shared<Tokenizer::State>();
   Json file = parse_object(json, "tokenizer.json");
   for (const char* key : {"truncation", "padding"})
@@ -326,12 +323,11 @@ std::shared_ptr<const Tokenizer::State> make_state(
   state->chat_template_file = std::move(chat_template);
   return state;
 }
-
 }
 
-std::string byte_level_json(const std::vector<std::string>& vocabulary,
-    const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
-    const std::vector<std::pair<std::string, int32_t>>& special) {
+string byte_level_json(const vector<string>& vocabulary,
+    const vector<pair<int32_t, int32_t>>& merges, string_view pattern,
+    const vector<pair<string, int32_t>>& special) {
   Json file = Json::parse(R"({"version": "1.0", "truncation": null, "padding": null,
       "normalizer": null, "added_tokens": [],
       "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false,
@@ -358,20 +354,20 @@ std::string byte_level_json(const std::vector<std::string>& vocabulary,
   return file.dump(1) + "\n";
 }
 
-std::string tokenizer_config_json(std::string_view end_of_text) {
+string tokenizer_config_json(string_view end_of_text) {
   const Json config = {{"tokenizer_class", "PreTrainedTokenizerFast"}, {"eos_token", end_of_text},
       {"clean_up_tokenization_spaces", false}};
   return config.dump(1) + "\n";
 }
 
-Tokenizer Tokenizer::from_json(std::string tokenizer_json, std::string tokenizer_config) {
+Tokenizer Tokenizer::from_json(string tokenizer_json, string tokenizer_config) {
   return Tokenizer(make_state(std::move(tokenizer_json), std::move(tokenizer_config), ""));
 }
 
 Tokenizer Tokenizer::bytes() {
-  std::vector<std::string> vocabulary;
+  vector<string> vocabulary;
   for (int byte = 0; byte < 256; ++byte)
-    vocabulary.push_back(spell_bytes(std::string(1, static_cast<char>(byte))));
+    vocabulary.push_back(spell_bytes(string(1, static_cast<char>(byte))));
   return from_json(byte_level_json(vocabulary, {}, "", {{"<|endoftext|>", 256}}),
       tokenizer_config_json("<|endoftext|>"));
 }
@@ -386,12 +382,11 @@ Tokenizer Tokenizer::load(const fs::path& path) {
 void Tokenizer::save(const fs::path& folder) const {
   fs::create_directories(folder);
   for (const auto& [name, content] :
-      {std::pair("tokenizer.json", &state_->json), {"tokenizer_config.json", &state_->config},
+      {pair("tokenizer.json", &state_->json), {"tokenizer_config.json", &state_->config},
           {"chat_template.jinja", &state_->chat_template_file}}) {
     if (content->empty()) continue;
     std::ofstream file(folder / name, std::ios::binary);
-    PITH_CHECK(file << *content << std::flush, "cannot write {}", (folder / name).string());
+    PITH_CHECK(file << *content << std::flush, "cannot write {}", folder / name);
   }
 }
-
 }

@@ -2,17 +2,16 @@
 
 namespace pith {
 namespace {
-
 // What \w holds in Oniguruma, as members of a class.
-constexpr std::string_view kOnigurumaWord =
+constexpr string_view kOnigurumaWord =
     "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{B2}\\x{B3}\\x{B9}\\x{BC}-\\x{BE}\\x{24B6}-\\x{24E9}"
     "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 
-bool is_one_of(char c, std::string_view set) { return set.find(c) != set.npos; }
+bool is_one_of(char c, string_view set) { return set.find(c) != set.npos; }
 
 // The constructs that are supported, apart from words and classes.
 struct Grammar {
-  static Regex rule(std::string_view pattern) {
+  static Regex rule(string_view pattern) {
     return Regex(fmt::format("\\G(?:{})", pattern), Regex::Syntax::kPcre2);
   }
   Regex syntax = rule(R"(\(\?(?:[:=!>]|<[=!]|i:)|\((?![?*])|[)*+?.|^$]|\\[Az])");
@@ -27,9 +26,9 @@ struct Grammar {
 // is an error in both is left to PCRE2.
 class Translator {
  public:
-  explicit Translator(std::string_view pattern) : pattern_(pattern) {}
+  explicit Translator(string_view pattern) : pattern_(pattern) {}
 
-  std::string run() {
+  string run() {
     PITH_CHECK(utf8_valid_prefix(pattern_) == pattern_.size(), "regex is not UTF-8");
     take("(?i)"); // behind the beginning it binds otherwise in Oniguruma
     while (at_ < pattern_.size()) {
@@ -46,7 +45,7 @@ class Translator {
       }
       if (c == '[') character_class();
       else if (next(grammar().syntax) || next(grammar().set)) out_ += token_;
-      else if (!word()) range(point("("), std::nullopt);
+      else if (!word()) range(point("("), nullopt);
     }
     return std::move(out_);
   }
@@ -55,7 +54,7 @@ class Translator {
     static const Grammar grammar;
     return grammar;
   }
-  [[noreturn]] void refuse(std::string_view construct) const {
+  [[noreturn]] void refuse(string_view construct) const {
     PITH_FAIL("regex construct {} is not supported, in {}", construct, pattern_);
   }
   char peek(size_t ahead = 0) const {
@@ -70,16 +69,16 @@ class Translator {
     return true;
   }
   // Reads `text` if it is next, and writes it or what PCRE2 has for it.
-  bool take(std::string_view text, std::string_view pcre2) {
+  bool take(string_view text, string_view pcre2) {
     if (!pattern_.substr(at_).starts_with(text)) return false;
     at_ += text.size();
     out_ += pcre2;
     return true;
   }
-  bool take(std::string_view text) { return take(text, text); }
+  bool take(string_view text) { return take(text, text); }
 
   bool word() {
-    constexpr std::string_view kBorder = "(?:(?<=[{0}])(?{1}[{0}])|(?<![{0}])(?{2}[{0}]))";
+    constexpr string_view kBorder = "(?:(?<=[{0}])(?{1}[{0}])|(?<![{0}])(?{2}[{0}]))";
     return take("\\w", fmt::format("[{}]", kOnigurumaWord)) ||
         take("\\W", fmt::format("[^{}]", kOnigurumaWord)) ||
         take("\\b", fmt::format(kBorder, kOnigurumaWord, '!', '=')) ||
@@ -99,13 +98,13 @@ class Translator {
       const char32_t code = point("[");
       const bool is_range = peek() == '-' && peek(1) != ']' && peek(1) != '\0';
       at_ += is_range;
-      range(code, is_range ? std::optional(point("[")) : std::nullopt);
+      range(code, is_range ? optional(point("[")) : nullopt);
     }
     take("]");
   }
 
   // Code points that stand for themselves. A stand-in would hide one from the pattern.
-  void range(char32_t first, std::optional<char32_t> last) {
+  void range(char32_t first, optional<char32_t> last) {
     const uint32_t from = first, to = last.value_or(first);
     PITH_CHECK(unicode_stand_ins_respect(from, to),
         "regex {}: U+{:04X}-U+{:04X} cuts code points younger than Unicode 14", pattern_, from, to);
@@ -114,9 +113,9 @@ class Translator {
   }
 
   // The code point of a character, none of `but`, or of an escape of one.
-  char32_t point(std::string_view but) {
+  char32_t point(string_view but) {
     if (is_one_of(peek(), but) || !next(grammar().point)) refuse(pattern_.substr(at_, 8));
-    constexpr std::string_view kLetters = "nrtfvae", kCodes = "\n\r\t\f\v\a\x1B";
+    constexpr string_view kLetters = "nrtfvae", kCodes = "\n\r\t\f\v\a\x1B";
     size_t at = token_.size() > 1 && token_[0] == '\\' ? 1 : 0;
     const size_t letter = at == 1 ? kLetters.find(token_[1]) : kLetters.npos;
     if (letter != kLetters.npos) return static_cast<char32_t>(kCodes[letter]);
@@ -140,15 +139,15 @@ class Translator {
     return true;
   }
 
-  const std::string_view pattern_;
-  std::string out_;
-  std::string_view token_;
+  const string_view pattern_;
+  string out_;
+  string_view token_;
   size_t at_ = 0;
   size_t atom_ = 0; // where the last repeatable construct starts in out_
-  std::vector<size_t> groups_; // where each open group starts in out_
+  vector<size_t> groups_; // where each open group starts in out_
 };
 
-std::string pcre2_message(int code) {
+string pcre2_message(int code) {
   PCRE2_UCHAR text[256];
   pcre2_get_error_message(code, text, sizeof text);
   return reinterpret_cast<const char*>(text);
@@ -168,12 +167,10 @@ struct Scratch { // what a thread needs to match
     pcre2_jit_stack_free(stack);
   }
 };
-
 }
 
-Regex::Regex(std::string_view pattern, Syntax syntax) : stand_ins_(syntax == Syntax::kOniguruma) {
-  const std::string text =
-      "(*LF)" + (stand_ins_ ? Translator(pattern).run() : std::string(pattern));
+Regex::Regex(string_view pattern, Syntax syntax) : stand_ins_(syntax == Syntax::kOniguruma) {
+  const string text = "(*LF)" + (stand_ins_ ? Translator(pattern).run() : string(pattern));
   int error = 0;
   size_t place = 0;
   const uint32_t options = // ^ and $ match at every line in Oniguruma
@@ -186,13 +183,13 @@ Regex::Regex(std::string_view pattern, Syntax syntax) : stand_ins_(syntax == Syn
   jit_ = pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE) == 0;
 }
 
-Regex Regex::literal(std::string text) {
+Regex Regex::literal(string text) {
   Regex regex;
   regex.literal_ = std::move(text);
   return regex;
 }
 
-bool Regex::find(std::string_view text, size_t from, size_t& begin, size_t& end) const {
+bool Regex::find(string_view text, size_t from, size_t& begin, size_t& end) const {
   if (!code_) {
     begin = text.find(literal_, from);
     end = begin + literal_.size();
@@ -209,5 +206,4 @@ bool Regex::find(std::string_view text, size_t from, size_t& begin, size_t& end)
   end = pcre2_get_ovector_pointer(scratch.data)[1];
   return true;
 }
-
 }

@@ -3,7 +3,6 @@
 #include "text/tokenizer_state.h"
 
 namespace pith {
-
 TokenSpan Text::origin_of(size_t begin, size_t end) const {
   if (origin) return {origin[begin].begin, origin[end - 1].end};
   while (begin > 0 && utf8_continues(text[begin])) --begin;
@@ -41,7 +40,6 @@ Text Rewriter::finish() {
 }
 
 namespace {
-
 // --- Hugging Face's forms and lower case, with its places: only changes are written ---
 
 struct Mark : Change {
@@ -53,7 +51,7 @@ int combining_order(char32_t code) {
   return utf8proc_get_property(static_cast<utf8proc_int32_t>(code))->combining_class;
 }
 
-void decompose(char32_t code, bool compatible, std::vector<Mark>& out) {
+void decompose(char32_t code, bool compatible, vector<Mark>& out) {
   utf8proc_int32_t parts[32] = {static_cast<utf8proc_int32_t>(code)};
   int bound = 0;
   const auto options =
@@ -67,23 +65,23 @@ void decompose(char32_t code, bool compatible, std::vector<Mark>& out) {
   }
 }
 
-std::optional<char32_t> compose(char32_t first, char32_t second) {
+optional<char32_t> compose(char32_t first, char32_t second) {
   utf8proc_int32_t pair[3] = {
       static_cast<utf8proc_int32_t>(first), static_cast<utf8proc_int32_t>(second), 0};
   const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
-  if (utf8proc_normalize_utf32(pair, 2, options) != 1) return std::nullopt;
+  if (utf8proc_normalize_utf32(pair, 2, options) != 1) return nullopt;
   const auto composed = static_cast<char32_t>(pair[0]);
-  return unicode_is_inert(composed) ? std::nullopt : std::optional(composed);
+  return unicode_is_inert(composed) ? nullopt : optional(composed);
 }
 
 // Composition after UAX #15: a mark joins the last starter unless a mark of its class or higher, or
 // another starter, stands between.
-void compose_all(std::vector<Mark>& marks) {
-  std::vector<Mark> out;
+void compose_all(vector<Mark>& marks) {
+  vector<Mark> out;
   size_t starter = SIZE_MAX; // index in out
   for (const Mark& mark : marks) {
     const bool reaches = starter + 1 == out.size() || out.back().order < mark.order;
-    std::optional<char32_t> composed;
+    optional<char32_t> composed;
     if (starter != SIZE_MAX && reaches) composed = compose(out[starter].code, mark.code);
     if (composed) {
       out[starter].code = *composed;
@@ -104,7 +102,7 @@ const CodeSet& active_codes(NormalForm form) {
   static std::once_flag made[2][2];
   CodeSet& active = sets[form.composes][form.compatible];
   std::call_once(made[form.composes][form.compatible], [&] {
-    std::vector<Mark> parts, canonical;
+    vector<Mark> parts, canonical;
     for (char32_t code = 0xA0; code < 0x110000; ++code) {
       if (code >= 0xD800 && code < 0xE000) continue;
       parts.clear();
@@ -125,9 +123,9 @@ const CodeSet& active_codes(NormalForm form) {
 
 void rewrite(const NormalForm& form, const Text& text, Rewriter& out) {
   const CodeSet& active = active_codes(form);
-  const std::string_view s = text.text;
-  std::vector<Mark> marks;
-  std::string changed;
+  const string_view s = text.text;
+  vector<Mark> marks;
+  string changed;
   size_t border = 0; // start of the last character that is no active one
   for (size_t at = 0; at < s.size();) {
     const size_t begin = at;
@@ -144,15 +142,15 @@ void rewrite(const NormalForm& form, const Text& text, Rewriter& out) {
     marks.clear();
     for (size_t i = border; i < end;) decompose(utf8_next(s, i), form.compatible, marks);
     for (auto run = marks.begin(); run != marks.end();) { // sort each run of marks by class
-      const auto stop = std::ranges::find(run, marks.end(), 0, &Mark::order);
-      std::ranges::stable_sort(run, stop, {}, &Mark::order);
+      const auto stop = ranges::find(run, marks.end(), 0, &Mark::order);
+      ranges::stable_sort(run, stop, {}, &Mark::order);
       run = stop == marks.end() ? stop : stop + 1;
     }
     if (form.composes) compose_all(marks);
     changed.clear();
     for (const Mark& mark : marks) utf8_append(mark.code, changed);
     if (changed != s.substr(border, end - border))
-      out.replace(border, end, std::vector<Change>(marks.begin(), marks.end()));
+      out.replace(border, end, vector<Change>(marks.begin(), marks.end()));
     border = at = end;
   }
 }
@@ -167,14 +165,14 @@ void rewrite(const Lowercase&, const Text& text, Rewriter& out) {
   }
 }
 
-std::vector<Change> new_text(std::string_view content) {
-  std::vector<Change> changes;
+vector<Change> new_text(string_view content) {
+  vector<Change> changes;
   for (size_t at = 0; at < content.size();) changes.push_back({utf8_next(content, at), 1});
   return changes;
 }
 
 void rewrite(const Replace& replace, const Text& text, Rewriter& out) {
-  const std::vector<Change> changes = new_text(replace.content);
+  const vector<Change> changes = new_text(replace.content);
   replace.pattern.for_each_match(
       text.text, [&](size_t begin, size_t end) { out.replace(begin, end, changes, end - begin); });
 }
@@ -182,7 +180,7 @@ void rewrite(const Replace& replace, const Text& text, Rewriter& out) {
 void rewrite(const Prepend& prepend, const Text& text, Rewriter& out) {
   const bool there = prepend.unless_there && text.text.starts_with(prepend.content);
   if (there || (prepend.only_at_start && text.base > 0) || text.text.empty()) return;
-  std::vector<Change> changes = new_text(prepend.content);
+  vector<Change> changes = new_text(prepend.content);
   if (!changes.empty()) changes[0].moved = 0; // all at the place of the first character
   out.replace(0, 0, changes);
 }
@@ -191,15 +189,15 @@ void rewrite(const Split&, const Text&, Rewriter&) {}
 
 // --- decoders ---
 
-using Tokens = std::vector<std::string>;
+using Tokens = vector<string>;
 
 void decode(DecodeFuse, Tokens& tokens) {
-  tokens.assign(1, std::accumulate(tokens.begin(), tokens.end(), std::string()));
+  tokens.assign(1, std::accumulate(tokens.begin(), tokens.end(), string()));
 }
 
 void decode(DecodeByteLevel, Tokens& tokens) {
-  std::string text;
-  for (std::string& token : tokens) // what is not spelled in bytes stands for itself
+  string text;
+  for (string& token : tokens) // what is not spelled in bytes stands for itself
     if (auto bytes = spelled_bytes(token)) token.swap(*bytes);
   decode(DecodeFuse(), tokens);
   utf8_replace_invalid(tokens[0], text);
@@ -209,13 +207,13 @@ void decode(DecodeByteLevel, Tokens& tokens) {
 // A run of byte tokens is one text when it is UTF-8 as a whole, else one U+FFFD a byte.
 void decode(DecodeByteFallback, Tokens& tokens) {
   Tokens out;
-  std::string run;
+  string run;
   auto flush = [&] {
     if (utf8_valid_prefix(run) < run.size()) out.insert(out.end(), run.size(), "\uFFFD");
     else if (!run.empty()) out.push_back(run);
     run.clear();
   };
-  for (std::string& token : tokens) {
+  for (string& token : tokens) {
     const int byte = fallback_byte(token);
     if (byte >= 0) {
       run += static_cast<char>(byte);
@@ -233,10 +231,9 @@ void decode(const DecodeReplace& decoder, Tokens& tokens) {
   for (size_t i = 0; i < tokens.size(); ++i) {
     Rewriter out({tokens[i]}, false);
     rewrite(i > 0 ? decoder : first, {tokens[i]}, out);
-    tokens[i] = std::string(out.finish().text);
+    tokens[i] = string(out.finish().text);
   }
 }
-
 }
 
 Text apply(const Stage& stage, const Text& text, Rewriter& out) {
@@ -244,14 +241,13 @@ Text apply(const Stage& stage, const Text& text, Rewriter& out) {
   return out.finish();
 }
 
-void apply(const Decoder& decoder, std::vector<std::string>& tokens) {
+void apply(const Decoder& decoder, vector<string>& tokens) {
   std::visit([&](const auto& d) { decode(d, tokens); }, decoder);
 }
 
-int fallback_byte(const std::string& token) {
+int fallback_byte(const string& token) {
   if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
   int byte = 0;
   return std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5] ? byte : -1;
 }
-
 }

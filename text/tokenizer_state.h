@@ -8,19 +8,18 @@
 #include "text/unicode.h"
 
 namespace pith {
-
 // A regular expression of a tokenizer file, run by PCRE2's JIT.
 class Regex {
  public:
   // tokenizer.json is written for Oniguruma: what PCRE2 would read otherwise is translated or
   // refused by name, and text is seen with stand-ins. kPcre2 is for this program's own.
   enum class Syntax { kOniguruma, kPcre2 };
-  explicit Regex(std::string_view pattern, Syntax syntax = Syntax::kOniguruma);
-  static Regex literal(std::string text); // matches this text, which is not empty, alone
+  explicit Regex(string_view pattern, Syntax syntax = Syntax::kOniguruma);
+  static Regex literal(string text); // matches this text, which is not empty, alone
 
   // Calls match(begin, end) for every match in well-formed UTF-8, from left to right.
-  template <class Match> void for_each_match(std::string_view text, Match match) const {
-    std::string substitute;
+  template <class Match> void for_each_match(string_view text, Match match) const {
+    string substitute;
     if (stand_ins_ && unicode_substitute(text, substitute)) text = substitute;
     size_t from = 0, begin = 0, end = 0, last = SIZE_MAX;
     while (from <= text.size() && find(text, from, begin, end)) {
@@ -33,22 +32,22 @@ class Regex {
     }
   }
   // The first match from a place on; `text` is seen as it is.
-  bool find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
+  bool find(string_view text, size_t from, size_t& begin, size_t& end) const;
  private:
   Regex() = default;
-  std::string literal_; // instead of code_
-  std::shared_ptr<pcre2_code> code_;
+  string literal_; // instead of code_
+  shared_ptr<pcre2_code> code_;
   bool jit_ = false, stand_ins_ = false;
 };
 
 // Well-formed UTF-8 on its way to the model.
 struct Text {
-  std::string_view text;
+  string_view text;
   const TokenSpan* origin = nullptr; // input bytes behind each byte; null: those from `base` on
   uint32_t base = 0; // where in the input it begins
 
   Text slice(size_t begin, size_t end) const {
-    const std::string_view part = text.substr(begin, end - begin);
+    const string_view part = text.substr(begin, end - begin);
     if (origin) return {part, origin + begin, origin[begin].begin};
     return {part, nullptr, base + static_cast<uint32_t>(begin)};
   }
@@ -75,8 +74,8 @@ class Rewriter {
   const bool track_;
   bool changed_ = false;
   size_t copied_ = 0;
-  std::string text_;
-  std::vector<TokenSpan> origin_;
+  string text_;
+  vector<TokenSpan> origin_;
 };
 
 // Stages: normalizers and pre-tokenizers. Only the latter split.
@@ -86,10 +85,10 @@ struct NormalForm {
 struct Lowercase {};
 struct Replace {
   Regex pattern;
-  std::string content;
+  string content;
 };
 struct Prepend {
-  std::string content;
+  string content;
   bool unless_there = false; // only to text that does not begin with it
   bool only_at_start = false; // only where the input begins
 };
@@ -106,7 +105,7 @@ using Stage = std::variant<NormalForm, Lowercase, Replace, Prepend, Split>;
 Text apply(const Stage& stage, const Text& text, Rewriter& out);
 
 // Calls sink(begin, end) for the pieces of `text`.
-template <class Sink> void split_text(const Split& split, std::string_view text, Sink sink) {
+template <class Sink> void split_text(const Split& split, string_view text, Sink sink) {
   size_t begin = 0, done = 0; // text[begin, done) waits for what may join it
   bool is_match = false; // and is, or ends in, a match
   auto cut = [&] {
@@ -140,11 +139,11 @@ struct DecodeReplace : Replace {
 using Decoder = std::variant<DecodeByteLevel, DecodeByteFallback, DecodeFuse, DecodeReplace>;
 
 // Applies one decoder to the spelled tokens of a text.
-void apply(const Decoder& decoder, std::vector<std::string>& tokens);
-int fallback_byte(const std::string& token); // of "<0x41>"; -1: it is none
+void apply(const Decoder& decoder, vector<string>& tokens);
+int fallback_byte(const string& token); // of "<0x41>"; -1: it is none
 
 struct AddedToken {
-  std::string content;
+  string content;
   int32_t id = -1;
   bool special = false, normalized = false, lstrip = false, rstrip = false, single_word = false;
 };
@@ -152,47 +151,47 @@ struct AddedToken {
 // Finds the leftmost, then longest, of a set of strings.
 class AddedTokenMatcher {
  public:
-  void add(std::string_view text, const AddedToken* token) {
+  void add(string_view text, const AddedToken* token) {
     if (text.empty()) return;
-    tokens_.try_emplace(std::string(text), token);
+    tokens_.try_emplace(string(text), token);
     starts_.set(static_cast<uint8_t>(text[0]));
   }
   // The first match at or behind `from`; nullptr when there is none.
-  const AddedToken* find(std::string_view text, size_t from, size_t& begin, size_t& end) const;
+  const AddedToken* find(string_view text, size_t from, size_t& begin, size_t& end) const;
  private:
-  std::map<std::string, const AddedToken*, std::less<>> tokens_;
+  map<string, const AddedToken*, std::less<>> tokens_;
   std::bitset<256> starts_;
 };
 
 struct Tokenizer::State {
-  std::string json, config, chat_template_file; // as they were read: save() writes them back
-  std::vector<std::string> tokens; // by id, added tokens included
-  std::unordered_map<std::string, int32_t> ids;
-  std::map<int32_t, AddedToken> added;
+  string json, config, chat_template_file; // as they were read: save() writes them back
+  vector<string> tokens; // by id, added tokens included
+  std::unordered_map<string, int32_t> ids;
+  map<int32_t, AddedToken> added;
   AddedTokenMatcher raw_added, normalized_added;
 
-  std::vector<Stage> normalizers, pre_tokenizers;
-  std::vector<Decoder> decoders;
+  vector<Stage> normalizers, pre_tokenizers;
+  vector<Decoder> decoders;
   bool no_decoder = false; // tokens are joined with spaces then
   bool byte_level = false; // the model reads bytes
   Bpe bpe;
-  std::vector<int32_t> prefix, suffix; // ids that the post-processor puts around a text
+  vector<int32_t> prefix, suffix; // ids that the post-processor puts around a text
   bool trim_offsets = false, trim_keeps_prefix_space = false;
   bool needs_places = false; // even when the caller asks for no offsets
 
-  std::optional<int32_t> bos, eos, pad;
-  std::string chat_template;
+  optional<int32_t> bos, eos, pad;
+  string chat_template;
   uint64_t hash = 0;
 
-  const std::string& spelling(int32_t id) const; // fails outside the vocabulary
-  std::optional<int32_t> find(std::string_view token) const {
-    const auto found = ids.find(std::string(token));
-    return found == ids.end() ? std::nullopt : std::optional(found->second);
+  const string& spelling(int32_t id) const; // fails outside the vocabulary
+  optional<int32_t> find(string_view token) const {
+    const auto found = ids.find(string(token));
+    return found == ids.end() ? nullopt : optional(found->second);
   }
 
   // Scratch is lent to one encode at a time, so that caches stay warm between calls.
   mutable std::mutex mutex;
-  mutable std::vector<std::unique_ptr<Bpe::Scratch>> idle;
+  mutable vector<unique_ptr<Bpe::Scratch>> idle;
 
   // Text after all normalizers. `storage` keeps what they wrote.
   Text normalize(Text text, bool track, std::list<Rewriter>& storage) const {
@@ -203,10 +202,10 @@ struct Tokenizer::State {
 };
 
 // A tokenizer.json of a byte-level BPE. Tokens by id, as spell_bytes spells them.
-std::string byte_level_json(const std::vector<std::string>& vocabulary,
-    const std::vector<std::pair<int32_t, int32_t>>& merges, std::string_view pattern,
-    const std::vector<std::pair<std::string, int32_t>>& special);
-std::string tokenizer_config_json(std::string_view end_of_text);
+string byte_level_json(const vector<string>& vocabulary,
+    const vector<pair<int32_t, int32_t>>& merges, string_view pattern,
+    const vector<pair<string, int32_t>>& special);
+string tokenizer_config_json(string_view end_of_text);
 
 // Calls work(thread, i) for every i below `count`, on several threads, the caller's among them.
 template <class Work> void on_threads(int threads, size_t count, Work work) {
@@ -214,10 +213,9 @@ template <class Work> void on_threads(int threads, size_t count, Work work) {
   const auto run = [&](int thread) {
     for (size_t i; (i = next++) < count;) work(thread, i);
   };
-  std::vector<std::future<void>> helpers;
+  vector<std::future<void>> helpers;
   for (int i = 1; i < threads; ++i) helpers.push_back(std::async(std::launch::async, run, i));
   run(0);
   for (std::future<void>& helper : helpers) helper.get();
 }
-
 }

@@ -5,9 +5,8 @@
 
 namespace pith {
 namespace {
-
 // Bytes of the well-formed sequence that begins `text`, 0 where none does.
-size_t sequence_length(std::string_view text) {
+size_t sequence_length(string_view text) {
   utf8proc_int32_t code;
   const auto length = utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
       static_cast<utf8proc_ssize_t>(text.size()), &code);
@@ -15,17 +14,17 @@ size_t sequence_length(std::string_view text) {
 }
 
 // Bytes that Python's errors="replace" turns into one U+FFFD: all that more bytes could complete.
-size_t ill_formed_length(std::string_view text) {
+size_t ill_formed_length(string_view text) {
   for (size_t size = std::min<size_t>(text.size(), 3); size > 1; --size)
-    if (sequence_length(std::string(text.substr(0, size)).append(4 - size, '\x80'))) return size;
+    if (sequence_length(string(text.substr(0, size)).append(4 - size, '\x80'))) return size;
   return 1;
 }
 
 using Table = std::unordered_map<char32_t, uint32_t>;
 
-Table read_table(std::string_view text) { // of unicode_tables.h
+Table read_table(string_view text) { // of unicode_tables.h
   Table table;
-  std::istringstream in{std::string(text)};
+  std::istringstream in{string(text)};
   in >> std::hex;
   for (uint32_t value = 0, first = 0; in >> first;) {
     uint32_t last = first;
@@ -54,7 +53,7 @@ struct ByteAlphabet {
   char32_t character[256];
   int16_t byte[0x144];
   ByteAlphabet() {
-    std::ranges::fill(byte, int16_t{-1});
+    ranges::fill(byte, int16_t{-1});
     char32_t next = 0x100;
     for (int16_t b = 0; b < 256; ++b) {
       const bool prints = (b > 0x20 && b < 0x7F) || (b > 0xA0 && b != 0xAD);
@@ -64,17 +63,16 @@ struct ByteAlphabet {
   }
 };
 const ByteAlphabet alphabet;
-
 }
 
-size_t utf8_valid_prefix(std::string_view text) {
+size_t utf8_valid_prefix(string_view text) {
   if (simdjson::validate_utf8(text)) return text.size();
   size_t at = 0;
   while (const size_t length = sequence_length(text.substr(at))) at += length;
   return at;
 }
 
-int64_t utf8_replace_invalid(std::string_view text, std::string& out) {
+int64_t utf8_replace_invalid(string_view text, string& out) {
   out.clear();
   for (int64_t replaced = 0;; ++replaced) {
     const size_t good = utf8_valid_prefix(text);
@@ -85,14 +83,14 @@ int64_t utf8_replace_invalid(std::string_view text, std::string& out) {
   }
 }
 
-char32_t utf8_previous(std::string_view text, size_t& at) {
+char32_t utf8_previous(string_view text, size_t& at) {
   do --at;
   while (at > 0 && utf8_continues(text[at]));
   size_t next = at;
   return utf8_next(text, next);
 }
 
-void utf8_append(char32_t code, std::string& out) {
+void utf8_append(char32_t code, string& out) {
   utf8proc_uint8_t bytes[4];
   const auto count = utf8proc_encode_char(static_cast<utf8proc_int32_t>(code), bytes);
   out.append(reinterpret_cast<const char*>(bytes), index(count));
@@ -106,12 +104,12 @@ static char32_t unicode_stand_in(char32_t code) {
 
 bool unicode_stand_ins_respect(char32_t first, char32_t last) {
   const auto holds = [&](char32_t code) { return first <= code && code <= last; };
-  return last < 0x800 || std::ranges::all_of(stand_ins, [&](const auto& pair) {
+  return last < 0x800 || ranges::all_of(stand_ins, [&](const auto& pair) {
     return holds(pair.first) == holds(pair.second);
   });
 }
 
-bool unicode_substitute(std::string_view text, std::string& out) {
+bool unicode_substitute(string_view text, string& out) {
   uint8_t highest = 0; // a loop that compilers vectorise: most text ends here
   for (const char byte : text) highest = std::max(highest, static_cast<uint8_t>(byte));
   if (highest < 0xE0) return false;
@@ -149,20 +147,19 @@ bool is_white_space(char32_t code) {
       category == UTF8PROC_CATEGORY_ZL || category == UTF8PROC_CATEGORY_ZP;
 }
 
-std::string spell_bytes(std::string_view bytes) {
-  std::string token;
+string spell_bytes(string_view bytes) {
+  string token;
   for (const char byte : bytes) utf8_append(alphabet.character[static_cast<uint8_t>(byte)], token);
   return token;
 }
 
-std::optional<std::string> spelled_bytes(std::string_view token) {
-  std::string bytes;
+optional<string> spelled_bytes(string_view token) {
+  string bytes;
   for (size_t at = 0; at < token.size();) {
     const char32_t code = utf8_next(token, at);
-    if (code >= 0x144 || alphabet.byte[code] < 0) return std::nullopt;
+    if (code >= 0x144 || alphabet.byte[code] < 0) return nullopt;
     bytes += static_cast<char>(alphabet.byte[code]);
   }
   return bytes;
 }
-
 }

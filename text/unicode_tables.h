@@ -4,9 +4,8 @@
 #pragma once
 
 namespace pith {
-
 // Code points whose category differs: one of Unicode 14 with that category and length.
-inline constexpr std::string_view kStandIns =
+inline constexpr string_view kStandIns =
     "206F: 180E A7F5: 1C89 A7CB-A7CC A7DA A7DC AA79: 2427-2429 2FFC-2FFF 31E4-31E5 31EF ABBF: 1C8A "
     "A7CD A7DB ABEB: 1B4E-1B4F 1B7F ABEC: CF3 ABED: 897 ECE 10000: 105C0-105F3 10D4A-10D4D 10D4F "
     "10EC2-10EC4 1123F-11240 11380-11389 1138B 1138E 11390-113B5 113B7 113D1 113D3 11BC0-11BE0 "
@@ -24,28 +23,26 @@ inline constexpr std::string_view kStandIns =
     "11F34-11F35 11F3E-11F3F 11F41 1612A-1612C 110BD: 13439-1343F 1D6C1: 10D8E-10D8F ";
 
 // Code points that normalisation leaves alone: they are younger than its tables.
-inline constexpr std::string_view kInert =
+inline constexpr string_view kInert =
     "0: 7FD 898-89F 8CA-8D3 9FE C3C D3B-D3C EBA 1715 1ABF-1ACE 1DF6-1DFA 32FF A7F2-A7F4 A82C AB69 "
     "10781-10785 10787-107B0 107B2-107BA 10D24-10D27 10EAB-10EAC 10F46-10F50 10F82-10F85 11070 "
     "1133B 1145E 11839-1183A 11938 1193D-1193E 11943 119E0 11A34 11A47 11A99 11D42 11D44-11D45 "
     "11D97 16FF0-16FF1 1E130-1E136 1E2AE 1E2EC-1E2EF 1F16C 1FBF0-1FBF9 ";
 
 // Letters with a lower case since Unicode 14: the distance to it, modulo 2^32.
-inline constexpr std::string_view kLowerDelta =
+inline constexpr string_view kLowerDelta =
     "1: 1C89 A7CC A7CE A7D2 A7D4 A7DA 1B: 16EA0-16EB8 20: 10D50-10D65 FFFF59BF: A7DC FFFF5A99: "
     "A7CB ";
 
 // Numbers, for text with stand-ins.
-inline constexpr std::string_view kDigitPattern =
-    "[\\p{N}\\x{11DE0}-\\x{11DE9}\\x{16FF4}-\\x{16FF6}]";
+inline constexpr string_view kDigitPattern = "[\\p{N}\\x{11DE0}-\\x{11DE9}\\x{16FF4}-\\x{16FF6}]";
 
 // Punctuation, for text without stand-ins.
-inline constexpr std::string_view kPunctuationPattern =
+inline constexpr string_view kPunctuationPattern =
     "[$+<=>^`|~\\p{P}\\x{166D}\\x{111C9}](?<![\\x{61D}\\x{9FD}\\x{A76}\\x{C77}\\x{C84}"
     "\\x{1B7D}-\\x{1B7E}\\x{2E43}-\\x{2E4F}\\x{2E52}-\\x{2E5D}\\x{10EAD}\\x{10F55}-\\x{10F59}"
     "\\x{10F86}-\\x{10F89}\\x{1144B}-\\x{1144F}\\x{1145A}-\\x{1145B}\\x{1145D}\\x{11660}-\\x{1166C}"
     "\\x{116B9}\\x{1183B}\\x{11944}-\\x{11946}\\x{119E2}\\x{11A3F}-\\x{11A46}\\x{11A9A}-\\x{11A9C}"
     "\\x{11A9E}-\\x{11AA2}\\x{11C41}-\\x{11C45}\\x{11C70}-\\x{11C71}\\x{11EF7}-\\x{11EF8}\\x{11FFF}"
     "\\x{12FF1}-\\x{12FF2}\\x{16E97}-\\x{16E9A}\\x{16FE2}\\x{1E95E}-\\x{1E95F}])";
-
 }

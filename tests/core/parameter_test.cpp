@@ -7,7 +7,6 @@
 
 namespace pith {
 namespace {
-
 TEST(Parameter, OneHuggingFaceTensor) {
   const Parameter p("model.norm.weight", {6}, ParameterGroup::norm, Init::ones);
   ASSERT_EQ(p.tensors.size(), 1u);

@@ -7,7 +7,6 @@
 
 namespace pith {
 namespace {
-
 // The known answers published with Random123: (counter, key) -> four words.
 TEST(Random, PhiloxKnownAnswers) {
   struct Case {

@@ -4,7 +4,6 @@
 
 namespace pith {
 namespace {
-
 template <class F> std::string error_of(F f) {
   try {
     f();

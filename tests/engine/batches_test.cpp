@@ -10,7 +10,6 @@
 
 namespace pith {
 namespace {
-
 // Document d has ids 1000 d, 1000 d + 1, ...: every token says where it comes from.
 Corpus corpus_of(const Scratch& scratch, const std::vector<int>& lengths,
     const std::string& name = "c", const std::string& tokenizer = "") {

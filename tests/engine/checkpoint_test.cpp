@@ -10,7 +10,6 @@
 
 namespace pith {
 namespace {
-
 namespace fs = std::filesystem;
 
 // Two tensors, states in two slices each; `step` is in every value.

@@ -5,7 +5,6 @@
 
 namespace pith {
 namespace {
-
 namespace fs = std::filesystem;
 
 const std::string kMinimal = "model.config = 'model'\ndata.train = 'corpus'\n"; // two lines

@@ -5,7 +5,6 @@
 
 namespace pith {
 namespace {
-
 using Documents = std::vector<std::vector<int32_t>>;
 
 std::string write(const Scratch& scratch, const Documents& documents, int64_t vocab_size = 257) {

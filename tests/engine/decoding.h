@@ -4,7 +4,6 @@
 #include "tests/engine/tiny_model.h"
 
 namespace pith {
-
 // One token after another through the cache gives the logits of the whole sequences.
 template <class Model> void check_decoding(const nlohmann::json& config) {
   TinyModelOf<Model> tiny(config);

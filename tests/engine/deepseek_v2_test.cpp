@@ -7,7 +7,6 @@
 
 namespace pith {
 namespace {
-
 using nlohmann::json;
 using test::error_text;
 using testing::HasSubstr;

@@ -8,7 +8,6 @@
 
 namespace pith {
 namespace {
-
 namespace fs = std::filesystem;
 
 fs::path golden(const std::string& name) {

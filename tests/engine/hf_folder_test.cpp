@@ -8,7 +8,6 @@
 
 namespace pith {
 namespace {
-
 using nlohmann::json;
 
 // Known-faults 49 as a checker of its own: only the bytes of the files count.

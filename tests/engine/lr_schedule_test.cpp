@@ -4,7 +4,6 @@
 
 namespace pith {
 namespace {
-
 RunConfig::Training training(
     const std::string& schedule, int64_t steps, int64_t warmup, int64_t decay = 0) {
   RunConfig::Training t;

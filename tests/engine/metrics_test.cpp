@@ -10,7 +10,6 @@
 
 namespace pith {
 namespace {
-
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
 

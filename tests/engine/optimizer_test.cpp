@@ -8,7 +8,6 @@
 
 namespace pith {
 namespace {
-
 RunConfig::Training muon() {
   RunConfig::Training training;
   training.optimizer = "muon";

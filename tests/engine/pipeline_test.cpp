@@ -8,7 +8,6 @@
 
 namespace pith {
 namespace {
-
 struct Outcome {
   double loss = 0, balance = 0, norm = 0;
   std::vector<Tensor> grads; // flat, one a group

@@ -9,7 +9,6 @@
 
 namespace pith {
 namespace {
-
 using nlohmann::json;
 using test::error_text;
 using testing::HasSubstr;

@@ -8,7 +8,6 @@
 
 namespace pith {
 namespace {
-
 // A file's bytes from its JSON and data.
 std::string file_of(const std::string& header, const std::string& data) {
   std::string bytes(8, '\0');

@@ -8,7 +8,6 @@
 
 namespace pith {
 namespace {
-
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // How often each id was drawn.

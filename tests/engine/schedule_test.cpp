@@ -6,7 +6,6 @@
 
 namespace pith {
 namespace {
-
 std::vector<StageCosts> equal_costs(int64_t ranks, double hidden) {
   return std::vector<StageCosts>(static_cast<size_t>(2 * ranks), StageCosts{1, 1, 1, hidden});
 }

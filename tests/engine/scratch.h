@@ -11,7 +11,6 @@
 #include "engine/file_io.h"
 
 namespace pith {
-
 struct Scratch {
   std::filesystem::path path;
   Scratch() {

@@ -8,7 +8,6 @@
 
 namespace pith {
 namespace {
-
 struct Outcome {
   int status;
   std::string text; // its stderr

@@ -12,7 +12,6 @@
 #include "models/qwen3_moe.h"
 
 namespace pith {
-
 inline nlohmann::json tiny_config() {
   return {{"model_type", "qwen3_moe"}, {"vocab_size", 61}, {"hidden_size", 32},
       {"num_hidden_layers", 3}, {"num_attention_heads", 4}, {"num_key_value_heads", 2},

@@ -9,7 +9,6 @@
 
 namespace pith {
 namespace {
-
 namespace fs = std::filesystem;
 
 fs::path scratch(const std::string& name) {

@@ -6,7 +6,6 @@
 
 namespace pith::test {
 namespace {
-
 // Three steps on the CPU, in FP64 or with BF16 moments, and on CUDA; `offset` moves the tensors off
 // 16-byte addresses.
 void compare(

@@ -6,7 +6,6 @@
 
 namespace pith::test {
 namespace {
-
 struct Case {
   std::vector<int32_t> cu_q, cu_k;
   int64_t heads, kv_heads, dim;

@@ -4,7 +4,6 @@
 
 namespace pith::test {
 namespace {
-
 Tensor places_of(const std::vector<int64_t>& documents) {
   std::vector<int32_t> positions;
   for (const int64_t length : documents)

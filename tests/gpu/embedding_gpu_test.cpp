@@ -6,7 +6,6 @@
 
 namespace pith::test {
 namespace {
-
 // Noise: FP32 sums of up to 3000 rows.
 TEST(EmbeddingGpu, AgreesWithCpu) {
   const auto longs = at::TensorOptions().dtype(at::kLong);

@@ -5,7 +5,6 @@
 
 namespace pith::test {
 namespace {
-
 struct Case {
   std::vector<int64_t> counts;
   int64_t in, out;

@@ -4,7 +4,6 @@
 
 namespace pith::test {
 namespace {
-
 struct Case {
   std::vector<int32_t> cu;
   int64_t heads, plain, shared, v_dim, rank;

@@ -8,7 +8,6 @@
 
 namespace pith::test {
 namespace {
-
 struct Result {
   CrossEntropy entropy;
   Tensor dhidden, dweight;

@@ -3,7 +3,6 @@
 
 namespace pith::test {
 namespace {
-
 // Noise: FP32 sums of up to 2048 products; cuBLAS' order differs from the CPU's.
 TEST(LinearGpu, AgreesWithCpu) {
   struct Shape {

@@ -6,7 +6,6 @@
 
 namespace pith::test {
 namespace {
-
 double frobenius_error(const Tensor& got, const Tensor& wanted) {
   const Tensor exact = wanted.cpu().to(at::kDouble);
   return ((got.cpu().to(at::kDouble) - exact).norm() / exact.norm()).item<double>();

@@ -11,7 +11,6 @@
 
 namespace pith::test {
 namespace {
-
 // Routes for tests, made from normal numbers: expert floor(|x|) of E, or -1 for every fifth entry.
 Tensor some_routes(int64_t rows, int64_t k, int64_t num_experts) {
   const Tensor x = random_tensor("routes", {rows, k}, at::kFloat, 3.0).abs();

@@ -3,7 +3,6 @@
 
 namespace pith::test {
 namespace {
-
 // Up to 6.8 standard deviations; log, sin and cos differ in their last digits.
 TEST(RandomGpu, AgreesWithCpu) {
   for (int64_t n : {0, 1, 3, 4, 5, 1'000'003}) {

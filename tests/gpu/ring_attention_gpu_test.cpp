@@ -3,7 +3,6 @@
 
 namespace pith::test {
 namespace {
-
 // Two parts of the keys, the second for some rows only; sums in BF16, as two ranks have, and FP32.
 TEST(RingAttentionGpu, MergesParts) {
   for (const int64_t dim : {128, 20, 7}) {

@@ -3,7 +3,6 @@
 
 namespace pith::test {
 namespace {
-
 // Noise: FP32 sums over a row, and over up to 131 rows for the weight.
 TEST(RmsNormGpu, AgreesWithCpu) {
   for (int64_t dim : {1, 2, 7, 16, 64, 100, 127, 128, 136, 192, 256, 257, 512, 520, 768, 1000, 1024,

@@ -5,7 +5,6 @@
 
 namespace pith::test {
 namespace {
-
 Tensor rotate(const Tensor& x, const Tensor& positions) {
   const RotaryTable table = make_rotary_table(5000, x.size(2), 1e6, x.device());
   return rotary(x, positions, table);

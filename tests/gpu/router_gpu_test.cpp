@@ -9,7 +9,6 @@
 
 namespace pith::test {
 namespace {
-
 struct Case {
   int64_t rows, num_experts, k;
 };

@@ -4,7 +4,6 @@
 
 namespace pith::test {
 namespace {
-
 // Noise: the kernel's fast exponential and division are right to about 1e-6.
 TEST(SwiGluGpu, AgreesWithCpu) {
   for (int64_t width : {1, 3, 8, 20, 768, 1000, 1024, 2881, 4104}) {

@@ -7,7 +7,6 @@
 
 namespace pith::test {
 namespace {
-
 struct State {
   Tensor master, exp_avg, exp_avg_sq, value;
 };

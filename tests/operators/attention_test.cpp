@@ -9,7 +9,6 @@
 
 namespace pith::test {
 namespace {
-
 // Straight from the definition, one query at a time, in FP64.
 Tensor naive_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span,
     double scale, int64_t window = 0, const Tensor& sinks = {}) {

@@ -13,7 +13,6 @@
 
 namespace pith::test {
 namespace {
-
 using Lengths = std::vector<int64_t>;
 
 // Positions of documents of these lengths.

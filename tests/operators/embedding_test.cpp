@@ -7,7 +7,6 @@
 
 namespace pith::test {
 namespace {
-
 Tensor token_ids(std::vector<int64_t> values) { return at::tensor(values, at::kLong); }
 
 TEST(Embedding, GradientsMatchFiniteDifferences) {

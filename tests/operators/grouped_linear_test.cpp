@@ -7,7 +7,6 @@
 
 namespace pith::test {
 namespace {
-
 // counts[e] rows for expert e.
 ExpertPlan plan_of(const std::vector<int64_t>& counts) {
   std::vector<int64_t> expert;

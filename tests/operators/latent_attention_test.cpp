@@ -10,7 +10,6 @@
 
 namespace pith::test {
 namespace {
-
 constexpr int64_t kHeads = 3, kPlain = 4, kShared = 2, kV = 3, kRank = 5;
 
 struct Inputs {

@@ -9,7 +9,6 @@
 
 namespace pith::test {
 namespace {
-
 // T labels in [0, vocabulary), every third -100.
 Tensor some_labels(int64_t tokens, int64_t vocabulary) {
   std::vector<int64_t> labels;

@@ -5,7 +5,6 @@
 
 namespace pith::test {
 namespace {
-
 struct Shape {
   int64_t tokens, in, out;
 };

@@ -11,7 +11,6 @@
 
 namespace pith::test {
 namespace {
-
 const std::vector<std::vector<int64_t>> kShapes = {
     {3, 1, 17}, {1, 1, 1}, {2, 8, 8}, {1, 24, 32}, {2, 13, 61}, {1, 96, 100}, {1, 64, 512}};
 

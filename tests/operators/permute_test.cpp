@@ -7,7 +7,6 @@
 
 namespace pith::test {
 namespace {
-
 struct Case {
   std::vector<int64_t> topk_idx; // (rows, k)
   int64_t rows, k, num_experts;

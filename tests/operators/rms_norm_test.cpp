@@ -6,7 +6,6 @@
 
 namespace pith::test {
 namespace {
-
 Tensor reference(const Tensor& x, const Tensor& weight, double eps) {
   return x * at::rsqrt((x * x).mean(-1, true) + eps) * weight;
 }

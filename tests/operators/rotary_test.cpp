@@ -9,7 +9,6 @@
 
 namespace pith::test {
 namespace {
-
 Tensor places(std::vector<int32_t> values) { return at::tensor(values, at::kInt); }
 
 nlohmann::json golden() {

@@ -12,7 +12,6 @@
 
 namespace pith::test {
 namespace {
-
 TEST(TopK, SortsAndGivesTiesToTheLowerId) {
   const Tensor scores = values({1, 3, 3, 2, 3, 0, 5, 5, 5, 5, 5, 5}, {2, 6});
   EXPECT_EQ(

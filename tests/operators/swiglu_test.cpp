@@ -6,7 +6,6 @@
 
 namespace pith::test {
 namespace {
-
 Tensor reference(const Tensor& gate_up) {
   const int64_t width = gate_up.size(1) / 2;
   const Tensor gate = gate_up.narrow(1, 0, width);

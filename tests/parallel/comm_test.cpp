@@ -8,7 +8,6 @@
 
 namespace pith::test {
 namespace {
-
 // The groups that the tests run in: all ranks, even and odd ones, this rank alone.
 std::vector<Comm> groups() {
   static const std::vector<Comm> made = [] {

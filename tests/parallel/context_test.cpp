@@ -18,7 +18,6 @@
 
 namespace pith::test {
 namespace {
-
 using Begins = std::vector<int64_t>;
 
 // Rows of `length` tokens whose documents begin at these places. The tokens are numbered through,

@@ -8,7 +8,6 @@
 
 namespace pith::test {
 namespace {
-
 constexpr int64_t kHidden = 3, kPerRank = 2; // experts
 
 // Expert e multiplies with e + 1.

@@ -8,7 +8,6 @@
 
 namespace pith::test {
 namespace {
-
 Problem problem_of(int64_t rows, int64_t length, std::vector<int64_t> experts = {}) {
   nlohmann::json config = tiny_config();
   config["num_experts"] = 8;

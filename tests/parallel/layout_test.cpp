@@ -10,7 +10,6 @@
 
 namespace pith::test {
 namespace {
-
 constexpr int64_t kRows = 32, kLength = 24;
 
 // Five layers: no number of chunks divides them. An odd vocabulary.

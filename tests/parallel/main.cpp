@@ -10,7 +10,6 @@
 #include "tests/parallel/world.h"
 
 namespace {
-
 const pith::World* the_world = nullptr;
 at::Device the_device = at::kCPU;
 

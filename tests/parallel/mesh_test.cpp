@@ -6,7 +6,6 @@
 
 namespace pith::test {
 namespace {
-
 using Ranks = std::vector<int64_t>;
 
 // Every kind of group cuts the world into parts that its members agree on.

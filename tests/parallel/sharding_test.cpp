@@ -18,7 +18,6 @@
 
 namespace pith::test {
 namespace {
-
 namespace fs = std::filesystem;
 
 constexpr int64_t kExperts = 4, kLayers = 2;

@@ -10,7 +10,6 @@
 
 namespace pith {
 namespace {
-
 // Merges the leftmost pair of lowest rank, over and over: what every faster way has to equal.
 std::vector<int32_t> merge_naively(std::vector<int32_t> ids, const std::vector<BpeMerge>& merges) {
   while (true) {

@@ -10,7 +10,6 @@
 
 namespace pith {
 namespace {
-
 namespace fs = std::filesystem;
 
 class CorpusReader : public testing::Test {

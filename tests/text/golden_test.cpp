@@ -10,7 +10,6 @@
 
 namespace pith {
 namespace {
-
 using Json = nlohmann::json;
 
 void check(const Tokenizer& tokenizer, const Json& cases) {

@@ -8,7 +8,6 @@
 
 namespace pith {
 namespace {
-
 TEST(ByteTokenizer, IdsAreBytesAndEndOfText) {
   const Tokenizer tokenizer = Tokenizer::bytes();
   EXPECT_EQ(tokenizer.vocab_size(), 257);

@@ -4,7 +4,6 @@
 #include "text/corpus_reader.h"
 
 namespace {
-
 constexpr int64_t kRows = 16; // read at once
 constexpr size_t kBytes = 512 << 10; // handed out at once, about
 
@@ -60,7 +59,6 @@ pith::TableRows open(const std::string& path, const std::string& name, int64_t r
     static_cast<parquet::ByteArrayReader&>(*column->values).Skip(row);
   return [column] { return column->next(); };
 }
-
 }
 
 extern "C" __attribute__((visibility("default"))) const pith::OpenParquet pith_open_parquet;

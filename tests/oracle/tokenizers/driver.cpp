@@ -12,7 +12,6 @@
 #include "text/tokenizer_state.h"
 
 namespace {
-
 std::vector<std::string> read_texts() {
   std::vector<std::string> texts;
   uint32_t size;
