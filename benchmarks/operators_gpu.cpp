@@ -1,8 +1,11 @@
 // Times of single operators on a GPU, with the sizes of Qwen3-30B-A3B and 8192 tokens: a table of
-// name, shape, milliseconds (median) and the rate in GB/s that must move, or in TFLOP/s that must
-// be computed.
+// name, shape, milliseconds (median), the time that bytes and FLOPs take at the measured ceilings,
+// and the rate of the one that takes longer. `--json FILE` also writes a JSON object a row:
+//   name, shape, ms, bytes, flop (at least to be moved and computed), ceiling_ms, bound ("bytes",
+//   "flop", or "none" where neither is counted), gb_per_s, tflop_per_s
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -12,6 +15,7 @@
 #include <chrono>
 #include <cstdio>
 #include <functional>
+#include <string_view>
 #include "core/device.h"
 #include "core/parameter.h"
 #include "core/random.h"
@@ -55,17 +59,37 @@ double seconds(const std::function<void()>& f) {
   return samples[5];
 }
 
+// Measured on one H200: a copy, and dense products of BF16.
+constexpr double kBytesPerSecond = 4.27e12, kFlopPerSecond = 790e12;
+
 struct Work {
   double bytes = 0, flop = 0;
 };
 
+std::FILE* json = nullptr; // of --json
+
+// BF16 elements; what a weight's gradient takes: FP32 read and written.
+double bf16(auto... elements) { return (2.0 * ... * static_cast<double>(elements)); }
+double gradient(auto... elements) { return (8.0 * ... * static_cast<double>(elements)); }
+
 void report(const char* name, const char* shape, Work work, const std::function<void()>& f) {
-  const double time = seconds(f);
+  const double time = seconds(f), rate = work.bytes / time / 1e9, flops = work.flop / time / 1e12;
+  const double moving = work.bytes / kBytesPerSecond, computing = work.flop / kFlopPerSecond;
+  const double ceiling = std::max(moving, computing);
   std::printf("%-34s %-26s %9.4f ms", name, shape, time * 1e3);
-  if (work.bytes > 0) std::printf("  %7.0f GB/s", work.bytes / time / 1e9);
-  if (work.flop > 0) std::printf("  %7.1f TFLOP/s", work.flop / time / 1e12);
+  if (ceiling > 0) std::printf("  %9.4f at the ceilings", ceiling * 1e3);
+  if (moving > computing) std::printf("  %7.0f GB/s", rate);
+  else if (computing > 0) std::printf("  %7.1f TFLOP/s", flops);
   std::printf("\n");
   std::fflush(stdout);
+  if (json == nullptr) return;
+  const char* bound = ceiling == 0 ? "none" : moving > computing ? "bytes" : "flop";
+  std::fprintf(json,
+      R"({"name": "%s", "shape": "%s", "ms": %.5g, "bytes": %.5g, "flop": %.5g, )"
+      R"("ceiling_ms": %.5g, "bound": "%s", "gb_per_s": %.5g, "tflop_per_s": %.5g})"
+      "\n",
+      name, shape, time * 1e3, work.bytes, work.flop, ceiling * 1e3, bound, rate, flops);
+  std::fflush(json);
 }
 
 // The forward without recording, then the backward of one recorded call, repeated.
@@ -113,6 +137,8 @@ void bench_permute() {
   const Routing routing = route(logits, kTopK, true);
   report("make_expert_plan (waits for it)", "8192 x 8 of 128", {},
       [&] { make_expert_plan(routing.topk_idx, kExperts); });
+  report("make_expert_plan", "8192 x 8 of 128", {16.0 * kSlots},
+      [&] { make_expert_plan(routing.topk_idx, kExperts, kSlots); });
   const ExpertPlan plan = make_expert_plan(routing.topk_idx, kExperts);
   const Tensor rows = random("rows", {kTokens, kHidden}),
                slots = random("slots", {kSlots, kHidden});
@@ -132,7 +158,9 @@ void bench_grouped_linear() {
     fill_weight(weight, 0.02);
     const Tensor x = random("x", {kSlots, in});
     const double flop = 2.0 * kSlots * static_cast<double>(in * out);
-    report_both(name, shape, {0, flop}, {0, 2 * flop}, {x, weight.value},
+    const double rows = bf16(kSlots, in + out), elements = static_cast<double>(kExperts * in * out);
+    report_both(name, shape, {rows + bf16(elements), flop},
+        {2 * rows + bf16(elements) + gradient(elements), 2 * flop}, {x, weight.value},
         [&] { return grouped_linear(x, weight, plan); });
   };
   run("grouped_linear gate, up", "65536 x 2048 -> 1536", kHidden, 2 * kExpertHidden);
@@ -169,13 +197,17 @@ void bench_moe_layer(const char* name, int64_t hidden, int64_t width, int64_t ex
     return unpermute(grouped_linear(slots, down, plan), routing.topk_weight, plan);
   };
   const double flop = 6.0 * kRows * static_cast<double>(k * hidden * width);
+  // What one kernel for the whole layer would move: rows in and out, and weights.
+  const double weights = 3.0 * static_cast<double>(experts * hidden * width);
+  const double io = bf16(kRows, 2 * hidden);
   const auto title = std::string("MoE layer ") + name;
   {
     const at::NoGradGuard no_grad;
-    report(title.c_str(), "16384 tokens", {0, flop}, [&] { layer(); });
+    report(title.c_str(), "16384 tokens", {io + bf16(weights), flop}, [&] { layer(); });
   }
   const Tensor dy = at::full({kRows, hidden}, 0.5, rows.options());
-  report((title + " both").c_str(), "16384 tokens", {0, 3 * flop},
+  report((title + " both").c_str(), "16384 tokens",
+      {3 * io + 2 * bf16(weights) + gradient(weights), 3 * flop},
       [&] { torch::autograd::grad({layer()}, {rows}, {dy}, false, false, /*allow_unused=*/true); });
 }
 
@@ -204,8 +236,11 @@ void bench_attention() {
     }
     const double flop = 4.0 * kHeads * kHeadDim * pairs;
     std::printf("  path: %s\n", attention_path(q, v, span));
-    report_both("attention 32/4 d128", shape, {0, flop}, {0, 2.5 * flop}, {q, k, v},
-        [&] { return attention(q, k, v, span, 0.088); });
+    // q, k, v, the result and their gradients; the sums of the softmax are FP32.
+    const double rows = bf16(kTokens, kHeadDim, 2 * kHeads + 2 * kKvHeads);
+    const double sums = 4.0 * kTokens * kHeads;
+    report_both("attention 32/4 d128", shape, {rows + sums, flop}, {2 * rows + sums, 2.5 * flop},
+        {q, k, v}, [&] { return attention(q, k, v, span, 0.088); });
   };
   run("2 x 4096", {0, 4096, 8192});
   run("3000 + 4000 + 1192", {0, 3000, 7000, 8192});
@@ -220,28 +255,36 @@ void bench_cross_entropy() {
   const Tensor hidden = random("hidden", {kTokens, kHidden});
   const Tensor labels = at::arange(kTokens, at::TensorOptions(at::kLong).device(device));
   const double flop = 2.0 * kTokens * kHidden * static_cast<double>(kVocabulary);
+  // The budget gives chunks of 4096 rows here. Each reads the weight; with a gradient twice, and
+  // adds to the weight's. Logits are written, read, turned into their gradient, read twice.
+  const double rows = bf16(kTokens, kHidden), logits = bf16(kTokens, kVocabulary);
+  const double elements = static_cast<double>(kVocabulary * kHidden);
   {
     const at::NoGradGuard no_grad;
-    report("linear_cross_entropy, no gradient", "8192 x 2048 -> 151936", {0, flop},
+    report("linear_cross_entropy, no gradient", "8192 x 2048 -> 151936",
+        {rows + 2 * logits + 2 * bf16(elements), flop},
         [&] { linear_cross_entropy(hidden, weight, labels, 1e-4); });
   }
   for (int64_t chunk : {0, 1024, 2048, 4096, 8192}) {
     const std::string shape = chunk == 0 ? "chunk by budget" : "chunk " + std::to_string(chunk);
-    report("linear_cross_entropy, gradient", shape.c_str(), {0, 3 * flop},
+    const auto chunks = static_cast<double>(kTokens / (chunk == 0 ? 4096 : chunk));
+    const double weights = chunks * (2 * bf16(elements) + gradient(elements));
+    report("linear_cross_entropy, gradient", shape.c_str(),
+        {3 * rows + 5 * logits + weights, 3 * flop},
         [&] { linear_cross_entropy(hidden, weight, labels, 1e-4, chunk); });
   }
 #if PITH_CUDA
-  const int64_t rows = 4096;
-  Tensor logits = random("logits", {rows, kVocabulary});
-  Tensor logprobs = at::empty({rows}, logits.options().dtype(at::kFloat));
-  const double bytes = 2.0 * static_cast<double>(logits.numel());
-  for (bool gradient : {false, true}) {
+  const int64_t count = 4096;
+  Tensor block = random("logits", {count, kVocabulary});
+  Tensor logprobs = at::empty({count}, block.options().dtype(at::kFloat));
+  const double bytes = bf16(block.numel());
+  for (bool backward : {false, true}) {
     // At least: reads the logits once and writes the gradient once. (Repeats read what the call
     // before has left there, which costs the same.)
-    report("cross_entropy_rows", gradient ? "4096 x 151936, gradient" : "4096 x 151936",
-        {gradient ? 2 * bytes : bytes}, [&] {
-      cuda::cross_entropy_rows({logits.mutable_data_ptr(), true}, labels.const_data_ptr<int64_t>(),
-          logprobs.mutable_data_ptr<float>(), rows, kVocabulary, gradient);
+    report("cross_entropy_rows", backward ? "4096 x 151936, gradient" : "4096 x 151936",
+        {backward ? 2 * bytes : bytes}, [&] {
+      cuda::cross_entropy_rows({block.mutable_data_ptr(), true}, labels.const_data_ptr<int64_t>(),
+          logprobs.mutable_data_ptr<float>(), count, kVocabulary, backward);
     });
   }
 #endif
@@ -258,16 +301,22 @@ void bench_embedding() {
 }
 
 void bench_linear() {
-  auto run = [&](const char* name, const char* shape, int64_t out, bool fp32) {
-    Parameter weight(name, {out, kHidden}, ParameterGroup::matrix, Init::normal);
+  auto run = [&](const char* name, const char* shape, int64_t in, int64_t out, bool fp32) {
+    Parameter weight(name, {out, in}, ParameterGroup::matrix, Init::normal);
     fill_weight(weight, 0.02);
-    const Tensor x = random("x", {kTokens, kHidden});
-    const double flop = 2.0 * kTokens * kHidden * static_cast<double>(out);
-    report_both(name, shape, {0, flop}, {0, 2 * flop}, {x, weight.value},
-        [&] { return fp32 ? linear_fp32(x, weight) : linear(x, weight); });
+    const Tensor x = random("x", {kTokens, in});
+    // An FP32 gradient of the result is taken in three BF16 parts: three times the products.
+    const double flop = 2.0 * kTokens * static_cast<double>(in * out), parts = fp32 ? 3 : 1;
+    const double result = (fp32 ? 2 : 1) * bf16(kTokens, out),
+                 elements = static_cast<double>(in * out);
+    report_both(name, shape, {bf16(kTokens, in) + result + bf16(elements), flop},
+        {2 * bf16(kTokens, in) + result + bf16(elements) + gradient(elements), 2 * parts * flop},
+        {x, weight.value}, [&] { return fp32 ? linear_fp32(x, weight) : linear(x, weight); });
   };
-  run("linear", "8192 x 2048 -> 5120", (kHeads + 2 * kKvHeads) * kHeadDim, false);
-  run("linear_fp32", "8192 x 2048 -> 128", kExperts, true);
+  const int64_t q = kHeads * kHeadDim, qkv = q + 2 * kKvHeads * kHeadDim;
+  run("linear", "8192 x 2048 -> 5120", kHidden, qkv, false);
+  run("linear", "8192 x 4096 -> 2048", q, kHidden, false);
+  run("linear_fp32", "8192 x 2048 -> 128", kHidden, kExperts, true);
 }
 
 void bench_norm_and_rotary() {
@@ -279,19 +328,24 @@ void bench_norm_and_rotary() {
   const double bytes = 2.0 * kTokens * kHidden;
   report_both("rms_norm", "8192 x 2048", {2 * bytes}, {3 * bytes}, {x, wide.value},
       [&] { return rms_norm(x, wide, 1e-6); });
-  // Queries lie in a fused projection of q, k and v; the time of their backward holds no slice's
-  // backward.
+  // Queries and keys lie in a fused projection of q, k and v; the time of their backward holds no
+  // slice's backward.
   const int64_t qkv_heads = kHeads + 2 * kKvHeads;
   const Tensor qkv = random("qkv", {kTokens, qkv_heads, kHeadDim}).detach();
-  const Tensor q = qkv.narrow(1, 0, kHeads).requires_grad_();
-  const double q_bytes = 2.0 * kTokens * kHeads * kHeadDim;
-  report_both("rms_norm of heads", "8192 x 32 of 40 x 128", {2 * q_bytes}, {3 * q_bytes},
-      {q, narrow.value}, [&] { return rms_norm(q, narrow, 1e-6); });
   const RotaryTable table = make_rotary_table(4096, kHeadDim, 1e6, device);
   const Tensor positions =
       at::arange(kTokens, at::TensorOptions(device)).remainder(4096).to(at::kInt);
-  report_both("rotary", "8192 x 32 of 40 x 128", {2 * q_bytes}, {2 * q_bytes}, {q},
-      [&] { return rotary(q, positions, table); });
+  for (const int64_t heads : {kHeads, kKvHeads}) {
+    const std::string shape = "8192 x " + std::to_string(heads) + " of 40 x 128";
+    const Tensor q = qkv.narrow(1, heads == kHeads ? 0 : kHeads, heads).requires_grad_();
+    const double size = bf16(kTokens, heads, kHeadDim);
+    report_both("rms_norm of heads", shape.c_str(), {2 * size}, {3 * size}, {q, narrow.value},
+        [&] { return rms_norm(q, narrow, 1e-6); });
+    report_both("rotary", shape.c_str(), {2 * size}, {2 * size}, {q},
+        [&] { return rotary(q, positions, table); });
+  }
+  const Tensor a = x.detach(), b = a.clone();
+  report("addition of rows", "8192 x 2048", {3 * bytes}, [&] { at::add(a, b); });
 }
 
 void bench_swiglu() {
@@ -312,20 +366,29 @@ void bench_optimizer() {
     adamw_update(master, exp_avg, exp_avg_sq, grad, value, scale, {1e-4, 0.9, 0.95, 1e-8, 0.1, 10});
   });
   report("sum_of_squares", "268 M", {4 * elements}, [&] { sum_of_squares(grad); });
+  report("zeroing of gradients", "268 M", {4 * elements}, [&] { grad.zero_(); });
   report("fill_normal", "268 M BF16", {2 * elements}, [&] { fill_normal(value, 1, "x", 1.0); });
 }
 
 } // namespace
 } // namespace pith
 
-int main() {
+int main(int argc, char** argv) {
   using namespace pith;
+  if (argc != 1 && (argc != 3 || std::string_view(argv[1]) != "--json")) {
+    std::fprintf(stderr, "usage: bench_operators_gpu [--json FILE]\n");
+    return 2;
+  }
   try {
     device = select_device("cuda");
     std::printf("%s\n", describe_device(device).c_str());
   } catch (const Error& error) {
     std::printf("bench_operators_gpu: nothing measured: %s\n", error.what());
-    return 0;
+    return argc == 1 ? 0 : 1; // who wants a file must not take its absence for a result
+  }
+  if (argc == 3 && (json = std::fopen(argv[2], "w")) == nullptr) {
+    std::perror(argv[2]);
+    return 1;
   }
   bench_embedding();
   bench_linear();
@@ -340,5 +403,5 @@ int main() {
   bench_moe_layer("GPT-OSS", 2880, 2880, 32, 4, true, true);
   bench_attention();
   bench_cross_entropy();
-  return 0;
+  return json != nullptr && std::fclose(json) != 0 ? 1 : 0;
 }
