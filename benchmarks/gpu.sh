@@ -2,6 +2,11 @@
 # Checks and measures on a GPU machine, from executables that may have been built on another one.
 #   benchmarks/gpu.sh pack            strip the executables into build/gpu/ (to carry them to a GPU machine)
 #   benchmarks/gpu.sh tests           CUDA kernels against the CPU reference
+#   benchmarks/gpu.sh bench           operators and steps of three models (at most 8 minutes) into $OUT/bench.json, compared
+#                                     with benchmarks/record.json; fails if something is slower
+#   benchmarks/gpu.sh record          the same, and the result becomes benchmarks/record.json
+#   benchmarks/gpu.sh breakdown       one step of Qwen3 by operator: FLOPs, bytes, time at the ceilings, time measured
+#   benchmarks/gpu.sh sanitizer       compute-sanitizer over one small test of each kernel
 #   benchmarks/gpu.sh operators       operators: bytes and FLOPs over time
 #   benchmarks/gpu.sh curve           20 steps of a tiny model on CPU and GPU: the same losses
 #   benchmarks/gpu.sh transformers    50 steps of a small model of each family, here and in transformers
@@ -78,6 +83,96 @@ step() {
   grep -o '"seconds":[0-9.e-]*' "$out/step.jsonl" | cut -d: -f2 | tail -n +6 | sort -g |
     awk '{ v[NR] = $1 } END { if (NR) printf "median step %.3f s\n", v[int((NR + 1) / 2)] }'
   return "$status"
+}
+
+# bench_step MODEL SECONDS: nine steps as an object of bench.json, on one line; the median is that of step, of steps 6 to 9.
+bench_step() {
+  local model=$1 begin
+  rm -rf "runs/$model"
+  begin=$(date +%s.%N)
+  timeout -s KILL "$2" "$bin/pithtrain" pretrain "examples/$model.toml" --set training.steps=9 >"$out/bench-$model.log" 2>&1 ||
+    { tail -n 5 "$out/bench-$model.log" >&2; return 1; }
+  cp "runs/$model/metrics.jsonl" "$out/bench-$model.jsonl"
+  awk -v name="$model" -v begin="$begin" '
+    function field(key) { return match($0, "\"" key "\":[-0-9.e+]+") ? substr($0, RSTART + length(key) + 3, RLENGTH - length(key) - 3) : 0 }
+    /"seconds":/ {
+      if (field("step") == 1) first = field("time") - begin
+      if (field("memory_peak_gib") > peak) peak = field("memory_peak_gib")
+      if (field("step") < 6) next
+      tokens = field("tokens")
+      for (i = ++n; i > 1 && v[i - 1] > field("seconds"); --i) v[i] = v[i - 1]
+      v[i] = field("seconds")
+    }
+    END {
+      if (n != 4) exit 1
+      printf "{\"name\": \"%s\", \"seconds\": %.4f, \"tokens_per_second\": %.0f, \"memory_gib\": %.2f, \"first_step_seconds\": %.2f}\n",
+        name, v[2], tokens / v[2], peak, first
+    }' "$out/bench-$model.jsonl" || { echo "bench: $model has no steps 6 to 9" >&2; return 1; }
+}
+
+# Eight minutes for all, whatever hangs: each model may take what is left.
+bench() {
+  local failed=0 model rows=() end=$((SECONDS + 470))
+  corpus
+  : >"$out/operators.jsonl"
+  timeout -s KILL 180 "$bin/bench_operators_gpu" --json "$out/operators.jsonl" >"$out/operators.log" 2>&1 ||
+    { tail -n 3 "$out/operators.log"; failed=1; }
+  for model in qwen3_30b_a3b_8layers deepseek_v2_lite_8layers gpt_oss_20b_6layers; do
+    if [ $((end - SECONDS)) -lt 10 ]; then echo "bench: no time left for $model"; failed=1; continue; fi
+    model=$(bench_step "$model" $((end - SECONDS))) && rows+=("$model") || failed=1
+  done
+  {
+    printf '{\n"date": "%s",\n"device": "%s",\n"driver": "%s",\n"commit": "%s",\n' "$(date -u +%F)" \
+      "$(nvidia-smi -i 0 --query-gpu=name --format=csv,noheader)" \
+      "$(nvidia-smi -i 0 --query-gpu=driver_version --format=csv,noheader)" "$("$bin/pithtrain" --version | grep -oE '[0-9a-f]{12}(-dirty)?' | head -n 1)"
+    printf '"steps": [\n'
+    printf '%s\n' ${rows[@]+"${rows[@]}"} | sed '$!s/$/,/'
+    printf '],\n"operators": [\n'
+    sed '$!s/$/,/' "$out/operators.jsonl"
+    printf ']\n}\n'
+  } >"$out/bench.json"
+  benchmarks/compare_bench.sh benchmarks/record.json "$out/bench.json" | tee "$out/bench.txt"
+  [ "${PIPESTATUS[0]}" = 0 ] && slower=0 || slower=1
+  return $failed
+}
+
+# Only a whole measurement becomes the record; that it is slower than the last one does not matter then.
+record() {
+  bench || { echo "record: not everything was measured; benchmarks/record.json stays"; return 1; }
+  cp "$out/bench.json" benchmarks/record.json
+  echo "benchmarks/record.json is of this machine and commit now"
+}
+
+breakdown() {
+  local folder=runs/breakdown
+  corpus
+  rm -rf "$folder"
+  "$bin/pithtrain" pretrain examples/qwen3_30b_a3b_8layers.toml --set training.steps=7 --set profile.steps=[7,7] \
+    --set "run.folder=$folder" "$@" >"$out/breakdown.log" 2>&1 || { tail -n 12 "$out/breakdown.log"; return 1; }
+  cp "$folder/profile-rank0.txt" "$out/breakdown-profile.txt"
+  benchmarks/breakdown.sh "$folder" | tee "$out/breakdown.txt"
+  return "${PIPESTATUS[0]}"
+}
+
+# Each tool over one test of every kernel with small sizes. Without LibTorch's cache of allocations, whose blocks are larger
+# than tensors and written before, memcheck and initcheck see every tensor's own borders and first use.
+sanitizer() {
+  local tool program failed=0 tests="AdamWGpu.ShardsEqualTheWhole:SumOfSquaresGpu.AgreesWithCpu:GroupedLinearGpu.*"
+  tests+=":LinearCrossEntropyGpu.*:PermuteGpu.MatchesTheReference:RmsNormGpu.StridedHeads:RmsNormGpu.ZeroCentred"
+  tests+=":RotaryGpu.StridedHeads:RotaryGpu.NeighboursBehindPlainElements:RouterGpu.RouteMatchesTheReference"
+  tests+=":RouterGpu.TopKEqualsTheReference:SwiGluGpu.AgreesWithCpu:RandomGpu.AgreesWithCpu"
+  program=$(command -v compute-sanitizer || ls "${CUDA_HOME:-/usr/local/cuda}"/bin/compute-sanitizer 2>/dev/null)
+  if [ -z "$program" ]; then
+    echo "sanitizer: compute-sanitizer (of the CUDA toolkit) is neither in PATH nor in \$CUDA_HOME/bin: nothing was checked"
+    return 0
+  fi
+  for tool in memcheck racecheck initcheck; do
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s KILL "${SANITIZER_LIMIT:-190}" "$program" --tool $tool --error-exitcode 9 \
+      "$bin/test_gpu" --gtest_brief=1 --gtest_filter="$tests" >"$out/sanitizer-$tool.log" 2>&1 ||
+      { echo "$tool: failed with $? ($out/sanitizer-$tool.log)"; failed=1; }
+    grep -E 'SUMMARY|PASSED|FAILED' "$out/sanitizer-$tool.log" | sed "s/^/$tool: /"
+  done
+  return $failed
 }
 
 # ranks N COMMAND...: N processes, one a GPU, started as torchrun does; fails when one does.
@@ -165,7 +260,8 @@ status=0
 case "${1:-}" in
   pack) pack ;;
   step) step "${@:2}" || status=1 ;;
-  "") sed -n '2,17p' "$0" ;;
+  breakdown) breakdown "${@:2}" || status=1 ;;
+  "") sed -n '2,/^# Several/p' "$0" ;;
   *)
     for word in "$@"; do
       echo "== $word"
@@ -176,7 +272,8 @@ case "${1:-}" in
         step) step || status=1 ;;
         transformers) corpus && python3 benchmarks/transformers_curve.py --program "$bin/pithtrain" 2>&1 | tee "$out/transformers.log" |
           grep -v "it/s" || status=1 ;;
-        collectives | layouts | profiles) "$word" || status=1 ;;
+        bench) bench && [ "$slower" = 0 ] || status=1 ;;
+        collectives | layouts | profiles | record | breakdown | sanitizer) "$word" || status=1 ;;
         *) echo "unknown word $word"; status=2 ;;
       esac
     done

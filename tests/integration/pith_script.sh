@@ -16,7 +16,7 @@ for pair in biuld:build tset:test stup:setup format:fmt demmo:demo; do
   grep -q "'${pair#*:}'" wrong.txt || fail "'${pair%:*}' should suggest ${pair#*:}: $(cat wrong.txt)"
 done
 
-for call in "setup --nonsense" "fmt --nonsense" "clean --nonsense"; do
+for call in "setup --nonsense" "fmt --nonsense" "clean --nonsense" "bench --nonsense"; do
   # shellcheck disable=SC2086
   if "$pith" $call 2>wrong.txt; then fail "'$call' should be refused"; fi
   grep -q -- --nonsense wrong.txt || fail "'$call' should name the option"
