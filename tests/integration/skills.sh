@@ -53,6 +53,21 @@ expect 0 '' convert qwen3_5_moe_a more --vocabulary 140 --reinit 'mlp\.gate\.wei
 expect 1 'exists already' convert qwen3_moe_a same
 expect 1 'cannot open' convert nowhere new
 
+kernel() { "$skills/optimize-kernel/check.sh" "$@" --figures; }
+bench() {  # bench FOLDER STEP_SECONDS GIB SWIGLU_MS ROTARY_MS
+  mkdir -p "$1" && printf '{"steps": [{"name": "qwen3", "seconds": %s, "memory_gib": %s}],\n"operators": [
+    {"name": "swiglu", "shape": "8 x 8", "ms": %s}, {"name": "rotary", "shape": "8 x 8", "ms": %s}]}\n' "${@:2}" >"$1/bench.json"
+}
+bench before 2.0 100 1.0 1.0
+bench faster 1.9 100 0.9 1.01 && expect 0 '^swiglu, 8 x 8, ms .*0\.900' kernel before faster 'swiglu, 8 x 8'
+expect 0 'qwen3, s a step' kernel before faster/bench.json qwen3
+expect 1 'rotary, 8 x 8 takes 1.010 of its time before' kernel before faster 'rotary, 8 x 8'
+expect 1 'there is no row "swiglu"' kernel before faster swiglu
+bench slower 2.0 100 0.9 1.1 && expect 1 '^slower:' kernel before slower 'swiglu, 8 x 8'
+bench larger 2.0 101 0.9 1.0 && expect 1 'it uses more memory' kernel before larger 'swiglu, 8 x 8'
+expect 1 'cannot read' kernel before nowhere 'swiglu, 8 x 8'
+expect 1 'check.sh BEFORE AFTER ROW' kernel before
+
 # Two runs and a profile of a tiny model.
 . "$PITH_SOURCE_DIR/tests/tiny_run.sh"
 fail() { echo "FAIL: $*: $(cat log)"; failures=$((failures + 1)); }
