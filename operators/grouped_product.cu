@@ -169,7 +169,7 @@ template <bool ACROSS, bool LISTED> __global__ __launch_bounds__(kThreads, 1) vo
 #if PITH_HOPPER
   extern __shared__ uint8_t memory[];
   auto& shared = shared_at_1024<Shared<LISTED>>(memory);
-  if (threadIdx.x == 0) shared.ring.init(LISTED ? 128 + 1 : 1);
+  if (threadIdx.x == 0) init_ring(shared.ring, LISTED ? 128 + 1 : 1);
   __syncthreads();
   const int group = int(threadIdx.x) / 128, thread = threadIdx.x % 128;
   if (group == 0) {

@@ -99,7 +99,7 @@ __global__ __launch_bounds__(kThreads, 1) void weight_gradient_kernel(
 #if PITH_HOPPER
   extern __shared__ uint8_t memory[];
   auto& shared = shared_at_1024<Shared>(memory);
-  if (threadIdx.x == 0) shared.ring.init(1);
+  if (threadIdx.x == 0) init_ring(shared.ring, 1);
   __syncthreads();
   const int group = int(threadIdx.x) / 128, thread = threadIdx.x % 128;
   if (group == 0) {

@@ -14,6 +14,11 @@ constexpr int kBoxRow = 128, kBoxColumns = kBoxRow / 2, kGroupBytes = 8 * kBoxRo
 constexpr int kBytesA = kTileM * kStep * 2, kStageBytes = kBytesA + kTileN * kStep * 2;
 constexpr int kStepBox = kStep * kBoxRow; // bytes of a box whose rows are of the inner dimension
 
+template <int STAGES> struct Ring {
+  uint8_t stages[STAGES][kStageBytes];
+  uint64_t full[STAGES], empty[STAGES];
+};
+
 // Other GPUs' compiler passes do not know the instructions.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define PITH_HOPPER 1
@@ -37,18 +42,13 @@ __device__ inline void group_sync(int number, int threads = 128) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-template <int STAGES> struct Ring {
-  uint8_t stages[STAGES][kStageBytes];
-  uint64_t full[STAGES], empty[STAGES];
-
-  __device__ void init(int fillers) { // arrivals that fill a stage
-    for (int i = 0; i < STAGES; ++i) {
-      ptx::mbarrier_init(&full[i], uint32_t(fillers));
-      ptx::mbarrier_init(&empty[i], 2); // warpgroups
-    }
-    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+template <int STAGES> __device__ void init_ring(Ring<STAGES>& ring, int fillers) {
+  for (int i = 0; i < STAGES; ++i) {
+    ptx::mbarrier_init(&ring.full[i], uint32_t(fillers)); // arrivals that fill a stage
+    ptx::mbarrier_init(&ring.empty[i], 2); // warpgroups
   }
-};
+  ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+}
 
 // Where a role stands in the ring. A filler's first round finds every stage empty: parity 1.
 template <int STAGES> struct Place {
