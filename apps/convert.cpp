@@ -35,7 +35,7 @@ template <class Model> void convert(const ConvertOptions& o) {
     for (const Parameter* parameter : unit)
       for (const HfTensor& tensor : parameter->tensors)
         all.push_back({&tensor, 0, at::empty({0}, at::kFloat)});
-  import_weights(folder, all, std::span(tied).first(old.tie_embeddings ? 1 : 0));
+  import_weights(folder, all, span(tied).first(old.tie_embeddings ? 1 : 0));
   const SafetensorsFile* stored = folder.file_of(all.front().tensor->name);
   const at::ScalarType main_dtype = o.dtype.empty()
       ? stored->header().tensors.at(all.front().tensor->name).dtype
@@ -45,7 +45,7 @@ template <class Model> void convert(const ConvertOptions& o) {
   PITH_CHECK(!target.empty(), "the folder to make has no name");
   PITH_CHECK(!fs::exists(target) || (fs::is_directory(target) && fs::is_empty(target)),
       "{} exists already", target);
-  PITH_CHECK(static_cast<int64_t>(o.shard_bytes) > 0, "--shard-size must be positive");
+  PITH_CHECK(int64_t(o.shard_bytes) > 0, "--shard-size must be positive");
   const std::regex again(o.reinit);
   const fs::path temporary = target.string() + ".converting";
   const shared_ptr<void> discard(nullptr, [&](void*) { // what was not renamed
@@ -59,8 +59,7 @@ template <class Model> void convert(const ConvertOptions& o) {
   uint64_t bytes = 0;
   int64_t tensors = 0, renewed = 0;
   const auto write = [&] {
-    const auto files =
-        write_weights(temporary, std::ssize(written), std::exchange(shard, {}), o.shard_bytes);
+    const auto files = write_weights(temporary, ssize(written), exchange(shard, {}), o.shard_bytes);
     written.insert(written.end(), files.begin(), files.end());
     bytes = 0;
   };
@@ -76,7 +75,7 @@ template <class Model> void convert(const ConvertOptions& o) {
           ++renewed;
         } else if (parameter->group == ParameterGroup::embedding) { // rows may come or go
           const Tensor rows = folder.tensor(tensor.name);
-          const int64_t kept = std::min(rows.size(0), value.size(0));
+          const int64_t kept = min(rows.size(0), value.size(0));
           value.narrow(0, 0, kept).copy_(rows.narrow(0, 0, kept));
           if (kept < value.size(0))
             value.narrow(0, kept, value.size(0) - kept).copy_(rows.mean(0, true, at::kDouble));
@@ -139,12 +138,12 @@ Difference difference(const string& name, const Tensor& a, const Tensor& b) {
   constexpr int64_t kPart = 1 << 22;
   for (int64_t at = 0; at < a.numel(); at += kPart) {
     const auto part = [&](const Tensor& x) {
-      return x.reshape(-1).narrow(0, at, std::min(kPart, a.numel() - at)).to(at::kDouble);
+      return x.reshape(-1).narrow(0, at, min(kPart, a.numel() - at)).to(at::kDouble);
     };
     const Tensor x = part(a), apart = (x - part(b)).abs();
     square += apart.square().sum().item<double>();
     whole += x.square().sum().item<double>();
-    largest = std::max(largest, apart.max().item<double>());
+    largest = max(largest, apart.max().item<double>());
     if (!std::isfinite(square)) largest = square; // NaN hides in max() of some
   }
   const double relative = square == 0 ? 0 : std::sqrt(square / whole); // NaN sorts first
@@ -216,7 +215,7 @@ void compare(const CompareOptions& o) {
   const auto good = ranges::count_if(differences, within);
   fmt::print("{} {}, {} equal, {} within {}\n", differences.size(), runs ? "curves" : "tensors",
       same, good, o.tolerance);
-  if (good < std::ssize(differences)) throw CLI::RuntimeError(1);
+  if (good < ssize(differences)) throw CLI::RuntimeError(1);
 }
 }
 

@@ -57,7 +57,7 @@ struct BuildOptions {
 class SeenTexts {
  public:
   SeenTexts(const fs::path& path, int64_t count)
-      : path_(path), size_(count), log_(path, static_cast<uint64_t>(count) * sizeof(Fingerprint)) {
+      : path_(path), size_(count), log_(path, uint64_t(count) * sizeof(Fingerprint)) {
     make_table();
   }
   bool insert(const Fingerprint& text) { // false when it was there
@@ -70,7 +70,7 @@ class SeenTexts {
  private:
   bool put(Fingerprint text) {
     if (text == Fingerprint{}) text[0] = 1; // all zero is a free place
-    const auto mask = static_cast<uint64_t>(capacity_ - 1);
+    const auto mask = uint64_t(capacity_ - 1);
     const auto table = static_cast<Fingerprint*>(table_.data_ptr());
     uint64_t at = text[1] & mask;
     for (; table[at] != Fingerprint{}; at = (at + 1) & mask)
@@ -214,7 +214,7 @@ class Build {
     fs::rename(folder_ / "journal.json.tmp", folder_ / "journal.json");
     sync_folder(folder_);
     saved_ = Clock::now();
-    saving_ = std::max<Clock::duration>(saved_ - begin, std::chrono::milliseconds(5));
+    saving_ = max<Clock::duration>(saved_ - begin, std::chrono::milliseconds(5));
   }
 
   void encode_all() {
@@ -239,7 +239,7 @@ class Build {
       journal_.position = chunk.end;
       // For a twentieth of the time at most.
       if (Clock::now() - saved_ > 20 * saving_) save_journal();
-      already = std::min(already, chunk.bytes_read);
+      already = min(already, chunk.bytes_read);
       if (Clock::now() - shown < std::chrono::seconds(10)) continue;
       shown = Clock::now();
       const double seconds = seconds_since(begin), done = real(chunk.bytes_read - already + 1);
@@ -263,7 +263,7 @@ class Build {
     // By content alone: a document stays on its side when files are added, moved or renamed.
     const double draw = real(document.hash >> 11) * 0x1p-53;
     const size_t i = outs_.size() > 1 && draw < options_.validation_share ? 1 : 0;
-    const auto tokens = static_cast<int64_t>(document.ids.size());
+    const auto tokens = int64_t(document.ids.size());
     writers_[i].add_document(document.ids);
     Side& side = journal_.sides[i];
     ++side.documents;
@@ -342,7 +342,7 @@ void show(const ShowOptions& options) {
     for (size_t i = 0; i < ids.size(); ++i)
       fmt::print("{} {} {:?}\n", i, ids[i],
           tokenizer->is_special(ids[i]) ? tokenizer->token(ids[i])
-                                        : tokenizer->decode(std::span(ids).subspan(i, 1)));
+                                        : tokenizer->decode(span(ids).subspan(i, 1)));
   } else {
     const string text = tokenizer->decode(ids);
     std::fwrite(text.data(), 1, text.size(), stdout);
@@ -357,7 +357,7 @@ void add_build_command(CLI::App& corpus) {
     Build(options).run();
   });
   EncodeSettings& encode = o->encode;
-  encode.workers = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  encode.workers = int(max(1u, std::thread::hardware_concurrency()));
   sub->add_option("paths", o->paths, "files, globs, and folders")->required();
   sub->add_option("--out", o->out, "corpus to write, without extension")->required();
   sub->add_option("--tokenizer", o->tokenizer, "tokenizer.json or its folder [bytes are tokens]");

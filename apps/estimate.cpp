@@ -16,8 +16,8 @@ bool recomputes(const RunConfig& config, int64_t stage) {
   const string& text = config.parallel.recompute;
   const vector<string> words = CLI::detail::split(text, ',');
   const auto known = [](const string& word) { return word == "none" || word == "layer"; };
-  PITH_CHECK(ranges::all_of(words, known) &&
-          (words.size() == 1 || std::ssize(words) == config.parallel.pp),
+  PITH_CHECK(
+      ranges::all_of(words, known) && (words.size() == 1 || ssize(words) == config.parallel.pp),
       "parallel.recompute must be \"none\" or \"layer\", or {} of these with commas, it is \"{}\"",
       config.parallel.pp, text);
   return words[words.size() == 1 ? 0 : index(stage)] == "layer";
@@ -78,7 +78,7 @@ vector<Sizes> stage_sizes(const vector<Sizes>& units, const ModelConfig& config,
     Sizes& size = sizes[index(stage)];
     const auto add = [&](const Sizes& unit) {
       size.dense += unit.dense, size.expert += unit.expert, size.states += unit.states;
-      size.largest_unit = std::max(size.largest_unit, unit.dense + unit.expert / real(shape.ep));
+      size.largest_unit = max(size.largest_unit, unit.dense + unit.expert / real(shape.ep));
     };
     if (part.embedding) add(units.front());
     for (const int64_t layer : part.layers) add(units[index(layer + 1)]);
@@ -98,8 +98,7 @@ double peak_layers(const vector<Action>& actions, const array<double, 2>& layers
       if (pass.kind == Pass::backward || pass.kind == Pass::backward_input)
         given += layers_of_chunk[index(pass.chunk)];
     }
-    peak =
-        std::max(peak, kept + (given > 0 && taken > 0 ? std::max(taken - given, 0.0) + 1 : taken));
+    peak = max(peak, kept + (given > 0 && taken > 0 ? max(taken - given, 0.0) + 1 : taken));
     kept += taken - given;
   }
   return peak;
@@ -126,7 +125,7 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
   const double layer = tokens * real(size.activations_per_token) / layers * width;
   const bool keep = config.parallel.weights == "keep" || block == 1;
   const double all_logits = tokens * vocabulary * width; // in equal parts of at most 1.25 GiB
-  const double logits = all_logits / std::max(1.0, std::ceil(all_logits / (1.25 * kGiB)));
+  const double logits = all_logits / max(1.0, std::ceil(all_logits / (1.25 * kGiB)));
   StepPlan plan{};
   double shards = 0, optimizer = 0, additions = 0; // seconds
   for (int64_t stage = 0; stage < pp; ++stage) {
@@ -141,18 +140,16 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
     const double gathered = keep ? 0 : part.largest_unit * (2 * width + 3 * 4);
     plan.stages.push_back(
         {whole * width, whole * 4, part.states / block, a_layer * kept + (inputs ? layer : 0),
-            gathered + std::max(has_head ? logits : 0, tokens * size.scratch_per_token), kept,
-            a_layer});
+            gathered + max(has_head ? logits : 0, tokens * size.scratch_per_token), kept, a_layer});
     const double travels = keep ? width + 4 : real(micro_batches) * (2 * width + 4);
-    shards =
-        std::max(shards, held * (1 - 1 / block) * travels / (real(plane) > 8 ? kNetwork : kLink));
-    optimizer = std::max(optimizer, 30 * owned / kOptimizer);
-    additions = std::max(additions, real(micro_batches) * 8 * held / kAdditions);
+    shards = max(shards, held * (1 - 1 / block) * travels / (real(plane) > 8 ? kNetwork : kLink));
+    optimizer = max(optimizer, 30 * owned / kOptimizer);
+    additions = max(additions, real(micro_batches) * 8 * held / kAdditions);
   }
   const double work = tokens * real(micro_batches) / kProducts;
   const bool recompute = config.parallel.recompute.find("layer") != string::npos;
   const double dispatched = 4 * work * kProducts * layers / real(pp) * real(model.hidden_size) *
-      width * std::min(real(model.experts_per_token), ep) * (1 - 1 / ep);
+      width * min(real(model.experts_per_token), ep) * (1 - 1 / ep);
   plan.seconds = schedule.makespan / real(micro_batches) * work * (recompute ? kRecompute : 1) *
           (shape.cp > 1 ? kContext : 1) * (shape.ep > 1 ? kExperts : 1) +
       tokens * real(micro_batches) * size.slow_seconds_per_token / real(pp) + additions +
@@ -191,7 +188,7 @@ template <class Model> void print_plan_of(const RunConfig& config, int64_t world
   }
   const bool overlap = shape.pp > 1 || shape.ep > 1;
   if (world > 1) fmt::print("{}", mesh_table(shape, world));
-  const int64_t shown = std::min<int64_t>(micro_batches, 2 * shape.pp + 4);
+  const int64_t shown = min<int64_t>(micro_batches, 2 * shape.pp + 4);
   fmt::print("# chunks      {} layers\n# schedule    rank 0: {}{}\n", fmt::join(chunks, ", "),
       to_string(make_schedule(shape.pp, 0, shown, overlap)), micro_batches > shown ? " ..." : "");
 }
@@ -226,7 +223,7 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
     config.parallel = {};
     config.parallel.pp = pp;
     vector<int64_t> chunks;
-    for (int64_t ep = 1; ep <= std::min(plane, model.num_experts); ++ep) {
+    for (int64_t ep = 1; ep <= min(plane, model.num_experts); ++ep) {
       if (!divides(ep, plane) || !divides(ep, model.num_experts)) continue;
       config.parallel.ep = ep;
       const MeshShape shape = mesh_shape(config.parallel);
@@ -249,7 +246,7 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
               config.parallel.recompute = recompute;
               config.training.micro_batch = rows;
               const StepPlan plan = plan_step(config, model, size, dp, chunks, sizes);
-              least = std::min(least, plan.worst());
+              least = min(least, plan.worst());
               if (plan.worst() <= o.memory * kGiB * (1 - o.reserve))
                 fitting.push_back({config.parallel, rows, plan});
             }

@@ -47,7 +47,7 @@ MicroBatch pack(const vector<Sequence>& sequences, at::Device device) {
     std::iota(row.positions.begin(), row.positions.end(), from);
     row.document_begins = {0};
   }
-  return make_microbatch(rows, true, 0, std::ssize(rows), device);
+  return make_microbatch(rows, true, 0, ssize(rows), device);
 }
 
 template <class Model> void generate(const GenerateOptions& options) {
@@ -62,7 +62,7 @@ template <class Model> void generate(const GenerateOptions& options) {
   for (const string& prompt : options.prompts) {
     const vector<int32_t> ids = tokenizer.encode(prompt).ids;
     PITH_CHECK(!ids.empty(), "the prompt \"{}\" holds no token", prompt);
-    positions = std::max(positions, std::ssize(ids) + options.max_tokens);
+    positions = max(positions, ssize(ids) + options.max_tokens);
     sequences.push_back({prompt, {ids.begin(), ids.end()}, StreamingDecoder(tokenizer)});
   }
   PITH_CHECK(positions <= config.max_positions,
@@ -84,14 +84,14 @@ template <class Model> void generate(const GenerateOptions& options) {
     for (size_t i = 0; i < sequences.size(); ++i) {
       Sequence& sequence = sequences[i];
       if (!options.no_cache) sequence.cached = sequence.ids.size();
-      const std::span<const float> row(logits.const_data_ptr<float>() + i * vocab, vocab);
+      const span<const float> row(logits.const_data_ptr<float>() + i * vocab, vocab);
       // A draw depends on seed, prompt and position alone, not on how long the other prompts run.
-      const uint64_t draw = (static_cast<uint64_t>(i) << 32) + static_cast<uint64_t>(n);
+      const uint64_t draw = (uint64_t(i) << 32) + uint64_t(n);
       const int64_t id = sequence.ids.emplace_back(sample(row, options.sampling, draw));
       if (sequence.ended) continue;
       sequence.ended = ends.contains(id);
       ++produced;
-      const string text = sequence.decoder.push(static_cast<int32_t>(id));
+      const string text = sequence.decoder.push(int32_t(id));
       sequence.text += text;
       if (!stream) continue;
       fmt::print("{}", text);

@@ -39,7 +39,7 @@ void launch(const Options& options) {
   const int64_t processes = options.processes;
   const vector<string> command = options.command->remaining();
   PITH_CHECK(!command.empty(), "no command to launch; try: launch {} pretrain run.toml", processes);
-  const int64_t cores = std::max(1U, std::thread::hardware_concurrency());
+  const int64_t cores = max(1U, std::thread::hardware_concurrency());
   // The mpirun of the wheels this program was built with, else that of PATH; MPIRUN goes first.
   const fs::path self = fs::read_symlink("/proc/self/exe");
   const fs::path own = self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun";
@@ -55,7 +55,7 @@ void launch(const Options& options) {
   arguments.push_back(nullptr);
   setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 0);
   setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 0);
-  setenv("OMP_NUM_THREADS", std::to_string(std::max<int64_t>(1, cores / processes)).c_str(), 0);
+  setenv("OMP_NUM_THREADS", std::to_string(max<int64_t>(1, cores / processes)).c_str(), 0);
 
   install_signal_handlers();
   array<int, 2> ends{};
@@ -85,7 +85,7 @@ void launch(const Options& options) {
   int status = 0;
   while (waitpid(child, &status, WNOHANG) == 0) {
     // mpirun kills its ranks half a second after SIGINT or SIGTERM; SIGUSR1 it passes on to them.
-    if (stop_requested() && !std::exchange(passed_on, true)) kill(child, SIGUSR1);
+    if (stop_requested() && !exchange(passed_on, true)) kill(child, SIGUSR1);
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
   reader.join();

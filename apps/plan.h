@@ -33,7 +33,7 @@ vector<int64_t> chunks_of(const RunConfig& config, const Config& model, const Me
   bool valid = true;
   for (const string& word : CLI::detail::split(text, ','))
     valid = valid && CLI::detail::lexical_cast(CLI::detail::trim_copy(word), chunks.emplace_back());
-  PITH_CHECK(valid && std::ssize(chunks) == 2 * shape.pp && ranges::min(chunks) >= 0 &&
+  PITH_CHECK(valid && ssize(chunks) == 2 * shape.pp && ranges::min(chunks) >= 0 &&
           std::reduce(chunks.begin(), chunks.end()) == model.num_layers,
       "parallel.chunks must be {} numbers of layers with the sum {}, it is \"{}\"", 2 * shape.pp,
       model.num_layers, text);

@@ -139,7 +139,7 @@ template <class Model> class Run {
   }
   // Sums over all ranks; what a rank does not know is 0 there.
   vector<double> sum_over_ranks(vector<double> values) const {
-    Tensor sums = at::from_blob(values.data(), {std::ssize(values)}, at::kDouble).to(mesh_.device);
+    Tensor sums = at::from_blob(values.data(), {ssize(values)}, at::kDouble).to(mesh_.device);
     mesh_.world.all_reduce(sums);
     sums = sums.cpu();
     return {sums.const_data_ptr<double>(), sums.const_data_ptr<double>() + sums.numel()};
@@ -159,7 +159,7 @@ template <class Model> class Run {
     const int64_t rows = rows_.rows_before_repeat();
     PITH_CHECK(rows >= training_.global_batch,
         "data.exhausted = \"stop\", but the data ends after {} rows, before the first step", rows);
-    const int64_t left = std::max<int64_t>(0, rows - state_.rows_read);
+    const int64_t left = max<int64_t>(0, rows - state_.rows_read);
     const int64_t end = state_.step + left / training_.global_batch;
     if (end >= last_step_) return;
     last_step_ = end;
@@ -254,7 +254,7 @@ template <class Model> class Run {
     const vector<double> sums = sum_over_ranks({value(result.loss_sum), value(result.balance_sum),
         real(result.num_moe_layers) / real(mesh_.plane.size()), stop_requested() ? 1.0 : 0.0,
         value(result.z_sum)});
-    metrics.loss = sums[0] / real(std::max<int64_t>(metrics.trained_tokens, 1));
+    metrics.loss = sums[0] / real(max<int64_t>(metrics.trained_tokens, 1));
     const bool update = update_is_finite(current, metrics);
     use_counts(result, metrics, update);
     if (training_.z_loss > 0)
@@ -355,12 +355,12 @@ template <class Model> class Run {
     const int64_t wanted = config_.validation.tokens / data_.sequence_length;
     for (size_t i = 0; i < validation_.size(); ++i) {
       const RowStream& stream = validation_[i];
-      const int64_t rows = std::max<int64_t>(1, std::min(wanted, stream.rows_per_epoch()));
+      const int64_t rows = max<int64_t>(1, min(wanted, stream.rows_per_epoch()));
       double sum = 0, trained = 0;
       for (int64_t first = 0; first < rows; first += mine * mesh_.dp) {
         vector<Row> part; // this data-parallel rank's; beyond the end rows that count nothing
-        for (int64_t row = first + mesh_.place.dp * mine; std::ssize(part) < mine; ++row) {
-          part.push_back(stream.row(std::min(row, rows - 1)));
+        for (int64_t row = first + mesh_.place.dp * mine; ssize(part) < mine; ++row) {
+          part.push_back(stream.row(min(row, rows - 1)));
           if (row >= rows) ranges::fill(part.back().labels, -100);
         }
         const vector<MicroBatch> batch{
@@ -371,14 +371,14 @@ template <class Model> class Run {
         trained += real(batch.front().trained_tokens);
       }
       const vector<double> sums = sum_over_ranks({sum, trained});
-      const double loss = sums[0] / std::max(sums[1], 1.0);
+      const double loss = sums[0] / max(sums[1], 1.0);
       const string name = data_.validation[i].label();
       metrics.extra.emplace_back(fmt::format("validation/{}/loss", name), loss);
       metrics.extra.emplace_back(fmt::format("validation/{}/perplexity", name), std::exp(loss));
       text += fmt::format("{} loss {:.4f}, perplexity {:.4g}; ", name, loss, std::exp(loss));
       all += sums[0], all_trained += sums[1];
     }
-    all /= std::max(all_trained, 1.0);
+    all /= max(all_trained, 1.0);
     metrics.extra.emplace_back("validation/loss", all);
     return text + fmt::format("mean loss {:.4f} over {} tokens", all, all_trained);
   }
@@ -429,7 +429,7 @@ template <class Model> class Run {
 
 template <class Model>
 void pretrain(const RunConfig& config, const World& world, Clock::time_point launched) {
-  if (config.run.threads > 0) at::set_num_threads(static_cast<int>(config.run.threads));
+  if (config.run.threads > 0) at::set_num_threads(int(config.run.threads));
   const at::Device device = select_device(config.run.device);
   if (config.training.deterministic) {
     // cuBLAS sums in one order only with a fixed workspace.
@@ -450,7 +450,7 @@ void print_rows(const RunConfig& config, const pair<int64_t, int64_t>& first_and
   for (int64_t i = 0; i < first_and_count.second; ++i) {
     Row row = blend.row(first_and_count.first + i);
     auto &documents = tokens.emplace_back(), &answers = labels.emplace_back();
-    row.document_begins.push_back(std::ssize(row.tokens));
+    row.document_begins.push_back(ssize(row.tokens));
     for (size_t d = 0; d + 1 < row.document_begins.size(); ++d) {
       const int64_t begin = row.document_begins[d], end = row.document_begins[d + 1];
       documents.emplace_back(row.tokens.begin() + begin, row.tokens.begin() + end);

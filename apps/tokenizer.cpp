@@ -40,7 +40,7 @@ void run_train(const TrainOptions& options) {
       const string& text = document.text;
       const bool whole = options.whole_files || document.line > 0;
       for (size_t begin = 0, end; begin < text.size(); begin = end) {
-        end = std::min(whole ? text.npos : text.find('\n', begin), text.size() - 1) + 1;
+        end = min(whole ? text.npos : text.find('\n', begin), text.size() - 1) + 1;
         batch.push_back(text.substr(begin, end - begin));
       }
       batch_bytes += text.size();
@@ -48,7 +48,7 @@ void run_train(const TrainOptions& options) {
     if (more && batch_bytes < (64u << 20)) continue;
     trainer.add(batch);
     batch.clear();
-    bytes += std::exchange(batch_bytes, 0);
+    bytes += exchange(batch_bytes, 0);
   }
   const Tokenizer tokenizer = trainer.train();
   tokenizer.save(options.out);
@@ -111,7 +111,7 @@ void add_tokenizer_command(CLI::App& app) {
   all.require_subcommand(1);
   const auto [train, t] =
       add_command<TrainOptions>(all, "train", "Learn a byte-level BPE from text.", run_train);
-  t->threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  t->threads = int(max(1u, std::thread::hardware_concurrency()));
   train
       ->add_option(
           "inputs", t->inputs, "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")

@@ -17,7 +17,7 @@ template <class Model> void trace(const TraceOptions& options) {
   const vector<Row> rows = read_token_rows(options.tokens, config.vocab_size);
   int64_t trained = 0;
   for (const Row& row : rows) trained += row.trained_tokens();
-  const vector<MicroBatch> batch{make_microbatch(rows, true, trained, std::ssize(rows), device)};
+  const vector<MicroBatch> batch{make_microbatch(rows, true, trained, ssize(rows), device)};
   Pipeline<Model> pipeline(model, mesh, batch[0].max_seqlen, {0, false});
 
   vector<NamedTensor> written;
@@ -33,7 +33,7 @@ template <class Model> void trace(const TraceOptions& options) {
       ? pipeline.forward_backward(batch, NextTokenLoss(), tapes)
       : pipeline.forward_only(batch, NextTokenLoss(), {}, tapes);
   pipeline.observe({});
-  const double divisor = real(std::max<int64_t>(trained, 1));
+  const double divisor = real(max<int64_t>(trained, 1));
   write("loss", result.loss_sum / divisor);
   write("logprobs", result.per_token[0]);
   for (size_t layer = 0; options.routing && layer < tape.topk_idx.size(); ++layer) {

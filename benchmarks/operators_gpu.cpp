@@ -193,7 +193,7 @@ void bench_moe_layer(const char* name, int64_t hidden, int64_t width, int64_t ex
       const Tensor slots = grouped_affine(clamped_swiglu(up, 1.702, 7), down, down_bias, plan);
       return unpermute(slots, routing.topk_weight, plan);
     }
-    const Tensor slots = swiglu(grouped_linear(permute(rows, plan), gate_up, plan));
+    const Tensor slots = swiglu(permuted_linear(rows, gate_up, plan));
     return unpermute(grouped_linear(slots, down, plan), routing.topk_weight, plan);
   };
   const double flop = 6.0 * kRows * static_cast<double>(k * hidden * width);

@@ -20,8 +20,8 @@ struct Comm::Impl {
 };
 
 namespace {
-vector<int64_t> elements(std::span<const int64_t> splits, int64_t members, const Tensor& tensor) {
-  PITH_CHECK(tensor.dim() > 0 && std::ssize(splits) == members,
+vector<int64_t> elements(span<const int64_t> splits, int64_t members, const Tensor& tensor) {
+  PITH_CHECK(tensor.dim() > 0 && ssize(splits) == members,
       "all_to_all: [{}] rows for {} members do not cut {}", fmt::join(splits, ", "), members,
       describe(tensor, "tensor"));
   vector<int64_t> result;
@@ -51,7 +51,7 @@ Comm::Comm() {
   static const auto alone = std::make_shared<Impl>(vector{launch_info().rank}, 0, "self", "");
   impl_ = alone;
 }
-int64_t Comm::size() const { return std::ssize(impl_->ranks); }
+int64_t Comm::size() const { return ssize(impl_->ranks); }
 int64_t Comm::rank() const { return impl_->rank; }
 const vector<int64_t>& Comm::ranks() const { return impl_->ranks; }
 const string& Comm::name() const { return impl_->name; }
@@ -68,7 +68,7 @@ Work Comm::start(Operation&& given) const {
       "tensors must be contiguous and on one device");
   const auto own = [&](const vector<int64_t>& sizes, const Tensor& tensor, const char* why) {
     if (sizes.empty()) return tensor.numel();
-    fail_unless(std::ssize(sizes) == size() && ranges::min(sizes) >= 0 &&
+    fail_unless(ssize(sizes) == size() && ranges::min(sizes) >= 0 &&
             std::reduce(sizes.begin(), sizes.end()) == tensor.numel(),
         why);
     return sizes[index(rank())];
@@ -135,8 +135,8 @@ Work Comm::reduce_scatter_async(Tensor& out, const Tensor& in) const {
   return start({.name = "reduce_scatter", .out = out, .in = in, .send = send});
 }
 
-Work Comm::all_to_all_async(Tensor& out, const Tensor& in, std::span<const int64_t> recv_splits,
-    std::span<const int64_t> send_splits) const {
+Work Comm::all_to_all_async(Tensor& out, const Tensor& in, span<const int64_t> recv_splits,
+    span<const int64_t> send_splits) const {
   const auto recv = elements(recv_splits, size(), out), send = elements(send_splits, size(), in);
   return start({.name = "all_to_all", .out = out, .in = in, .recv = recv, .send = send});
 }

@@ -46,7 +46,7 @@ at::Device select_device(const string& wanted) {
 #if PITH_CUDA
     int count = 1; // each process here takes its own GPU
     cudaGetDeviceCount(&count);
-    const auto index = static_cast<int>(launch_info().local_rank % count);
+    const auto index = int(launch_info().local_rank % count);
     PITH_CHECK(cudaSetDevice(index) == cudaSuccess, "GPU {} cannot be used", index);
     return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index));
 #endif
@@ -86,7 +86,7 @@ double peak_flops([[maybe_unused]] at::Device device) {
 double peak_memory_gib([[maybe_unused]] at::Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
-    constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    constexpr auto kAll = size_t(c10::CachingAllocator::StatType::AGGREGATE);
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
     return real(stats.allocated_bytes[kAll].peak) / (1 << 30);
   }

@@ -30,7 +30,7 @@ string nearest(const MeshShape& wanted, int64_t world) {
   for (int64_t size = 1; size <= world; ++size)
     if (world % size == 0) sizes.push_back(size);
   const auto factor = [](int64_t a, int64_t b) {
-    return std::abs(std::log2(real(std::max<int64_t>(a, 1)) / real(std::max<int64_t>(b, 1))));
+    return std::abs(std::log2(real(max<int64_t>(a, 1)) / real(max<int64_t>(b, 1))));
   };
   vector<pair<double, string>> found;
   for (const int64_t pp : sizes)
@@ -44,7 +44,7 @@ string nearest(const MeshShape& wanted, int64_t world) {
               to_text(shape, world));
         }
   ranges::sort(found);
-  found.resize(std::min<size_t>(found.size(), 3));
+  found.resize(min<size_t>(found.size(), 3));
   return fmt::format("nearest possible layouts: {}", fmt::join(found | std::views::values, "; "));
 }
 }

@@ -81,7 +81,7 @@ string mpi_broadcast_text(const string& text) {
   array<char, 1024> buffer{};
   PITH_CHECK(text.size() < buffer.size(), "text too long");
   ranges::copy(text, buffer.begin());
-  const auto size = static_cast<int>(buffer.size());
+  const auto size = int(buffer.size());
   check(mpi().bcast(buffer.data(), size, mpi().byte, 0, mpi().world));
   return buffer.data();
 }
@@ -92,7 +92,7 @@ void mpi_send(Operation& operation, const vector<int64_t>& ranks, int64_t rank, 
     const int peer = narrow<int>(ranks[index(member)]);
     for (size_t done = 0; done < bytes; done += kMost) {
       char* from = static_cast<char*>(data) + done;
-      const auto count = static_cast<int>(std::min(kMost, bytes - done));
+      const auto count = int(min(kMost, bytes - done));
       MPI_Request* request = &operation.requests.emplace_back();
       if (is_send) check(mpi().isend(from, count, mpi().byte, peer, tag, mpi().world, request));
       else check(mpi().irecv(from, count, mpi().byte, peer, tag, mpi().world, request));
@@ -100,14 +100,14 @@ void mpi_send(Operation& operation, const vector<int64_t>& ranks, int64_t rank, 
   };
   const Tensor &out = operation.out, &in = operation.in;
   const bool sums = operation.recv.empty();
-  const Tensor parts = sums ? at::empty({std::ssize(ranks), out.numel()}, in.options()) : out;
+  const Tensor parts = sums ? at::empty({ssize(ranks), out.numel()}, in.options()) : out;
   auto *to = static_cast<char*>(parts.data_ptr()), *from = static_cast<char*>(in.data_ptr());
   for (size_t i = 0; i < ranks.size(); ++i) {
     const auto bytes = [&](const vector<int64_t>& sizes, const Tensor& whole) {
       return index(in.element_size() * (sizes.empty() ? whole.numel() : sizes[i]));
     };
     const size_t recv = bytes(operation.recv, out), send = bytes(operation.send, in);
-    const auto member = static_cast<int64_t>(i);
+    const auto member = int64_t(i);
     if (member != rank) {
       message(member, from, send, true);
       message(member, to, recv, false);
@@ -125,8 +125,8 @@ void mpi_wait(Operation& operation) {
   const auto start = Clock::now();
   shared_ptr<void> watched;
   for (int done = 0;;) {
-    check(mpi().test_all(static_cast<int>(operation.requests.size()), operation.requests.data(),
-        &done, MPI_STATUSES_IGNORE));
+    check(mpi().test_all(
+        int(operation.requests.size()), operation.requests.data(), &done, MPI_STATUSES_IGNORE));
     if (done != 0) return;
     if (Clock::now() - start < std::chrono::milliseconds(2)) {
       std::this_thread::yield();

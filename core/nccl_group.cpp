@@ -118,7 +118,7 @@ void nccl_send(Operation& operation, const NcclLink& link) {
   } else {
     for (size_t i = 0; i < send.size(); ++i) {
       const size_t sent = index(send[i]) * width, received = index(recv[i]) * width;
-      const int peer = static_cast<int>(i);
+      const int peer = int(i);
       if (sent > 0) check(nccl().send(from, sent, kInt8, peer, comm, stream));
       if (received > 0) check(nccl().recv(to, received, kInt8, peer, comm, stream));
       from += sent;

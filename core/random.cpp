@@ -23,7 +23,7 @@ int64_t permuted(uint64_t key, int64_t index, int64_t size) {
   int half = 1;
   while ((int64_t{1} << (2 * half)) < size) ++half;
   const uint64_t mask = (uint64_t{1} << half) - 1;
-  auto value = static_cast<uint64_t>(index);
+  auto value = uint64_t(index);
   do {
     uint64_t left = value >> half, right = value & mask;
     for (uint64_t round = 0; round < 4; ++round) {
@@ -32,8 +32,8 @@ int64_t permuted(uint64_t key, int64_t index, int64_t size) {
       right = mixed;
     }
     value = left << half | right;
-  } while (value >= static_cast<uint64_t>(size));
-  return static_cast<int64_t>(value);
+  } while (value >= uint64_t(size));
+  return int64_t(value);
 }
 
 void fill_normal(Tensor& out, uint64_t seed, string_view name, double std, int64_t first) {
@@ -46,8 +46,8 @@ void fill_normal(Tensor& out, uint64_t seed, string_view name, double std, int64
 #if PITH_CUDA
   if (out.is_cuda() && (dtype == at::kFloat || dtype == at::kBFloat16)) {
     const c10::cuda::CUDAGuard guard(out.device());
-    cuda::fill_normal(out.data_ptr(), n, first, key, static_cast<float>(std),
-        dtype == at::kBFloat16, c10::cuda::getCurrentCUDAStream());
+    cuda::fill_normal(out.data_ptr(), n, first, key, float(std), dtype == at::kBFloat16,
+        c10::cuda::getCurrentCUDAStream());
     return;
   }
 #endif
@@ -55,11 +55,11 @@ void fill_normal(Tensor& out, uint64_t seed, string_view name, double std, int64
       describe(out, name));
   Tensor wide = dtype == at::kFloat ? out : at::empty(out.sizes(), at::kFloat);
   float* values = wide.data_ptr<float>();
-  const auto std32 = static_cast<float>(std);
+  const auto std32 = float(std);
   Normal4 normal;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t place = (first + i) % 4;
-    if (i == 0 || place == 0) normal = normal4(key, static_cast<uint64_t>((first + i) / 4));
+    if (i == 0 || place == 0) normal = normal4(key, uint64_t((first + i) / 4));
     values[i] = std32 * normal.value[place];
   }
   if (!wide.is_same(out)) out.copy_(wide);

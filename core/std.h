@@ -6,11 +6,12 @@
 #include <fmt/std.h>
 
 namespace pith {
-using std::array, std::deque, std::function, std::map, std::nullopt, std::optional, std::pair,
-    std::set, std::shared_ptr, std::string, std::string_view, std::unique_ptr, std::vector;
+using std::array, std::deque, std::exchange, std::function, std::map, std::max, std::min,
+    std::nullopt, std::optional, std::pair, std::set, std::shared_ptr, std::span, std::ssize,
+    std::string, std::string_view, std::unique_ptr, std::vector;
 namespace fs = std::filesystem;
 namespace ranges = std::ranges;
-constexpr size_t index(std::integral auto number) { return static_cast<size_t>(number); }
-constexpr double real(std::integral auto number) { return static_cast<double>(number); }
+constexpr size_t index(std::integral auto number) { return size_t(number); }
+constexpr double real(std::integral auto number) { return double(number); }
 }
 #include "core/error.h"

@@ -61,7 +61,7 @@ struct Watch {
 struct Job {
   int64_t rank = launch_info().rank, size = launch_info().size;
   double heartbeat_s = number_in("PITH_HEARTBEAT_S", 20.0);
-  double tick_s = std::min(heartbeat_s, comm_timeout_s()) / 10;
+  double tick_s = min(heartbeat_s, comm_timeout_s()) / 10;
   c10::intrusive_ptr<c10d::Store> store, beats; // main thread's, heartbeat's
   std::thread heartbeat, guard;
 
@@ -117,7 +117,7 @@ void write_beat(int64_t beat) {
 [[noreturn]] void fail_through_store(string text) {
   if (text.starts_with("timeout")) {
     const vector<string> keys = job->keys("beat");
-    for (size_t rank = 0; rank < std::min<size_t>(keys.size(), 64); ++rank)
+    for (size_t rank = 0; rank < min<size_t>(keys.size(), 64); ++rank)
       text +=
           fmt::format("\n  rank {} was last seen at: {}", rank, job->beats->get_to_str(keys[rank]));
   }
@@ -171,7 +171,7 @@ void run_heartbeat() {
       write_beat(beat);
       if (job->beats->check({"failure"})) leave_quietly();
       for (size_t rank = 0; rank < others.size(); ++rank) {
-        if (static_cast<int64_t>(rank) == job->rank) continue;
+        if (int64_t(rank) == job->rank) continue;
         const string now = job->beats->get_to_str(others[rank]);
         ages_s[rank] = now == seen[rank] ? ages_s[rank] + job->tick_s : 0;
         seen[rank] = now;

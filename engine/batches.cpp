@@ -27,9 +27,9 @@ struct Span {
 
 // Uniform integer below `bound`. The bias of not rejecting is bound / 2^64.
 uint64_t below(uint64_t bound, const Philox4& random) {
-  const auto wide = static_cast<uint64_t>(random.word[1]) << 32 | random.word[0];
+  const auto wide = uint64_t(random.word[1]) << 32 | random.word[0];
   __extension__ using uint128 = unsigned __int128;
-  return static_cast<uint64_t>(static_cast<uint128>(wide) * bound >> 64);
+  return uint64_t(static_cast<uint128>(wide) * bound >> 64);
 }
 
 // Which of the stretches that begin at these places, ascending, holds `at`.
@@ -47,7 +47,7 @@ vector<int64_t> integer_weights(const vector<double>& weights) {
     bool exact = true;
     for (size_t s = 0; s < weights.size(); ++s) {
       const double share = weights[s] / total * real(period);
-      integers[s] = std::max<int64_t>(1, std::llround(share));
+      integers[s] = max<int64_t>(1, std::llround(share));
       exact &= std::abs(share - real(integers[s])) < 1e-9;
     }
     if (exact) break;
@@ -120,7 +120,7 @@ struct RowStream::State {
         best->second.pop_back();
         if (best->second.empty()) open.erase(best);
       } else {
-        row_of[i] = std::ssize(epoch.begins) - 1;
+        row_of[i] = ssize(epoch.begins) - 1;
         epoch.begins.push_back(0);
       }
       ++epoch.begins[index(row_of[i]) + 1];
@@ -155,7 +155,7 @@ struct RowStream::State {
         place = 0;
       }
       const int64_t document = current->documents[place];
-      spans.push_back({document, skipped, std::min(corpus.length(document) - skipped, wanted)});
+      spans.push_back({document, skipped, min(corpus.length(document) - skipped, wanted)});
       wanted -= spans.back().count;
       skipped = 0;
     }
@@ -184,7 +184,7 @@ struct RowStream::State {
   int64_t trained_tokens(int64_t index) {
     int64_t trained = 0;
     for (const Span& span : spans(index))
-      trained += std::min(span.count, corpus.length(span.document) - span.begin - 1);
+      trained += min(span.count, corpus.length(span.document) - span.begin - 1);
     return document_mask ? trained : sequence_length;
   }
 
@@ -195,19 +195,19 @@ struct RowStream::State {
       for (size_t i = begin + 1; i < row.tokens.size(); ++i) row.labels.push_back(row.tokens[i]);
       row.tokens.resize(begin + count, 0);
       row.labels.resize(begin + count, -100);
-      row.document_begins.push_back(std::ssize(row.positions));
-      for (size_t i = 0; i < count; ++i) row.positions.push_back(static_cast<int64_t>(i));
+      row.document_begins.push_back(ssize(row.positions));
+      for (size_t i = 0; i < count; ++i) row.positions.push_back(int64_t(i));
     };
     for (const auto& [document, begin, count] : spans(at)) {
       const size_t filled = row.tokens.size();
       const bool more = document_mask && begin + count < corpus.length(document);
       row.tokens.resize(filled + index(count) + (more ? 1 : 0));
-      corpus.read(document, begin, std::span(row.tokens).subspan(filled));
+      corpus.read(document, begin, span(row.tokens).subspan(filled));
       if (document_mask) end_document(filled, index(count));
     }
     const auto length = index(sequence_length);
     if (!document_mask) end_document(0, length);
-    row.padding = sequence_length - std::ssize(row.tokens);
+    row.padding = sequence_length - ssize(row.tokens);
     if (row.padding > 0) end_document(row.tokens.size(), index(row.padding));
     return row;
   }
@@ -220,7 +220,7 @@ RowStream::RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool
       new State{std::move(corpus), sequence_length, seed, document_mask, shuffle, packing});
   if (packing == Packing::concat) return;
   const auto first = state_->epoch(0);
-  state_->packed_rows = first->whole_rows() + std::ssize(first->begins) - 1;
+  state_->packed_rows = first->whole_rows() + ssize(first->begins) - 1;
 }
 
 int64_t RowStream::rows_per_epoch() const {
@@ -261,24 +261,24 @@ Blend::Blend(vector<RowStream> sources, const vector<double>& weights)
       const int64_t deadline = ((done[s] + 1) * period + weights_[s] - 1) / weights_[s];
       if (deadline < earliest) earliest = deadline, chosen = s;
     }
-    slots_.emplace_back(static_cast<uint32_t>(chosen), static_cast<uint32_t>(done[chosen]++));
+    slots_.emplace_back(uint32_t(chosen), uint32_t(done[chosen]++));
   }
 }
 
 Blend::Place Blend::place(int64_t at) const {
-  const auto period = std::ssize(slots_);
+  const auto period = ssize(slots_);
   const auto [source, row] = slots_[index(at % period)];
   return {source, at / period * weights_[source] + row};
 }
 
 int64_t Blend::rows_before_repeat() const {
-  const auto period = std::ssize(slots_);
+  const auto period = ssize(slots_);
   int64_t rows = std::numeric_limits<int64_t>::max();
   for (int64_t slot = 0; slot < period; ++slot) {
     const auto [source, row] = slots_[index(slot)];
     const int64_t left = sources_[source].rows_per_epoch() - row; // whole periods before a repeat
-    rows = std::min(rows,
-        (std::max<int64_t>(0, left) + weights_[source] - 1) / weights_[source] * period + slot);
+    rows = min(
+        rows, (max<int64_t>(0, left) + weights_[source] - 1) / weights_[source] * period + slot);
   }
   return rows;
 }
@@ -303,7 +303,7 @@ vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
   vector<Row> out(rows->size());
   for (size_t r = 0; r < out.size(); ++r) {
     const auto &documents = (*rows)[r], &its_labels = (*labels)[r];
-    for (size_t d = 0; d < std::max<size_t>(documents.size(), 1); ++d) {
+    for (size_t d = 0; d < max<size_t>(documents.size(), 1); ++d) {
       const string place = fmt::format("{}: row {}, document {}", path, r, d);
       PITH_CHECK(documents.size() == its_labels.size() && d < documents.size() &&
               !documents[d].empty() && documents[d].size() == its_labels[d].size(),
@@ -313,7 +313,7 @@ vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
             place, id, vocab_size);
       };
       Row& row = out[r];
-      row.document_begins.push_back(std::ssize(row.tokens));
+      row.document_begins.push_back(ssize(row.tokens));
       const auto& ids = documents[d];
       for (size_t i = 0; i < ids.size(); ++i) {
         const int64_t next = i + 1 < ids.size() ? ids[i + 1] : -100;
@@ -321,7 +321,7 @@ vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
         check(ids[i]);
         if (label != -100) check(label);
         row.tokens.push_back(ids[i]);
-        row.positions.push_back(static_cast<int64_t>(i));
+        row.positions.push_back(int64_t(i));
         row.labels.push_back(label);
       }
     }
@@ -336,7 +336,7 @@ MicroBatch make_microbatch(const vector<Row>& rows, bool document_mask,
   for (const Row& row : rows) {
     const size_t size = row.tokens.size();
     for (const int64_t begin : row.document_begins)
-      if (document_mask || begin == 0) cu_seqlens.push_back(std::ssize(tokens) + begin);
+      if (document_mask || begin == 0) cu_seqlens.push_back(ssize(tokens) + begin);
     tokens.insert(tokens.end(), row.tokens.begin(), row.tokens.end());
     labels.insert(labels.end(), row.labels.begin(), row.labels.end());
     positions.insert(positions.end(), row.positions.begin(), row.positions.end());
@@ -345,9 +345,9 @@ MicroBatch make_microbatch(const vector<Row>& rows, bool document_mask,
     ++batch.num_rows;
     batch.trained_tokens += row.trained_tokens();
   }
-  cu_seqlens.push_back(narrow<int32_t>(std::ssize(tokens))); // the largest of all int32 numbers
+  cu_seqlens.push_back(narrow<int32_t>(ssize(tokens))); // the largest of all int32 numbers
   for (size_t i = 1; i < cu_seqlens.size(); ++i)
-    batch.max_seqlen = std::max(batch.max_seqlen, cu_seqlens[i] - cu_seqlens[i - 1]);
+    batch.max_seqlen = max(batch.max_seqlen, cu_seqlens[i] - cu_seqlens[i - 1]);
   batch.tokens = upload(tensor_of(tokens), device);
   batch.labels = upload(tensor_of(labels), device);
   batch.positions = upload(tensor_of(positions, at::kInt), device);

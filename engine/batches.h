@@ -11,7 +11,7 @@ struct Row {
   vector<int64_t> document_begins; // indices into tokens; the first is 0
   int64_t padding = 0; // of the tokens, at the end; a document of its own
 
-  int64_t trained_tokens() const { return std::ssize(labels) - ranges::count(labels, -100); }
+  int64_t trained_tokens() const { return ssize(labels) - ranges::count(labels, -100); }
 };
 
 // concat: documents joined and cut every sequence_length tokens; a row may hold the end of an epoch

@@ -215,7 +215,7 @@ vector<NamedTensor> states_of(const ShardGroup& group, const ShardGroup::Piece& 
   return states;
 }
 
-vector<NamedTensor> collect_weights(std::span<ShardGroup> groups, const Comm& expert) {
+vector<NamedTensor> collect_weights(span<ShardGroup> groups, const Comm& expert) {
   vector<NamedTensor> weights;
   for (ShardGroup& group : groups) {
     if (group.replicate().rank() > 0) continue;
@@ -298,7 +298,7 @@ vector<string> verify_checkpoint(const fs::path& folder) {
   vector<const WrittenFile*> files;
   for (const auto& [name, file] : manifest.files) files.push_back(&file);
   problems.resize(1 + files.size());
-  at::parallel_for(0, std::ssize(files), 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, ssize(files), 1, [&](int64_t begin, int64_t end) {
     for (auto i = index(begin); i < index(end); ++i)
       problems[i + 1] = problem_of([&] { verify_file(folder / files[i]->name, *files[i]); });
   });
@@ -347,7 +347,7 @@ void OptimizerReader::read(
   for (const auto& [file, key, offset, count, total] : found->second) {
     PITH_CHECK(total == tensor.whole_numel(), "{}: {} of {} has {} elements, the model's tensor {}",
         folder_, kind, tensor.name, total, tensor.whole_numel());
-    const int64_t begin = std::max(first, offset), end = std::min(last, offset + count);
+    const int64_t begin = max(first, offset), end = min(last, offset + count);
     if (begin >= end) continue;
     PITH_CHECK(begin == first + copied, "{}: {} of {}: a slice starts at {}, where {} is expected",
         folder_, kind, tensor.name, begin, first + copied);
@@ -383,7 +383,7 @@ string TrainingState::differences(const Settings& saved, const Settings& now) {
   return text;
 }
 
-void collect_state(std::span<ShardGroup> groups, CheckpointContent& content, const Comm& expert) {
+void collect_state(span<ShardGroup> groups, CheckpointContent& content, const Comm& expert) {
   content.weights = collect_weights(groups, expert);
   if (!groups.empty() && groups[0].ema.defined()) {
     // The averages take the weights' place for a moment, as the same steps make a folder of them.
@@ -401,7 +401,7 @@ void collect_state(std::span<ShardGroup> groups, CheckpointContent& content, con
   }
 }
 
-void restore_state(std::span<ShardGroup> groups, const fs::path& checkpoint) {
+void restore_state(span<ShardGroup> groups, const fs::path& checkpoint) {
   const OptimizerReader reader(checkpoint);
   for (ShardGroup& group : groups) {
     for (const ShardGroup::Piece& piece : group.pieces())
@@ -411,7 +411,7 @@ void restore_state(std::span<ShardGroup> groups, const fs::path& checkpoint) {
   }
 }
 
-void restore_weights(std::span<ShardGroup> groups, const fs::path& folder, bool tied_head,
+void restore_weights(span<ShardGroup> groups, const fs::path& folder, bool tied_head,
     const vector<vector<Parameter*>>& whole_model) {
   vector<ImportTarget> targets;
   vector<string> may_be_left;
@@ -430,7 +430,7 @@ void restore_weights(std::span<ShardGroup> groups, const fs::path& folder, bool 
   for (ShardGroup& group : groups) group.publish();
 }
 
-string first_non_finite(std::span<ShardGroup> groups) {
+string first_non_finite(span<ShardGroup> groups) {
   const c10::AutoGradMode no_grad(false);
   for (const auto& [what, buffer] :
       {pair{"weight ", &ShardGroup::value_part}, pair{"gradient of ", &ShardGroup::grad_part}})

@@ -101,18 +101,17 @@ struct TrainingState {
 // Host copies of what this rank writes: its parts of masters, moments and averages (replica 0
 // only), and whole weights and averages of the units that are its turn in the shard group, tensors
 // of all experts by turns in `expert`. Collective.
-void collect_state(
-    std::span<ShardGroup> groups, CheckpointContent& content, const Comm& expert = {});
+void collect_state(span<ShardGroup> groups, CheckpointContent& content, const Comm& expert = {});
 
 // Masters, moments, averages and weights from a checkpoint's optimizer shards, whatever layout
 // wrote them. An Error where a tensor had another optimizer or dtype. Collective.
-void restore_state(std::span<ShardGroup> groups, const fs::path& checkpoint);
+void restore_state(span<ShardGroup> groups, const fs::path& checkpoint);
 
 // Weights from any Hugging Face folder. `tied_head`: a stored lm_head.weight is allowed.
 // `whole_model`: parameter_units() of it, where other ranks hold parts. Collective.
-void restore_weights(std::span<ShardGroup> groups, const fs::path& folder, bool tied_head,
+void restore_weights(span<ShardGroup> groups, const fs::path& folder, bool tied_head,
     const vector<vector<Parameter*>>& whole_model = {});
 
 // The first parameter with a NaN or Inf in this rank's part: "weight NAME", "gradient of NAME", "".
-string first_non_finite(std::span<ShardGroup> groups);
+string first_non_finite(span<ShardGroup> groups);
 }

@@ -124,7 +124,7 @@ string quote(string_view text) {
   for (const char c : text) {
     const bool control = (c >= 0 && c < 0x20) || c == 0x7f;
     if (c == '"' || c == '\\') quoted += '\\';
-    quoted += control ? fmt::format("\\u{:04X}", static_cast<int>(c)) : string(1, c);
+    quoted += control ? fmt::format("\\u{:04X}", int(c)) : string(1, c);
   }
   return '"' + quoted + '"';
 }
@@ -243,7 +243,7 @@ void assign(const string& limits, const toml::node& node, const Field& field) {
         node.is_string() ? "; numbers (0.1, not .1), true and false take no quotes" : "", advice);
   };
   const auto store = [&](auto value, auto* target) {
-    PITH_CHECK(within(static_cast<double>(value), limits), "{} is outside {}", value, limits);
+    PITH_CHECK(within(double(value), limits), "{} is outside {}", value, limits);
     *target = static_cast<std::remove_pointer_t<decltype(target)>>(value);
   };
   const auto assign_to = [&]<class T>(T* target) {
@@ -285,8 +285,8 @@ size_t edit_distance(string_view word, string_view other) {
   for (const char c : word) {
     size_t before = row[0]++; // of one letter less of both
     for (size_t j = 1; j <= other.size(); ++j)
-      before = std::exchange(
-          row[j], std::min({row[j] + 1, row[j - 1] + 1, before + (c == other[j - 1] ? 0 : 1)}));
+      before =
+          exchange(row[j], min({row[j] + 1, row[j - 1] + 1, before + (c == other[j - 1] ? 0 : 1)}));
   }
   return row.back();
 }
@@ -389,7 +389,7 @@ class Reader {
     const bool wsd = t.schedule == "wsd";
     rule(!wsd || t.decay_steps > 0, "training.decay_steps",
         "the schedule wsd needs a decay of at least 1 step");
-    rule(!wsd || t.decay_steps <= std::max<int64_t>(left, 0), "training.decay_steps",
+    rule(!wsd || t.decay_steps <= max<int64_t>(left, 0), "training.decay_steps",
         "{} is more than the {} steps after warm-up", t.decay_steps, left);
     rule(wsd || t.decay_steps == 0, "training.decay_steps",
         "only the schedule wsd has a decay of its own; this one is {}", t.schedule);

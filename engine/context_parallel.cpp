@@ -61,12 +61,12 @@ struct Side {
 
   void add(const Range& range) {
     for (int64_t t = range.begin; t < range.end; ++t) index.push_back(t);
-    cu.push_back(std::ssize(index));
-    longest = std::max(longest, range.size());
+    cu.push_back(ssize(index));
+    longest = max(longest, range.size());
   }
   RowSet rows(at::Device device) const {
     if (index.empty()) return {};
-    RowSet set{index.front(), std::ssize(index), {}};
+    RowSet set{index.front(), ssize(index), {}};
     const bool neighbours = index.back() - index.front() + 1 == set.count; // ascending
     if (!neighbours) set.index = upload(tensor_of(index), device);
     return set;
@@ -94,8 +94,8 @@ Gather gather_of(const vector<int64_t>& from, int64_t rows, at::Device device) {
   size_t most = 1;
   for (size_t i = 0; i < from.size(); ++i) {
     auto& its = places.at(index(from[i]));
-    its.push_back(static_cast<int64_t>(i));
-    most = std::max(most, its.size());
+    its.push_back(int64_t(i));
+    most = max(most, its.size());
   }
   vector<int64_t> table;
   for (auto& its : places) {
@@ -103,7 +103,7 @@ Gather gather_of(const vector<int64_t>& from, int64_t rows, at::Device device) {
     table.insert(table.end(), its.begin(), its.end());
   }
   return {upload(tensor_of(from, at::kInt), device),
-      upload(tensor_of(table, at::kInt).view({rows, static_cast<int64_t>(most)}), device)};
+      upload(tensor_of(table, at::kInt).view({rows, int64_t(most)}), device)};
 }
 
 Halo halo_of(const MicroBatch& whole, const vector<int64_t>& rows, int64_t rank, int64_t size,
@@ -122,7 +122,7 @@ Halo halo_of(const MicroBatch& whole, const vector<int64_t>& rows, int64_t rank,
     const vector<int64_t> its = tokens_of(rows, member, size);
     for (size_t i = 0, end = 1; i < its.size(); i = end++) { // neighbours in a document
       while (end < its.size() && its[end] == its[end - 1] + 1 && in_document[its[end]] > 0) ++end;
-      const int64_t first = its[i] - std::min<int64_t>(in_document[its[i]], window - 1);
+      const int64_t first = its[i] - min<int64_t>(in_document[its[i]], window - 1);
       const Range reached{first, its[end - 1] + 1};
       if (member == rank) queries.add({its[i], reached.end}), keys.add(reached);
       for (int64_t key = first; key < reached.end; ++key)
@@ -133,7 +133,7 @@ Halo halo_of(const MicroBatch& whole, const vector<int64_t>& rows, int64_t rank,
   std::exclusive_scan(received.begin(), received.end(), next.begin(), int64_t{0});
   for (int64_t& key : keys.index) key = next[index(home(key).first)]++;
   return {window, gather_of(sent, rows.back() / size, device), send, received,
-      gather_of(keys.index, std::ssize(keys.index), device), span_between(queries, keys, device)};
+      gather_of(keys.index, ssize(keys.index), device), span_between(queries, keys, device)};
 }
 }
 

@@ -65,8 +65,8 @@ CorpusIndex parse_corpus_index(string_view bytes, uint64_t bin_bytes, const stri
       "{}: {} bytes do not hold {} sequences and {} documents", source, bytes.size(), sequences,
       borders);
   PITH_CHECK(borders >= 1, "{}: the list of documents is empty", source);
-  index.num_sequences = static_cast<int64_t>(sequences);
-  index.num_documents = static_cast<int64_t>(borders) - 1;
+  index.num_sequences = int64_t(sequences);
+  index.num_documents = int64_t(borders) - 1;
   index.lengths = data + kHeader;
   index.pointers = index.lengths + 4 * sequences;
   index.documents = index.pointers + 8 * sequences;
@@ -75,7 +75,7 @@ CorpusIndex parse_corpus_index(string_view bytes, uint64_t bin_bytes, const stri
           load<int64_t>(index.documents, index.num_documents) == index.num_sequences,
       "{}: documents do not span all {} sequences", source, sequences);
   int64_t tokens = 0; // cannot overflow: at most 2^31 for each 12 bytes of the index
-  const auto held = static_cast<int64_t>(bin_bytes / static_cast<uint64_t>(index.width));
+  const auto held = int64_t(bin_bytes / uint64_t(index.width));
   for (int64_t d = 0, s = 0; d < index.num_documents; ++d) {
     const auto end = load<int64_t>(index.documents, d + 1);
     PITH_CHECK(s <= end && end <= index.num_sequences, "{}: document {} goes from {} to {} of {}",
@@ -90,7 +90,7 @@ CorpusIndex parse_corpus_index(string_view bytes, uint64_t bin_bytes, const stri
             "{}: document {} ends at token {}, the .bin holds {}", source, d, tokens, held);
     }
   }
-  PITH_CHECK(static_cast<uint64_t>(tokens * index.width) == bin_bytes,
+  PITH_CHECK(uint64_t(tokens * index.width) == bin_bytes,
       "{}: the documents fill {} bytes, the .bin has {}", source, tokens * index.width, bin_bytes);
   index.num_tokens = tokens;
   return index;
@@ -145,7 +145,7 @@ void Corpus::Shard::verify(vector<string>& problems) const {
   const SideFile side = read_side_file(prefix + ".json").value_or(SideFile{});
   int64_t document = 0;
   const auto document_at = [&](uint64_t byte) { // the last one that begins at or before it
-    const auto token = static_cast<int64_t>(byte) / index.width;
+    const auto token = int64_t(byte) / index.width;
     while (document + 1 < index.num_documents && index.begin(document + 1) <= token) ++document;
     return document;
   };
@@ -186,10 +186,10 @@ const Corpus::Shard& Corpus::locate(int64_t& document) const {
   return shards_[index(after - begins_.begin() - 1)];
 }
 
-void Corpus::read(int64_t document, int64_t begin, std::span<int64_t> out) const {
+void Corpus::read(int64_t document, int64_t begin, span<int64_t> out) const {
   int64_t local = document;
   const Shard& shard = locate(local);
-  const auto count = std::ssize(out);
+  const auto count = ssize(out);
   const int64_t first = shard.index.begin(local), size = shard.index.begin(local + 1) - first;
   PITH_CHECK(begin >= 0 && begin <= size && count <= size - begin,
       "{}: document {} has {} tokens, not those from {} to {}", prefix_, document, size, begin,
@@ -223,8 +223,8 @@ vector<string> verify_corpus(const string& prefix) {
     for (int64_t d = 0; d < corpus.num_documents(); ++d)
       attempt([&] { // an id outside the vocabulary: the first of this document
         for (int64_t at = 0, left = corpus.length(d); left > 0;) {
-          const int64_t count = std::min(left, std::ssize(ids));
-          corpus.read(d, at, std::span(ids).first(index(count)));
+          const int64_t count = min(left, ssize(ids));
+          corpus.read(d, at, span(ids).first(index(count)));
           at += count, left -= count;
         }
       });
@@ -255,18 +255,18 @@ CorpusWriter::~CorpusWriter() {
 string CorpusWriter::base() const { return working_name(prefix_, at_.shard, shard_tokens_ > 0); }
 
 void CorpusWriter::open_shard() {
-  bin_.emplace(base() + ".bin.tmp", static_cast<uint64_t>(at_.tokens * width_));
-  lengths_.emplace(base() + ".len.tmp", static_cast<uint64_t>(at_.documents) * sizeof(int32_t));
+  bin_.emplace(base() + ".bin.tmp", uint64_t(at_.tokens * width_));
+  lengths_.emplace(base() + ".len.tmp", uint64_t(at_.documents) * sizeof(int32_t));
 }
 
-void CorpusWriter::add_document(std::span<const int32_t> ids) {
+void CorpusWriter::add_document(span<const int32_t> ids) {
   for (size_t i = 0; i < ids.size(); ++i)
     PITH_CHECK(ids[i] >= 0 && ids[i] < vocab_size_,
         "corpus {}: document {}, token {}: id {} is outside the vocabulary of {}", prefix_,
         at_.documents, i, ids[i], vocab_size_);
   PITH_CHECK(ids.size() <= INT32_MAX, "corpus {}: document {} has {} tokens; the format ends at {}",
       prefix_, at_.documents, ids.size(), INT32_MAX);
-  const auto count = std::ssize(ids);
+  const auto count = ssize(ids);
   if (shard_tokens_ > 0 && at_.documents > 0 && at_.tokens + count > shard_tokens_) {
     close_shard();
     at_ = {.shard = at_.shard + 1};
@@ -276,7 +276,7 @@ void CorpusWriter::add_document(std::span<const int32_t> ids) {
   if (width_ == 2) narrow.assign(ids.begin(), ids.end());
   const void* bytes = width_ == 2 ? static_cast<const void*>(narrow.data()) : ids.data();
   bin_->append({static_cast<const char*>(bytes), index(count * width_)});
-  lengths_->append(raw(static_cast<int32_t>(count)));
+  lengths_->append(raw(int32_t(count)));
   ++at_.documents;
   at_.tokens += count;
 }
@@ -296,13 +296,13 @@ void CorpusWriter::close_shard() {
   const auto put = [&](auto value) { index.append(raw(value)); };
   index.append(kMagic);
   put(uint64_t{1});
-  put(static_cast<uint8_t>(width_ == 2 ? 8 : 4));
+  put(uint8_t(width_ == 2 ? 8 : 4));
   put(at_.documents);
   put(at_.documents + 1);
   index.append(lengths.bytes());
   int64_t pointer = 0;
   for (int64_t d = 0; d < at_.documents; ++d)
-    put(std::exchange(pointer, pointer + load<int32_t>(lengths.data.get(), d) * width_));
+    put(exchange(pointer, pointer + load<int32_t>(lengths.data.get(), d) * width_));
   for (int64_t d = 0; d <= at_.documents; ++d) put(d);
   SideFile side{.vocab_size = vocab_size_,
       .tokenizer_hash = tokenizer_hash_,
@@ -311,7 +311,7 @@ void CorpusWriter::close_shard() {
       .index_xxh3 = index.close()};
   for (string_view left = ids.bytes(); !left.empty();) {
     side.block_xxh3 += xxh3(left.substr(0, kBlock));
-    left.remove_prefix(std::min<size_t>(left.size(), kBlock));
+    left.remove_prefix(min<size_t>(left.size(), kBlock));
   }
   write_file("", base() + ".json.tmp", seal_json(json(side).dump(1)));
 }
@@ -338,7 +338,7 @@ void publish_corpus(const string& prefix, int64_t shards) {
   // Without .idx there is no corpus: the old ones go first, the new ones come last.
   for (const auto& [extension, old] :
       {pair{".idx", true}, pair{".bin", false}, pair{".json", false}, pair{".idx", false}})
-    for (int64_t shard = 0; shard < std::max<int64_t>(1, shards); ++shard) {
+    for (int64_t shard = 0; shard < max<int64_t>(1, shards); ++shard) {
       const fs::path from = working_name(prefix, shard, shards > 0) + extension + ".tmp";
       const fs::path to = final_name(prefix, shard, shards) + extension;
       kept.insert(to.filename());

@@ -37,7 +37,7 @@ class Corpus {
   }
   // Copies tokens [begin, begin + out.size()) of a document. An id outside the vocabulary (without
   // a side file: a negative one) is an Error naming document and place.
-  void read(int64_t document, int64_t begin, std::span<int64_t> out) const;
+  void read(int64_t document, int64_t begin, span<int64_t> out) const;
   vector<int32_t> ids(int64_t document) const; // all of a document
  private:
   friend vector<string> verify_corpus(const string& prefix);
@@ -78,7 +78,7 @@ class CorpusWriter {
   CorpusWriter(string prefix, int64_t vocab_size, string tokenizer_hash, int64_t shard_tokens = 0,
       const CorpusProgress* resume = nullptr);
   ~CorpusWriter();
-  void add_document(std::span<const int32_t> ids);
+  void add_document(span<const int32_t> ids);
   CorpusProgress sync(); // makes everything durable, to go on from there
   int64_t close(); // no more documents; returns what publish_corpus wants
   void finish(); // close and publish

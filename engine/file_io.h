@@ -77,7 +77,7 @@ template <class T> string raw(T number) {
 }
 template <class T> T load(const char* array, int64_t i = 0) {
   T number;
-  std::memcpy(&number, array + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+  std::memcpy(&number, array + i * int64_t(sizeof(T)), sizeof(T));
   return number;
 }
 

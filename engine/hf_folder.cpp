@@ -140,15 +140,15 @@ void import_tensor(const HfFolder& folder, const ImportTarget& to) {
   const Tensor blocks = folder.tensor(name + kBlocks), scales = folder.tensor(name + kScales);
   const int64_t numel = to.tensor->shape[1] * to.tensor->shape[2];
   for (int64_t e = to.first / numel; e * numel < last; ++e) { // one matrix in memory at a time
-    const int64_t begin = std::max(to.first, e * numel), end = std::min(last, (e + 1) * numel);
+    const int64_t begin = max(to.first, e * numel), end = min(last, (e + 1) * numel);
     const Tensor matrix = dequantize_mxfp4(blocks[e], scales[e]).t().contiguous().view(-1);
     to.target.narrow(0, begin - to.first, end - begin)
         .copy_(matrix.narrow(0, begin - e * numel, end - begin));
   }
 }
 
-void import_weights(const HfFolder& folder, std::span<const ImportTarget> targets,
-    std::span<const string> optional_extra) {
+void import_weights(
+    const HfFolder& folder, span<const ImportTarget> targets, span<const string> optional_extra) {
   vector<string> missing, left_over, ignored, problems;
   set<string> used;
   const auto use = [&](const string& name, const vector<int64_t>& shape, bool packed) {
@@ -198,7 +198,7 @@ vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
   uint64_t filled = 0;
   const auto write = [&] {
     const auto name = fmt::format("{}{}-{}.safetensors", kUnnumbered, writer, written.size());
-    written.push_back(write_safetensors(folder / name, std::exchange(waiting, {})));
+    written.push_back(write_safetensors(folder / name, exchange(waiting, {})));
     filled = 0;
   };
   for (const NamedTensor& weight : weights) {
@@ -211,7 +211,7 @@ vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
 }
 
 WrittenFile write_weight_index(
-    const fs::path& folder, std::span<WrittenFile> files, const string& inside) {
+    const fs::path& folder, span<WrittenFile> files, const string& inside) {
   const auto is_weights = [start = inside + string(kUnnumbered)](
                               const auto& file) { return file.name.starts_with(start); };
   const auto count = ranges::count_if(files, is_weights);

@@ -32,7 +32,7 @@ Json expert_load(const Tensor& counts, bool all) {
   };
   const Tensor share = counts / counts.sum(1, /*keepdim=*/true).clamp_min(1);
   load["max_over_mean"] = list(share.amax(1) * counts.size(1));
-  const double even = std::log(real(std::max<int64_t>(2, counts.size(1))));
+  const double even = std::log(real(max<int64_t>(2, counts.size(1))));
   load["entropy"] = list(at::xlogy(share, share).sum(1) / -even);
   load["dead"] = list(counts.eq(0).sum(1));
   for (int64_t layer = 0; all && layer < counts.size(0); ++layer)
@@ -81,16 +81,16 @@ enum Wire : uint32_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 string varint(uint64_t value) {
   string bytes;
-  for (; value >= 128; value >>= 7) bytes += static_cast<char>(value | 128);
-  return bytes + static_cast<char>(value);
+  for (; value >= 128; value >>= 7) bytes += char(value | 128);
+  return bytes + char(value);
 }
 string field(uint32_t number, Wire wire, const string& value) {
   return varint(number << 3 | wire) + (wire == kBytes ? varint(value.size()) : "") + value;
 }
 
 string record(int64_t step, const string& content) {
-  const string bytes = field(1, kFixed64, raw(unix_seconds())) +
-      field(2, kVarint, varint(static_cast<uint64_t>(step))) + content;
+  const string bytes =
+      field(1, kFixed64, raw(unix_seconds())) + field(2, kVarint, varint(uint64_t(step))) + content;
   const string length = raw(uint64_t{bytes.size()});
   return length + raw(masked_crc32c(length)) + bytes + raw(masked_crc32c(bytes));
 }
@@ -177,7 +177,7 @@ string human(double value) {
 }
 
 string human_time(double seconds) {
-  const auto s = std::lround(std::min(seconds, 1e9));
+  const auto s = std::lround(min(seconds, 1e9));
   if (s < 60) return fmt::format("{}s", s);
   if (s < 3600) return fmt::format("{}m{:02}s", s / 60, s % 60);
   if (s < 86400) return fmt::format("{}h{:02}m", s / 3600, s / 60 % 60);
@@ -193,15 +193,14 @@ string tensorboard_start(int64_t resumed_step) {
 string tensorboard_scalars(int64_t step, const Scalars& values) {
   string summary;
   for (const auto& [tag, value] : values)
-    summary += field(
-        1, kBytes, field(1, kBytes, tag) + field(2, kFixed32, raw(static_cast<float>(value))));
+    summary += field(1, kBytes, field(1, kBytes, tag) + field(2, kFixed32, raw(float(value))));
   return record(step, field(5, kBytes, summary));
 }
 
 uint32_t crc32c(string_view bytes) {
   uint32_t crc = ~0u;
   for (const char byte : bytes) {
-    crc ^= static_cast<uint8_t>(byte);
+    crc ^= uint8_t(byte);
     for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82F63B78u : 0u);
   }
   return ~crc;

@@ -60,7 +60,7 @@ Tensor muon_updates(const ShardGroup& group, Directions& directions) {
     // One at a time on a CPU, so that the bits do not depend on the others.
     const int64_t most = whole.is_cuda() ? kBatchElements / (size.first * size.second) : 1;
     for (auto next = same.begin(); next != same.end();) {
-      const auto end = next + std::min(std::max<int64_t>(most, 1), same.end() - next);
+      const auto end = next + min(max<int64_t>(most, 1), same.end() - next);
       const Tensor result =
           newton_schulz(at::stack({&*next, index(end - next)}), 0.2 * std::sqrt(real(size.second)));
       for (int64_t i = 0; next != end; ++i) made.emplace_back(*next++, result[i]);
@@ -129,7 +129,7 @@ vector<Tensor> muon_matrices(const Tensor& tensor, Fused fused) {
   return matrices;
 }
 
-Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh) {
+Tensor grad_norm(span<ShardGroup> groups, const Mesh& mesh) {
   vector<Tensor> squares;
   finish_step(groups, [&](const ShardGroup& group) {
     squares.push_back(sum_of_squares(group.grad_part));
@@ -142,7 +142,7 @@ Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh) {
   return total.sqrt();
 }
 
-void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& training, double lr,
+void optimizer_step(span<ShardGroup> groups, const RunConfig::Training& training, double lr,
     int64_t step, const Tensor& norm) {
   // The same factor as torch.nn.utils.clip_grad_norm_, computed on the device.
   const Tensor scale = training.clip_norm > 0
@@ -155,7 +155,7 @@ void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& tra
   Directions next = directions_of(0);
   for (size_t i = 0; i < groups.size(); ++i) {
     ShardGroup& group = groups[i];
-    Directions directions = std::exchange(next, directions_of(i + 1)); // gathered meanwhile
+    Directions directions = exchange(next, directions_of(i + 1)); // gathered meanwhile
     const Tensor updates = muon_updates(group, directions);
     for (const auto& [rule, begin, end, second] : group.segments()) {
       const auto part = [&](const Tensor& buffer) { return buffer.slice(0, begin, end); };

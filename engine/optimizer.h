@@ -5,13 +5,13 @@
 #include "engine/sharding.h"
 
 namespace pith {
-inline void zero_grads(std::span<ShardGroup> groups) {
+inline void zero_grads(span<ShardGroup> groups) {
   for (ShardGroup& group : groups) group.zero_grad();
 }
 
 // finish_step(), and the Euclidean norm of all gradients, each parameter counted once -> scalar
 // float64 on the device, the same on every rank. Collective.
-Tensor grad_norm(std::span<ShardGroup> groups, const Mesh& mesh);
+Tensor grad_norm(span<ShardGroup> groups, const Mesh& mesh);
 
 using Units = vector<vector<Parameter*>>; // of a model's parameter_units()
 
@@ -35,7 +35,7 @@ vector<Tensor> muon_matrices(const Tensor& tensor, Fused fused);
 // update is scaled by 0.2 sqrt(the larger side), so that AdamW's rate and decay suit it; its ranks
 // gather the momentum in the compute dtype and share the matrices out. Updates masters, moments,
 // averages and weights; leaves the gradients. Collective.
-void optimizer_step(std::span<ShardGroup> groups, const RunConfig::Training& training, double lr,
+void optimizer_step(span<ShardGroup> groups, const RunConfig::Training& training, double lr,
     int64_t step, const Tensor& norm);
 
 // Rate of update `step`, without state, so that resuming cannot shift it (1 = the first,

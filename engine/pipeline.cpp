@@ -54,7 +54,7 @@ struct LayerRun {
 
 struct Run {
   const MicroBatch* batch;
-  std::span<LayerCache> caches;
+  span<LayerCache> caches;
   RoutingTape* tape;
   int chunk;
   int64_t microbatch;
@@ -68,7 +68,7 @@ struct Run {
 
 array<vector<int64_t>, 2> layers_of_rank(
     const vector<int64_t>& chunks, int64_t ranks, int64_t rank) {
-  PITH_CHECK(std::ssize(chunks) == 2 * ranks,
+  PITH_CHECK(ssize(chunks) == 2 * ranks,
       "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks, chunks.size());
   const auto layers = [&](int64_t chunk) {
     vector<int64_t> result(index(chunks[index(chunk)]));
@@ -274,7 +274,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   }
 
   void balance(const MicroBatch& batch, LayerRun& layer) {
-    const auto [loss, counts] = std::exchange(layer.attended.balance, {})();
+    const auto [loss, counts] = exchange(layer.attended.balance, {})();
     const Tensor& z = layer.attended.z_sum;
     if (router_.balance_loss > 0)
       layer.aux = loss * (router_.balance_loss / real(batch.global_rows));
@@ -383,9 +383,9 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   }
   Tensor head_backward(Run& run) {
     shards_.head.before_backward();
-    backward_stage(std::exchange(run.loss, {}), {});
+    backward_stage(exchange(run.loss, {}), {});
     shards_.head.after_backward(last_);
-    return take_grad(std::exchange(run.hidden, {}));
+    return take_grad(exchange(run.hidden, {}));
   }
 
   // This stage's share of the first one's head.
@@ -411,14 +411,14 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
       return;
     }
     shards_.embedding.before_backward();
-    backward_stage(std::exchange(run.embedded, {}), grad);
+    backward_stage(exchange(run.embedded, {}), grad);
     shards_.embedding.after_backward(last_);
   }
 
   // Forward of one micro-batch against backward of another: while one waits for rows, the other
   // computes. `hidden` and `grad` move through as many layers as both have.
   void overlap(Run& forward, Tensor& hidden, Run& backward, Tensor& grad) {
-    const size_t pairs = std::min(layers_of(forward).size(), backward.layers.size());
+    const size_t pairs = min(layers_of(forward).size(), backward.layers.size());
     for (size_t i = 0; i < pairs; ++i) {
       LayerRun& b = backward.layers.back();
       aggregate_backward(backward, b, grad); // gradients start for the experts
@@ -463,16 +463,16 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   }
 
   template <class Objective> BatchResult execute(const vector<Action>& schedule,
-      std::span<const MicroBatch> batches, const Objective& objective, std::span<LayerCache> caches,
-      std::span<RoutingTape> tapes) {
+      span<const MicroBatch> batches, const Objective& objective, span<LayerCache> caches,
+      span<RoutingTape> tapes) {
     result_ = {};
     if (mesh_.place.pp <= 1) result_.per_token.resize(batches.size());
     for (const int chunk : {0, 1}) {
       auto& runs = runs_[index(chunk)];
       runs.clear();
       for (size_t i = 0; i < batches.size(); ++i)
-        runs.push_back({&batches[i], caches, tapes.empty() ? nullptr : &tapes[i], chunk,
-            static_cast<int64_t>(i)});
+        runs.push_back(
+            {&batches[i], caches, tapes.empty() ? nullptr : &tapes[i], chunk, int64_t(i)});
     }
     for (RoutingTape& tape : tapes) {
       const auto layers = index(model_.config().num_layers);
@@ -484,7 +484,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
       const bool goes_forward = first.kind == Pass::forward;
       const bool put_off = pass.kind == Pass::backward_input && defers_;
       const bool goes_back = pass.kind == Pass::backward || pass.kind == Pass::backward_input;
-      last_ = pass.microbatch + 1 == std::ssize(batches) && !put_off;
+      last_ = pass.microbatch + 1 == ssize(batches) && !put_off;
       Run& ahead = run_of(first.chunk, first.microbatch);
       Tensor hidden, grad;
       if (goes_forward) hidden = forward_begin(ahead);
@@ -535,32 +535,32 @@ template <DecoderModel Model> void Pipeline<Model>::observe(StageObserver observ
 
 template <DecoderModel Model> template <class Objective>
 BatchResult Pipeline<Model>::forward_backward(
-    std::span<const MicroBatch> batches, const Objective& objective, std::span<RoutingTape> tapes) {
+    span<const MicroBatch> batches, const Objective& objective, span<RoutingTape> tapes) {
   const Mesh& mesh = impl_->mesh_;
   const bool overlap = mesh.shape.pp > 1 || mesh.expert.size() > 1;
   const auto schedule = make_schedule(
-      mesh.shape.pp, mesh.place.pp, std::ssize(batches), overlap, mesh.shape.head_share > 0);
+      mesh.shape.pp, mesh.place.pp, ssize(batches), overlap, mesh.shape.head_share > 0);
   return impl_->execute(schedule, batches, objective, {}, tapes);
 }
 
 template <DecoderModel Model> template <class Objective>
-BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch> batches,
-    const Objective& objective, std::span<LayerCache> caches, std::span<RoutingTape> tapes) {
+BatchResult Pipeline<Model>::forward_only(span<const MicroBatch> batches,
+    const Objective& objective, span<LayerCache> caches, span<RoutingTape> tapes) {
   PITH_CHECK(
       caches.empty() || impl_->mesh_.world.size() == 1, "generation runs in one process only");
   const c10::AutoGradMode no_grad(false);
-  return impl_->execute(forward_schedule(std::ssize(batches)), batches, objective, caches, tapes);
+  return impl_->execute(forward_schedule(ssize(batches)), batches, objective, caches, tapes);
 }
 
-#define PITH_OBJECTIVE(Model, Objective)                                          \
-  template BatchResult Pipeline<Model>::forward_only(std::span<const MicroBatch>, \
-      const Objective&, std::span<LayerCache>, std::span<RoutingTape>)
-#define PITH_FAMILY(Model)                                                        \
-  template class Pipeline<Model>;                                                 \
-  template BatchResult Pipeline<Model>::forward_backward(                         \
-      std::span<const MicroBatch>, const NextTokenLoss&, std::span<RoutingTape>); \
-  PITH_OBJECTIVE(Model, NextTokenLoss);                                           \
-  PITH_OBJECTIVE(Model, LastTokenLogits);                                         \
+#define PITH_OBJECTIVE(Model, Objective)              \
+  template BatchResult Pipeline<Model>::forward_only( \
+      span<const MicroBatch>, const Objective&, span<LayerCache>, span<RoutingTape>)
+#define PITH_FAMILY(Model)                                              \
+  template class Pipeline<Model>;                                       \
+  template BatchResult Pipeline<Model>::forward_backward(               \
+      span<const MicroBatch>, const NextTokenLoss&, span<RoutingTape>); \
+  PITH_OBJECTIVE(Model, NextTokenLoss);                                 \
+  PITH_OBJECTIVE(Model, LastTokenLogits);                               \
   PITH_OBJECTIVE(Model, AllLogits)
 PITH_FAMILY(Qwen3MoeModel);
 PITH_FAMILY(DeepseekV2Model);

@@ -47,13 +47,12 @@ template <DecoderModel Model> class Pipeline {
   // Adds the gradients of the mean loss over the global batch (and of balance losses) to every
   // Parameter::grad. `tapes`: one a micro-batch to record or replay routes, or empty. Collective
   // over the mesh; every stage gets the same batches.
-  template <class Objective> BatchResult forward_backward(std::span<const MicroBatch> batches,
-      const Objective& objective, std::span<RoutingTape> tapes = {});
+  template <class Objective> BatchResult forward_backward(
+      span<const MicroBatch> batches, const Objective& objective, span<RoutingTape> tapes = {});
 
   // Without gradients. `caches`: one a layer while generating (one process), or empty.
-  template <class Objective> BatchResult forward_only(std::span<const MicroBatch> batches,
-      const Objective& objective, std::span<LayerCache> caches = {},
-      std::span<RoutingTape> tapes = {});
+  template <class Objective> BatchResult forward_only(span<const MicroBatch> batches,
+      const Objective& objective, span<LayerCache> caches = {}, span<RoutingTape> tapes = {});
 
   void observe(StageObserver observer);
   RouterState& router_state(); // first the configuration's bias; each forward reads it

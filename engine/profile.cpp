@@ -22,7 +22,7 @@ Spans merged(Spans spans) {
   Spans result;
   for (const auto& [begin, end] : spans) {
     if (result.empty() || begin > result.back().second) result.emplace_back(begin, end);
-    result.back().second = std::max(result.back().second, end);
+    result.back().second = max(result.back().second, end);
   }
   return result;
 }
@@ -38,7 +38,7 @@ double alone(const pair<uint64_t, uint64_t>& span, const Spans& others) {
   Spans inside;
   for (const auto& [begin, end] : others)
     if (begin < span.second && end > span.first)
-      inside.emplace_back(std::max(begin, span.first), std::min(end, span.second));
+      inside.emplace_back(max(begin, span.first), min(end, span.second));
   return milliseconds({span}) - milliseconds(inside);
 }
 
@@ -69,7 +69,7 @@ string summary(const vector<profiler::KinetoEvent>& events, at::Device device) {
     if (communicates) transfers.push_back({"", stream, span});
     (communicates ? communicating : computing).push_back(span);
     both.push_back(span);
-    first = std::min(first, span.first), last = std::max(last, span.second);
+    first = min(first, span.first), last = max(last, span.second);
     auto& [ms, calls] = by_name[name];
     ms += real(event.durationNs()) * 1e-6;
     ++calls;

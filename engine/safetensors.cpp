@@ -35,16 +35,16 @@ TensorEntry parse_entry(const json& object, const string& place) {
       place, kMostDimensions, object.dump());
   const auto* dtype = ranges::find(kDtypes, stored->dtype, [](auto& known) { return known.first; });
   PITH_CHECK(dtype != std::end(kDtypes), "{}: dtype {:.32} is not known", place, stored->dtype);
-  TensorEntry entry{dtype->second, stored->shape, static_cast<uint64_t>(stored->data_offsets[0]),
-      static_cast<uint64_t>(stored->data_offsets[1])};
+  TensorEntry entry{dtype->second, stored->shape, uint64_t(stored->data_offsets[0]),
+      uint64_t(stored->data_offsets[1])};
   // Zero-sized dimensions do not hide an overflow in the others: strides are computed from them.
-  auto product = static_cast<int64_t>(c10::elementSize(entry.dtype));
+  auto product = int64_t(c10::elementSize(entry.dtype));
   bool overflow = false;
   for (const int64_t n : entry.shape)
-    overflow |= __builtin_mul_overflow(product, std::max<int64_t>(n, 1), &product);
+    overflow |= __builtin_mul_overflow(product, max<int64_t>(n, 1), &product);
   PITH_CHECK(
       !overflow, "{}: shape {} is larger than any file", place, fmt::join(entry.shape, ", "));
-  const auto size = ranges::count(entry.shape, 0) > 0 ? 0 : static_cast<uint64_t>(product);
+  const auto size = ranges::count(entry.shape, 0) > 0 ? 0 : uint64_t(product);
   PITH_CHECK(entry.end >= entry.begin && entry.end - entry.begin == size,
       "{}: bytes {} to {} do not hold {} of shape ({}), {} bytes", place, entry.begin, entry.end,
       dtype_name(entry.dtype), fmt::join(entry.shape, ", "), size);
@@ -79,7 +79,7 @@ SafetensorsHeader parse_safetensors_header(
   PITH_CHECK(head.size() >= 8 && file_size >= head.size(),
       "{}: {} bytes are too few for a safetensors file", source, file_size);
   const auto length = load<uint64_t>(&head.front());
-  PITH_CHECK(length <= std::min(head.size() - 8, kLargestHeader),
+  PITH_CHECK(length <= min(head.size() - 8, kLargestHeader),
       "{}: the header of {} bytes is longer than the file of {}, or than the format allows", source,
       length, file_size);
   const json document = parse_json(head.substr(8, length), source + ": header");
@@ -138,7 +138,7 @@ WrittenFile write_safetensors(const fs::path& path, const vector<NamedTensor>& t
         ranges::find(kDtypes, tensor.scalar_type(), [](const auto& known) { return known.second; });
     PITH_CHECK(
         dtype != std::end(kDtypes), "safetensors has no dtype for {}", describe(tensor, name));
-    const auto bytes = static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
+    const auto bytes = uint64_t(tensor.numel()) * tensor.element_size();
     header += fmt::format(R"(,{}:{{"dtype":"{}","shape":[{}],"data_offsets":[{},{}]}})",
         json(name).dump(), dtype->first, fmt::join(tensor.sizes(), ","), offset, offset + bytes);
     offset += bytes;

@@ -2,7 +2,7 @@
 #include "core/random.h"
 
 namespace pith {
-int64_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw_index) {
+int64_t sample(span<const float> logits, const SamplingOptions& options, uint64_t draw_index) {
   PITH_CHECK(options.temperature >= 0 && std::isfinite(options.temperature),
       "temperature {}: must be a finite number of at least 0", options.temperature);
   for (const auto& [name, p] : {pair{"top_p", options.top_p}, {"min_p", options.min_p}})
@@ -15,7 +15,7 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
     if (logits[i] > logits[best]) best = i;
   }
   PITH_CHECK(std::isfinite(logits[best]), "sampling: every logit is -inf");
-  if (options.temperature == 0 || options.top_k == 1) return static_cast<int64_t>(best);
+  if (options.temperature == 0 || options.top_k == 1) return int64_t(best);
 
   // Candidates, always in an order that depends on the logits alone: ids until a filter sorts them.
   vector<int32_t> ids(logits.size());
@@ -32,7 +32,7 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
     return std::accumulate(
         ids.begin(), ids.end(), 0.0, [&](double sum, int32_t id) { return sum + weight(id); });
   };
-  if (options.top_k > 0 && options.top_k < std::ssize(ids)) {
+  if (options.top_k > 0 && options.top_k < ssize(ids)) {
     std::partial_sort(ids.begin(), ids.begin() + options.top_k, ids.end(), likelier);
     ids.resize(index(options.top_k));
   }
@@ -54,7 +54,7 @@ int64_t sample(std::span<const float> logits, const SamplingOptions& options, ui
   const uint64_t high = bits.word[0] >> 5, low = bits.word[1] >> 6; // 53 bits: uniform in [0, 1)
   const double target = real((high << 26) | low) * 0x1p-53 * total_weight();
   double sum = 0;
-  int32_t drawn = static_cast<int32_t>(best);
+  int32_t drawn = int32_t(best);
   for (const int32_t id : ids) {
     const double w = weight(id);
     if (w > 0) drawn = id; // the last one also catches a target lost to rounding

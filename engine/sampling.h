@@ -19,5 +19,5 @@ struct SamplingOptions {
 // function of (seed, draw_index, logits, options): give every token its own draw_index. FP64
 // inside. A logit of -inf is never drawn; NaN, +inf, nothing left to draw or an option out of range
 // is an Error.
-int64_t sample(std::span<const float> logits, const SamplingOptions& options, uint64_t draw_index);
+int64_t sample(span<const float> logits, const SamplingOptions& options, uint64_t draw_index);
 }

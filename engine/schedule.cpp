@@ -38,7 +38,7 @@ vector<Action> with_head(const vector<Action>& actions) {
   optional<Pass> waiting;
   for (const Action& action : actions) {
     all.push_back(action);
-    if (waiting) all.push_back({*std::exchange(waiting, {})});
+    if (waiting) all.push_back({*exchange(waiting, {})});
     for (const Pass& pass : action)
       if (pass.kind == Pass::forward && pass.chunk == 1) waiting = {Pass::head, 1, pass.microbatch};
   }
@@ -58,7 +58,7 @@ double cost_of(const Action& action, const vector<StageCosts>& costs, HeadCosts 
     if (pass.kind == Pass::forward) sum += own.forward;
     if (pass.kind == Pass::backward || pass.kind == Pass::backward_input) sum += own.backward_input;
     if (pass.kind == Pass::backward || pass.kind == Pass::weight) sum += own.weight;
-    hidden = std::min(hidden, own.hidden);
+    hidden = min(hidden, own.hidden);
   }
   return action.size() > 1 ? sum - hidden : sum;
 }
@@ -108,8 +108,8 @@ string to_string(const vector<Action>& schedule) {
   for (const Action& action : schedule) {
     if (!text.empty()) text += ' ';
     for (const Pass& pass : action)
-      text += fmt::format("{}{:c}{}:{}", &pass == &action[0] ? "" : "|",
-          static_cast<char>(pass.kind), pass.chunk, pass.microbatch);
+      text += fmt::format("{}{:c}{}:{}", &pass == &action[0] ? "" : "|", char(pass.kind),
+          pass.chunk, pass.microbatch);
   }
   return text;
 }
@@ -145,7 +145,7 @@ Simulation simulate(
         for (const Pass& pass : action) {
           if (pass.kind == Pass::weight || station(pass) == 0) continue;
           const auto& before = pass.kind == Pass::head ? at_head : left[station(pass) - 1];
-          begin = std::max(begin, before[index(pass.microbatch)]);
+          begin = max(begin, before[index(pass.microbatch)]);
         }
         if (begin == kNever) break;
         const double cost = cost_of(action, costs, head, ranks, r);
@@ -159,12 +159,12 @@ Simulation simulate(
           }
           if (pass.kind == Pass::head) continue;
           kept[r] += pass.kind == Pass::forward ? 1 : -1;
-          result.peak_activations[r] = std::max(result.peak_activations[r], kept[r]);
+          result.peak_activations[r] = max(result.peak_activations[r], kept[r]);
         }
         free_at[r] = begin + cost;
         intervals.push_back({begin, free_at[r]});
         work[r] += cost;
-        result.makespan = std::max(result.makespan, free_at[r]);
+        result.makespan = max(result.makespan, free_at[r]);
       }
     }
   }

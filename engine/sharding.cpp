@@ -81,8 +81,8 @@ vector<ShardGroup::Piece> ShardGroup::pieces() const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     for (const HfTensor& tensor : parameters_[i]->tensors) {
       const int64_t at = offsets_[i] + tensor.offset - part_begin(); // its start in the part
-      const int64_t begin = std::max<int64_t>(at, 0);
-      const int64_t end = std::min(at + tensor.numel(), value_part.numel());
+      const int64_t begin = max<int64_t>(at, 0);
+      const int64_t end = min(at + tensor.numel(), value_part.numel());
       if (begin >= end) continue;
       const int64_t first = tensor.first_element() + begin - at;
       pieces.push_back({parameters_[i], &tensor, first, begin, end - begin});
@@ -184,7 +184,7 @@ void ShardGroup::after_backward(bool last) {
 }
 
 void ShardGroup::start_reduction() {
-  if (mode_ == ShardMode::reshard || std::exchange(reduced_, true)) return;
+  if (mode_ == ShardMode::reshard || exchange(reduced_, true)) return;
   reduction_ = shard_.reduce_scatter_async(grad_part, grads);
 }
 
@@ -209,7 +209,7 @@ vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, at
       // What two stages share is used at different times: not gathered for each use.
       const bool shared = shard.size() > mesh.dense_shard.size();
       groups.emplace_back(std::move(parameters), dtype, mesh.device, use, shard, replicate,
-          shared ? ShardMode::keep : mode, static_cast<int64_t>(units.size() - 1 - unit), states);
+          shared ? ShardMode::keep : mode, int64_t(units.size() - 1 - unit), states);
       groups.back().reductions_ = groups.front().reductions_;
     };
     add(dense, unit + 1 == units.size() ? mesh.head_shard : mesh.dense_shard, mesh.dense_replicate);
@@ -218,7 +218,7 @@ vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, at
   return groups;
 }
 
-void finish_step(std::span<ShardGroup> groups, const function<void(const ShardGroup&)>& then) {
+void finish_step(span<ShardGroup> groups, const function<void(const ShardGroup&)>& then) {
   for (ShardGroup& group : groups) group.start_reduction();
   for (ShardGroup& group : std::views::reverse(groups)) { // as the backward pass did
     group.finish_reduction().wait();
@@ -227,7 +227,7 @@ void finish_step(std::span<ShardGroup> groups, const function<void(const ShardGr
 }
 
 ModelShards::ModelShards(
-    std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight) {
+    span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight) {
   if (groups.empty()) return;
   const int64_t last = groups.front().unit();
   vector<UnitShards> units(index(last + 1));
@@ -246,7 +246,7 @@ ModelShards::ModelShards(
   for (const int64_t layer : part.layers) layers[layer] = std::move(units[next++]);
 }
 
-vector<Parameter*> all_parameters(std::span<ShardGroup> groups) {
+vector<Parameter*> all_parameters(span<ShardGroup> groups) {
   vector<Parameter*> all;
   for (const ShardGroup& group : groups)
     all.insert(all.end(), group.parameters().begin(), group.parameters().end());

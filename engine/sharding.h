@@ -132,7 +132,7 @@ vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, at
 
 // After the last backward of a step: every grad_part becomes the sum over shard and replicate
 // groups. Calls `then` with each group whose sum is there while the next ones arrive.
-void finish_step(std::span<ShardGroup> groups, const function<void(const ShardGroup&)>& then);
+void finish_step(span<ShardGroup> groups, const function<void(const ShardGroup&)>& then);
 
 // The groups of one unit, none where this process does not hold it. `tied`: the head's embedding,
 // whose own backward follows the head's last.
@@ -158,8 +158,8 @@ struct ModelShards {
   UnitShards embedding, head;
   map<int64_t, UnitShards> layers; // by index in the whole model
   ModelShards() = default;
-  ModelShards(std::span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight);
+  ModelShards(span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight);
 };
 
-vector<Parameter*> all_parameters(std::span<ShardGroup> groups);
+vector<Parameter*> all_parameters(span<ShardGroup> groups);
 }

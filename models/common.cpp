@@ -83,11 +83,11 @@ vector<bool> layers_of_type(
     Fields& fields, int64_t num_layers, const char* type, int64_t interval) {
   const bool stated = fields.has("layer_types");
   const json types = stated ? fields["layer_types"] : json::array();
-  vector<bool> chosen(index(std::min<int64_t>(num_layers, 1 << 16)));
+  vector<bool> chosen(index(min<int64_t>(num_layers, 1 << 16)));
   if (stated && (!types.is_array() || types.size() < chosen.size()))
     return fields.problem("layer_types", "must list every layer"), chosen;
   for (size_t i = 0; i < chosen.size(); ++i) {
-    chosen[i] = stated ? types[i] == type : (static_cast<int64_t>(i) + 1) % interval != 0;
+    chosen[i] = stated ? types[i] == type : (int64_t(i) + 1) % interval != 0;
     if (stated && !chosen[i] && types[i] != "full_attention")
       fields.problem("layer_types", fmt::format("holds {}", types[i].dump()));
   }
@@ -250,7 +250,7 @@ SwigluExperts::SwigluExperts(
 
 Tensor SwigluExperts::operator()(
     const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
-  const Tensor slots = swiglu(grouped_linear(permute(rows, plan), gate_up, plan));
+  const Tensor slots = swiglu(permuted_linear(rows, gate_up, plan));
   return unpermute(grouped_linear(slots, down, plan), row_weight, plan);
 }
 

@@ -54,10 +54,10 @@ ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
     const int64_t slots = sparse ? experts_per_token : 0;
     const int64_t always = sparse ? shared_experts * moe_intermediate_size : intermediate_size;
     // hidden, norm output, residual, rows, sums of experts and shared experts, output; latents
-    // before and after norms, queries, rotary key, attention output; of each slot: row, gate and
+    // before and after norms, queries, rotary key, attention output; of each slot: gate and
     // up, activation, result; the same of what every token passes.
     activations += 7 * h + 2 * (q_rank + kv_rank) + q + rotary_dim + out +
-        slots * (2 * h + 3 * moe_intermediate_size) + 3 * always;
+        slots * (h + 3 * moe_intermediate_size) + 3 * always;
   }
   // 2 (length / 2) heads (Dqk + Dv) forward, three times that with the backward.
   const double attention = 3.0 * real(sequence_length * (q + out) * num_layers);

@@ -37,7 +37,7 @@ string GptOssConfig::to_json(at::ScalarType dtype) const {
 ModelSize GptOssConfig::size(int64_t sequence_length) const {
   const int64_t h = hidden_size, q = num_heads * head_dim, kv = num_kv_heads * head_dim;
   // hidden, norm output, residual, rows, experts' sum, output; q and k before and after rotary, v,
-  // attention output; of each slot: gate and up, activation, result (its row is made again).
+  // attention output; of each slot: gate and up, activation, result.
   const int64_t activations =
       6 * h + 3 * q + 3 * kv + experts_per_token * (h + 3 * moe_intermediate_size);
   double keys = 0; // that a token meets: mean over positions, all layers

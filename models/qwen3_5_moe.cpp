@@ -18,7 +18,7 @@ string names_of_weights(const fs::path& folder) {
       file(folder / "model.safetensors");
   string names(1 << 20, ' ');
   std::ifstream& stream = listing ? listing : file;
-  stream.read(names.data(), std::ssize(names));
+  stream.read(names.data(), ssize(names));
   return names.substr(0, index(stream.gcount()));
 }
 }
@@ -46,8 +46,8 @@ void Qwen35MoeConfig::read(Fields& outer) {
   delta = layers_of_type(
       fields, num_layers, "linear_attention", fields.count_or("full_attention_interval", 4));
   // Text positions are the same on all axes of mrope: its sections change nothing.
-  const double partial = std::min(read_rope(fields, *this, /*yarn=*/false).partial, 2.0);
-  rotary_dim = static_cast<int64_t>(partial * real(head_dim));
+  const double partial = min(read_rope(fields, *this, /*yarn=*/false).partial, 2.0);
+  rotary_dim = int64_t(partial * real(head_dim));
   if (rotary_dim < 2 || rotary_dim % 2 != 0 || rotary_dim > head_dim)
     fields.problem("partial_rotary_factor", "must give an even part of head_dim");
   if (value_heads % key_heads != 0)
@@ -93,14 +93,14 @@ ModelSize Qwen35MoeConfig::size(int64_t sequence_length) const {
     mixing += is_delta ? 18.0 * real(values() * key_dim) : 6.0 * real(sequence_length * q);
     // hidden, norm output, residual, rows, sums of experts and shared expert, output; projections,
     // then convolved q, k, v, result, normed, gated, or normed and turned q and k, result, gated;
-    // of each slot: row, gate and up, activation, result; the same of the shared expert.
+    // of each slot: gate and up, activation, result; the same of the shared expert.
     activations += 7 * h + (is_delta ? in + channels() + 3 * values() : 6 * q + 4 * kv) +
-        experts_per_token * (2 * h + 3 * moe_intermediate_size) + 3 * shared_width;
+        experts_per_token * (h + 3 * moe_intermediate_size) + 3 * shared_width;
   }
   ModelSize size = size_of<Qwen35MoeModel>(*this, mixing, activations);
   const auto deltas = ranges::count(delta.begin(), delta.begin() + num_layers, true);
-  size.scratch_per_token = deltas > 0 ? 34.0 * 4 * static_cast<double>(values()) : 0; // FP32
-  size.slow_seconds_per_token = 4.6e-6 * static_cast<double>(deltas);
+  size.scratch_per_token = deltas > 0 ? 34.0 * 4 * double(values()) : 0; // FP32
+  size.slow_seconds_per_token = 4.6e-6 * double(deltas);
   return size;
 }
 

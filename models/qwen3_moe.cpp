@@ -9,8 +9,8 @@ using nlohmann::json;
 
 vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   const int64_t step = fields.has("decoder_sparse_step") ? fields.count("decoder_sparse_step") : 1;
-  vector<bool> sparse(index(std::min<int64_t>(num_layers, 1 << 16)));
-  for (size_t i = 0; i < sparse.size(); ++i) sparse[i] = (static_cast<int64_t>(i) + 1) % step == 0;
+  vector<bool> sparse(index(min<int64_t>(num_layers, 1 << 16)));
+  for (size_t i = 0; i < sparse.size(); ++i) sparse[i] = (int64_t(i) + 1) % step == 0;
   if (!fields.has("mlp_only_layers")) return sparse;
   const json& dense = fields["mlp_only_layers"];
   if (!dense.is_array())
@@ -56,10 +56,10 @@ ModelSize Qwen3MoeConfig::size(int64_t sequence_length) const {
   for (int64_t layer = 0; layer < num_layers; ++layer) {
     const bool is_sparse = sparse[index(layer)];
     // hidden, norm output, residual, rows, experts' sum, output; q and k before and after norm, v,
-    // attention output; of each slot: row, gate and up, activation, result.
+    // attention output; of each slot: gate and up, activation, result.
     const int64_t slots = is_sparse ? experts_per_token : 1;
     const int64_t width = is_sparse ? moe_intermediate_size : intermediate_size;
-    activations += 6 * h + 3 * q + 3 * kv + slots * (2 * h + 3 * width);
+    activations += 6 * h + 3 * q + 3 * kv + slots * (h + 3 * width);
   }
   // 2 x 2 x (length / 2) x heads x head_dim forward, three times that with the backward.
   const double attention = 6.0 * real(sequence_length * q * num_layers);

@@ -4,7 +4,7 @@
 namespace pith {
 namespace {
 template <class W> cuda::AdamWScalars<W> scalars_of(const AdamWStep& step) {
-  const auto power = static_cast<double>(step.step);
+  const auto power = double(step.step);
   return {static_cast<W>(step.learning_rate * step.weight_decay), static_cast<W>(step.beta1),
       static_cast<W>(1 - step.beta1), static_cast<W>(step.beta2), static_cast<W>(1 - step.beta2),
       static_cast<W>(step.epsilon),
@@ -34,7 +34,7 @@ template <class T> double sum_of_squares_cpu(const Tensor& grad) {
   const T* x = grad.const_data_ptr<T>();
   double lane[4] = {}; // which the compiler keeps in vector registers
   for (int64_t i = 0; i < grad.numel(); ++i) {
-    const auto value = static_cast<double>(x[i]);
+    const auto value = double(x[i]);
     lane[i % 4] += value * value;
   }
   return lane[0] + lane[1] + lane[2] + lane[3];

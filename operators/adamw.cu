@@ -64,7 +64,7 @@ template <int N> __global__ void __launch_bounds__(kThreads)
       }
   }
   for (; i < n; i += stride)
-    for (int64_t j = i; j < i + N && j < n; ++j) sum += static_cast<double>(x[j]) * x[j];
+    for (int64_t j = i; j < i + N && j < n; ++j) sum += double(x[j]) * x[j];
   sum = block_sum(sum);
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }

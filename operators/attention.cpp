@@ -65,7 +65,7 @@ bool round_length(int64_t length) { return length >= 128 && length % 128 == 0; }
 
 Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, const Mask& mask) {
   if (q.is_cpu()) return mask.before >= 0 ? Path::products : Path::cpu;
-  const int64_t dim = q.size(2), v_dim = v.size(2), widest = std::max(dim, v_dim);
+  const int64_t dim = q.size(2), v_dim = v.size(2), widest = max(dim, v_dim);
   const bool half = is_bf16(q) || q.scalar_type() == at::kHalf;
   const bool fits = dim % 8 == 0 && v_dim % 8 == 0 && widest <= 256;
   if (!half || !fits || q.size(0) == 0) return Path::products;
@@ -81,7 +81,7 @@ Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, co
 // Scores a run may hold: products keep all (256 MiB in FP32), the others none.
 vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span, const Mask& mask) {
   return runs_of(span, mask,
-      path == Path::products ? (int64_t{1} << 26) / std::max<int64_t>(1, q.size(1)) : INT64_MAX);
+      path == Path::products ? (int64_t{1} << 26) / max<int64_t>(1, q.size(1)) : INT64_MAX);
 }
 
 // FlashAttention and the blocked CPU kernel know one head size: zeros fill smaller ones.
@@ -209,7 +209,7 @@ AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor&
     const AttentionSpan& span, const Mask& mask, double scale, bool record) {
   const at::NoGradGuard no_grad;
   if (needs_padding(path, q, v)) {
-    const int64_t dim = std::max(q.size(2), v.size(2));
+    const int64_t dim = max(q.size(2), v.size(2));
     const AttentionPart part =
         forward(path, pad(q, dim), pad(k, dim), pad(v, dim), span, mask, scale, record);
     return {cut(part.out, v.size(2)), part.lse};
@@ -219,8 +219,8 @@ AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor&
     // query in every document, and unknown to its backward.
     const bool one_each = !record && q.size(0) == span.cu_q.numel() - 1;
     const auto result = at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k,
-        one_each ? span.max_q : std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal,
-        false, scale, mask.before);
+        one_each ? span.max_q : max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal, false,
+        scale, mask.before);
     return {std::get<0>(result), std::get<1>(result).t().unsqueeze(2)}; // lse from (Hq, Tq)
   }
   const auto runs = runs_for(path, q, span, mask);
@@ -242,7 +242,7 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
     const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, const Mask& mask,
     double scale) {
   if (needs_padding(path, q, v)) {
-    const int64_t dim = std::max(q.size(2), v.size(2));
+    const int64_t dim = max(q.size(2), v.size(2));
     const auto [dq, dk, dv] = backward(path, pad(dout, dim), pad(q, dim), pad(k, dim), pad(v, dim),
         {pad(whole.out, dim), whole.lse}, span, mask, scale);
     return {cut(dq, q.size(2)), cut(dk, q.size(2)), cut(dv, v.size(2))};
@@ -250,9 +250,8 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
   if (path == Path::flash) {
     const Tensor unused = at::empty({2}, q.options().dtype(at::kLong)); // without dropout
     auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, whole.out,
-        whole.lse.squeeze(2).t().contiguous(), span.cu_q, span.cu_k,
-        std::max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal, unused, unused, scale,
-        mask.before);
+        whole.lse.squeeze(2).t().contiguous(), span.cu_q, span.cu_k, max<int64_t>(span.max_q, 2),
+        span.max_k, 0.0, mask.causal, unused, unused, scale, mask.before);
     return {dq, dk, dv};
   }
   const auto runs = runs_for(path, q, span, mask);
@@ -285,7 +284,7 @@ AttentionSpan span_for(Path path, const AttentionSpan& span, bool record) {
     cu_k.push_back(narrow<int32_t>(cu_k.back() + m));
   });
   AttentionSpan kept = span;
-  if (std::ssize(cu_q) == span.cu_q_host.numel()) return kept;
+  if (ssize(cu_q) == span.cu_q_host.numel()) return kept;
   kept.cu_q = at::tensor(cu_q, at::kInt).to(span.cu_q.device());
   kept.cu_k = at::tensor(cu_k, at::kInt).to(span.cu_q.device());
   return kept;
@@ -388,6 +387,6 @@ const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan
   constexpr const char* kNames[] = {"cuDNN attention, dense batches of equal documents",
       "FlashAttention 2, packed documents", "blocked CPU attention per run of equal documents",
       "matrix products per document"};
-  return kNames[static_cast<size_t>(choose_path(q, v, span, {true}))];
+  return kNames[size_t(choose_path(q, v, span, {true}))];
 }
 }

@@ -54,7 +54,7 @@ void check_ids(const Tensor& ids, string_view name, int64_t end, int64_t none) {
 namespace cuda {
 
 void fail(const char* what, const char* error, const char* file, unsigned line) {
-  throw Error(file, static_cast<int>(line), what, fmt::format("CUDA: {}", error));
+  throw Error(file, int(line), what, fmt::format("CUDA: {}", error));
 }
 
 #if PITH_CUDA

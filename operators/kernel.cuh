@@ -28,7 +28,7 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vec {
   T v[N];
 };
 
-template <class T> inline constexpr int kFull = 16 / static_cast<int>(sizeof(T));
+template <class T> inline constexpr int kFull = 16 / int(sizeof(T));
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
@@ -77,9 +77,7 @@ template <int MOST = 8, class F> void with_vectors(bool is_bf16,
   launch_check(at.function_name(), at);
 }
 
-inline unsigned num_blocks(int64_t n, int64_t each) {
-  return static_cast<unsigned>((n + each - 1) / each);
-}
+inline unsigned num_blocks(int64_t n, int64_t each) { return unsigned((n + each - 1) / each); }
 
 // A block: width(columns) columns of several rows. Rows are on grid.x: it alone reaches 2^31.
 struct RowGrid {
@@ -88,7 +86,6 @@ struct RowGrid {
 inline RowGrid row_grid(int64_t rows, int64_t columns) {
   constexpr int64_t kThreads = 256;
   const int64_t x = columns < kThreads ? columns : kThreads, y = kThreads / x;
-  return {dim3(num_blocks(rows, y), num_blocks(columns, x)),
-      dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
+  return {dim3(num_blocks(rows, y), num_blocks(columns, x)), dim3(unsigned(x), unsigned(y))};
 }
 }

@@ -39,6 +39,12 @@ void sum_of_squares(
 // offsets (experts): ends of the experts' rows. y (rows, columns) += bias (experts, columns).
 void add_expert_bias(Data bias, const int32_t* offsets, Data y, int64_t experts, int64_t columns);
 
+// y (rows, out) = x[row_of_slot] W + bias by expert, BF16; without row_of_slot x in order; bias may
+// be null. weights (experts, out, in), or, across, (experts, in, out). Returns false as below.
+bool grouped_product(const void* x, const int32_t* row_of_slot, const void* weights, bool across,
+    const int32_t* offsets, const void* bias, void* y, int64_t rows, int64_t experts, int64_t in,
+    int64_t out);
+
 // gradient (experts, out, in) float32 += dy^T x by expert; dy (rows, out), x (rows, in) bfloat16.
 // Returns false, with nothing done, unless on Hopper, out and in multiples of 8, 16-byte addresses.
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,

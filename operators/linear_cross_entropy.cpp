@@ -12,8 +12,8 @@ int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
   const int64_t budget_bytes = hidden.is_cuda() ? int64_t{5} << 28 : int64_t{16} << 20;
   const int64_t granularity = hidden.is_cuda() ? 128 : 16;
   const int64_t row_bytes = vocabulary * (hidden.is_cuda() ? hidden.element_size() : 4);
-  const int64_t limit = std::max(granularity, budget_bytes / row_bytes);
-  const int64_t chunks = std::max<int64_t>(1, (hidden.size(0) + limit - 1) / limit);
+  const int64_t limit = max(granularity, budget_bytes / row_bytes);
+  const int64_t chunks = max<int64_t>(1, (hidden.size(0) + limit - 1) / limit);
   const int64_t rows = (hidden.size(0) + chunks - 1) / chunks; // nearly equal
   return (rows + granularity - 1) / granularity * granularity;
 }
@@ -54,11 +54,11 @@ CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const 
   result.logprobs = at::empty({num_tokens}, wide);
   Tensor dhidden = hidden_gradient ? at::empty_like(hidden) : Tensor();
   const int64_t chunk =
-      std::min(chunk_tokens > 0 ? chunk_tokens : rows_per_chunk(hidden, vocabulary), num_tokens);
+      min(chunk_tokens > 0 ? chunk_tokens : rows_per_chunk(hidden, vocabulary), num_tokens);
   const Tensor buffer = at::empty({chunk, vocabulary}, given.is_cuda() ? given.options() : wide);
   const Tensor all_labels = labels.contiguous();
   for (int64_t begin = 0; begin < num_tokens; begin += chunk) {
-    const int64_t count = std::min(chunk, num_tokens - begin);
+    const int64_t count = min(chunk, num_tokens - begin);
     const Tensor hidden_chunk = hidden.narrow(0, begin, count);
     Tensor logits = buffer.narrow(0, 0, count);
     Tensor logprobs = result.logprobs.narrow(0, begin, count);

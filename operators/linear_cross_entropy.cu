@@ -94,7 +94,7 @@ void cross_entropy_rows(Data logits, const int64_t* labels, float* logprobs, int
     int64_t vocabulary, bool gradient) {
   if (rows == 0) return;
   with_vectors(logits.bf16, {logits}, {vocabulary}, [&]<class T, int N>() {
-    cross_entropy_kernel<T, N><<<static_cast<unsigned>(rows), kThreads, 0, current_stream()>>>(
+    cross_entropy_kernel<T, N><<<unsigned(rows), kThreads, 0, current_stream()>>>(
         logits, labels, logprobs, vocabulary, gradient);
   });
 }

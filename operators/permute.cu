@@ -88,7 +88,7 @@ void gather_rows(
     void* out, const void* rows, const int32_t* row_of_slot, int64_t slots, int64_t row_bytes) {
   if (slots == 0 || row_bytes == 0) return;
   const auto run = [&]<class T>() {
-    const int64_t units = row_bytes / static_cast<int64_t>(sizeof(T));
+    const int64_t units = row_bytes / int64_t(sizeof(T));
     const RowGrid shape = row_grid(num_blocks(slots, kRowsInFlight), units);
     gather_kernel<T><<<shape.grid, shape.block, 0, current_stream()>>>(
         static_cast<T*>(out), static_cast<const T*>(rows), row_of_slot, slots, units);

@@ -89,7 +89,7 @@ at::ScalarType sum_dtype(const Tensor& q, const vector<RingStep>& ring) {
 // Over all keys. block: this rank's rows, then the last that came round.
 template <class Keys> AttentionPart forward(const Tensor& q, Tensor& block, const Keys& keys,
     const vector<RingStep>& ring, double scale, const Comm& context, const Parameter* sinks) {
-  PITH_CHECK(std::ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
+  PITH_CHECK(ssize(ring) == context.size() && ring[0].queries.count == q.size(0),
       "ring_attention: q has {} tokens on {} ranks, but the micro-batch was split for {} "
       "tokens on {} ranks",
       q.size(0), context.size(), ring.empty() ? 0 : ring[0].queries.count, ring.size());
@@ -242,7 +242,7 @@ Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     double scale, const AttentionOptions& options, const Comm& context) {
   check_attention(q, k, v);
   PITH_CHECK(halo.window == options.window && halo.sent.slot_of.size(0) == q.size(0) &&
-          std::ssize(halo.send) == context.size(),
+          ssize(halo.send) == context.size(),
       "window_attention: {} tokens and a window of {} on {} ranks, but the micro-batch was split "
       "for a window of {} on {} ranks",
       q.size(0), options.window, context.size(), halo.window, halo.send.size());

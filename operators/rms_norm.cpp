@@ -5,7 +5,7 @@ namespace pith {
 namespace {
 cuda::NormRows rows_of(const Tensor& x) {
   const int64_t dim = x.size(-1), count = dim == 0 ? 0 : x.numel() / dim;
-  if (x.dim() == 3) return {count, dim, std::max<int64_t>(1, x.size(1)), x.stride(0), x.stride(1)};
+  if (x.dim() == 3) return {count, dim, max<int64_t>(1, x.size(1)), x.stride(0), x.stride(1)};
   return {count, dim, 1, x.dim() == 2 ? x.stride(0) : dim, 0};
 }
 

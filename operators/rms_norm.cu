@@ -45,7 +45,7 @@ template <int LANES> __device__ inline float row_sum(float x) {
 __device__ inline int64_t row_start(const NormRows& rows, int64_t r) {
   if (rows.inner == 1) return r * rows.outer_stride;
   if (r <= INT_MAX) { // 32-bit division costs a third
-    const auto row = static_cast<unsigned>(r), inner = static_cast<unsigned>(rows.inner);
+    const auto row = unsigned(r), inner = unsigned(rows.inner);
     return row / inner * rows.outer_stride + row % inner * rows.inner_stride;
   }
   return r / rows.inner * rows.outer_stride + r % rows.inner * rows.inner_stride;
@@ -64,7 +64,7 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST) forward_k
     for (int i = 0; i < S::N; ++i) squares += to_float(cached[k].v[i]) * to_float(cached[k].v[i]);
   });
   squares = row_sum<S::LANES>(squares);
-  const float scale = 1.0f / sqrtf(squares / static_cast<float>(rows.dim) + eps);
+  const float scale = 1.0f / sqrtf(squares / float(rows.dim) + eps);
   if (!valid) return;
   if (lane<S>() == 0) rstd[r] = scale;
   for_vectors<S>(rows.dim, [&](int k, int j) {
@@ -104,7 +104,7 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST)
       }
     });
     if (dx == nullptr) continue;
-    projection = row_sum<S::LANES>(projection) / static_cast<float>(rows.dim);
+    projection = row_sum<S::LANES>(projection) / float(rows.dim);
     for_vectors<S>(valid ? rows.dim : 0, [&](int k, int j) {
       const Vec<T, N> w = load<N>(weight + j);
       Vec<T, N> out;
@@ -173,7 +173,7 @@ void rms_norm_forward(
       using S = decltype(spread);
       const unsigned at_a_time = S::LANES == 0 ? 1 : threads / std::max(S::LANES, 1);
       forward_kernel<T, S><<<num_blocks(rows.count, at_a_time), threads, 0, current_stream()>>>(
-          x, rows, weight, plus, static_cast<float>(eps), y, rstd);
+          x, rows, weight, plus, float(eps), y, rstd);
     });
   });
 }
@@ -188,15 +188,15 @@ int64_t rms_norm_blocks(const NormRows& rows) {
 void rms_norm_backward(Data x, const NormRows& rows, Data weight, float plus, const float* rstd,
     Data dy, Data dx, float* partial, float* dweight) {
   if (rows.count == 0) return;
-  const auto blocks = static_cast<unsigned>(rms_norm_blocks(rows));
+  const auto blocks = unsigned(rms_norm_blocks(rows));
   const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
   with_vectors(x.bf16, {x, weight, dy, dx}, strides, [&]<class T, int N>() {
     with_spread<N>(rows.dim, [&](auto spread, unsigned threads) {
       const auto kernel = backward_kernel<T, decltype(spread)>;
-      const size_t shared = static_cast<size_t>(rows.dim) * sizeof(float);
+      const size_t shared = size_t(rows.dim) * sizeof(float);
       if (shared > 48 * 1024)
-        check(cudaFuncSetAttribute(
-                  kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+        check(
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)),
             "rms_norm backward");
       kernel<<<blocks, threads, shared, current_stream()>>>(
           x, rows, weight, plus, rstd, dy, dx, partial);

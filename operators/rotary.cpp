@@ -55,7 +55,7 @@ RotaryTable make_rotary_table(
     double low = frequency_of(yarn.beta_fast, head_dim, theta, yarn);
     double high = frequency_of(yarn.beta_slow, head_dim, theta, yarn);
     if (yarn.truncate) low = std::floor(low), high = std::ceil(high);
-    low = std::max(low, 0.0), high = std::min(high, real(head_dim - 1));
+    low = max(low, 0.0), high = min(high, real(head_dim - 1));
     if (low == high) high += 0.001;
     const Tensor stretched =
         at::arange(head_dim / 2, fp64).sub(low).div(high - low).clamp(0, 1); // share

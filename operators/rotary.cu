@@ -43,8 +43,8 @@ void rotary(Data x, const int32_t* positions, const float* cos, const float* sin
     const RowGrid shape = row_grid(rows, heads * (half / N));
     const auto kernel = neighbours ? rotary_kernel<T, N, true> : rotary_kernel<T, N, false>;
     kernel<<<shape.grid, shape.block, 0, current_stream()>>>(x, positions, cos, sin, y, rows,
-        static_cast<int>(heads), static_cast<int>(half), row_stride, head_stride, y_head_stride,
-        table_rows, inverse ? -1.0f : 1.0f);
+        int(heads), int(half), row_stride, head_stride, y_head_stride, table_rows,
+        inverse ? -1.0f : 1.0f);
   });
 }
 }

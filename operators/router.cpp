@@ -71,7 +71,7 @@ Routing route(const Tensor& given, int64_t k, bool normalize, const Tensor& give
 Tensor group_limited_topk(const Tensor& logits, int64_t k, int64_t groups, int64_t topk_groups) {
   const at::NoGradGuard no_grad;
   check_shape(logits, "group_limited_topk: logits", {-1, -1});
-  const int64_t tokens = logits.size(0), size = logits.size(1) / std::max<int64_t>(1, groups);
+  const int64_t tokens = logits.size(0), size = logits.size(1) / max<int64_t>(1, groups);
   PITH_CHECK(groups >= 1 && size * groups == logits.size(1) && k <= topk_groups * size,
       "group_limited_topk: {} of {} experts from {} of {} groups", k, logits.size(1), topk_groups,
       groups);

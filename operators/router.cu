@@ -10,7 +10,7 @@ __device__ inline uint64_t order_key(float score, int id) {
   uint32_t bits = __float_as_uint(score == 0.0f ? 0.0f : score); // -0 equals 0
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   if (isnan(score)) bits = 0;
-  return uint64_t{bits} << 32 | (0xffffffffu - static_cast<uint32_t>(id));
+  return uint64_t{bits} << 32 | (0xffffffffu - uint32_t(id));
 }
 
 // score[i] of lane l: expert l + 32 i. Calls chosen(j, id) for the k best, in order.
@@ -27,7 +27,7 @@ __device__ inline void select_topk(const float (&score)[N], int num_experts, int
     for (int i = 0; i < N; ++i) best = key[i] > best ? key[i] : best;
     best = lanes_reduce<kWarp>(best, [](uint64_t a, uint64_t b) { return b > a ? b : a; });
     for (int i = 0; i < N; ++i) key[i] = key[i] == best ? 0 : key[i]; // keys are unique
-    chosen(j, static_cast<int>(0xffffffffu - static_cast<uint32_t>(best)));
+    chosen(j, int(0xffffffffu - uint32_t(best)));
   }
 }
 
@@ -100,7 +100,7 @@ template <int N> __global__ void route_backward_kernel(const float* __restrict__
     sum = lanes_sum<kWarp>(sum);
     inner = lanes_sum<kWarp>(inner);
     for (int j = 0; j < k; ++j) {
-      const int id = static_cast<int>(idx[row * k + j]);
+      const int id = int(idx[row * k + j]);
       const float dw = dweight[row * k + j];
       const float d = normalize ? (dw - inner / sum) / sum : dw;
       for (int i = 0; i < N; ++i) dp[i] += id == lane + kWarp * i ? d : 0.0f;
@@ -133,8 +133,7 @@ void route_forward(const float* logits, const int64_t* forced, float* probabilit
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
     route_forward_kernel<N><<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, current_stream()>>>(
-        logits, forced, probabilities, idx, weight, rows, static_cast<int>(num_experts),
-        static_cast<int>(k), normalize);
+        logits, forced, probabilities, idx, weight, rows, int(num_experts), int(k), normalize);
   });
   launch_check("route_forward");
 }
@@ -144,9 +143,9 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
     bool normalize) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
-    route_backward_kernel<N><<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, current_stream()>>>(
-        probabilities, idx, dprobabilities, dweight, dlogits, rows, static_cast<int>(num_experts),
-        static_cast<int>(k), normalize);
+    route_backward_kernel<N>
+        <<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, current_stream()>>>(probabilities, idx,
+            dprobabilities, dweight, dlogits, rows, int(num_experts), int(k), normalize);
   });
   launch_check("route_backward");
 }

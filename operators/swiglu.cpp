@@ -56,6 +56,6 @@ Tensor swiglu(const Tensor& gate_up) { return apply(gate_up, {}); }
 
 Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit) {
   PITH_CHECK(limit > 0, "clamped_swiglu: limit {}", limit);
-  return apply(gate_up, {static_cast<float>(alpha), static_cast<float>(limit), 1, true});
+  return apply(gate_up, {float(alpha), float(limit), 1, true});
 }
 }

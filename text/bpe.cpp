@@ -8,18 +8,18 @@ Bpe::Bpe(const vector<string>& tokens, const vector<BpeMerge>& merges, Config co
   for (size_t id = 0; id < tokens.size(); ++id) {
     // Pieces can never hold a token that is not spelled in the byte alphabet.
     forms_[id] = config_.byte_level ? spelled_bytes(tokens[id]).value_or("") : tokens[id];
-    if (!forms_[id].empty()) ids_[forms_[id]] = static_cast<int32_t>(id);
+    if (!forms_[id].empty()) ids_[forms_[id]] = int32_t(id);
   }
   const string prefix =
       config_.byte_level ? spelled_bytes(config_.prefix).value_or("\xFF\xFF") : config_.prefix;
   for (int byte = 0; byte < 256; ++byte) {
-    byte_ids_[0][byte] = id_of(string(1, static_cast<char>(byte)));
-    byte_ids_[1][byte] = id_of(prefix + static_cast<char>(byte));
+    byte_ids_[0][byte] = id_of(string(1, char(byte)));
+    byte_ids_[1][byte] = id_of(prefix + char(byte));
     fallback_ids_[byte] = config_.byte_level ? -1 : id_of(fmt::format("<0x{:02X}>", byte));
     PITH_CHECK(!(config_.byte_level && config_.byte_fallback && byte_ids_[0][byte] < 0),
         "byte_fallback with a byte-level vocabulary that lacks byte {} is not supported", byte);
   }
-  shift_ = 64 - static_cast<int>(std::bit_width(std::max<size_t>(merges.size() * 2, 2)));
+  shift_ = 64 - int(std::bit_width(max<size_t>(merges.size() * 2, 2)));
   merges_.resize(size_t{1} << (64 - shift_));
   for (const BpeMerge& m : merges) // of a pair that is listed twice the last counts
     merges_[place(m.left, m.right)] = {pair_key(m.left, m.right), m.rank, m.merged};
@@ -44,8 +44,8 @@ Bpe::Bpe(const vector<string>& tokens, const vector<BpeMerge>& merges, Config co
 size_t Bpe::joint(string_view before, string_view behind) const {
   size_t first = config_.byte_level ? 1 : 0;
   if (first == 0) utf8_next(behind, first);
-  uint64_t key = static_cast<uint8_t>(before.back());
-  for (const char byte : behind.substr(0, first)) key = key << 8 | static_cast<uint8_t>(byte);
+  uint64_t key = uint8_t(before.back());
+  for (const char byte : behind.substr(0, first)) key = key << 8 | uint8_t(byte);
   return (key * 0x9E3779B97F4A7C15ull) >> (64 - kJointBits);
 }
 
@@ -79,23 +79,23 @@ void Bpe::split_into_symbols(string_view piece, Scratch& scratch) const {
   for (size_t at = 0; at < piece.size();) {
     const size_t begin = at;
     int32_t id;
-    if (config_.byte_level || static_cast<uint8_t>(piece[at]) < 0x80) {
-      id = byte_ids_[begin > 0][static_cast<uint8_t>(piece[at++])];
+    if (config_.byte_level || uint8_t(piece[at]) < 0x80) {
+      id = byte_ids_[begin > 0][uint8_t(piece[at++])];
     } else {
       utf8_next(piece, at);
       id = id_of(spell(begin, at));
     }
-    const auto length = static_cast<uint32_t>(at - begin);
+    const auto length = uint32_t(at - begin);
     if (id >= 0) {
-      if (unknown) add(config_.unk_id, std::exchange(unknown, 0));
+      if (unknown) add(config_.unk_id, exchange(unknown, 0));
       add(id, length);
       continue;
     }
     if (config_.byte_fallback) {
       spell(begin, at);
       if (std::all_of(spelled.begin(), spelled.end(),
-              [&](char c) { return fallback_ids_[static_cast<uint8_t>(c)] >= 0; })) {
-        for (char c : spelled) add(fallback_ids_[static_cast<uint8_t>(c)], 1);
+              [&](char c) { return fallback_ids_[uint8_t(c)] >= 0; })) {
+        for (char c : spelled) add(fallback_ids_[uint8_t(c)], 1);
         continue;
       }
     }
@@ -103,7 +103,7 @@ void Bpe::split_into_symbols(string_view piece, Scratch& scratch) const {
       dropped += length;
       ++scratch.dropped;
     } else {
-      if (unknown && !config_.fuse_unk) add(config_.unk_id, std::exchange(unknown, 0));
+      if (unknown && !config_.fuse_unk) add(config_.unk_id, exchange(unknown, 0));
       unknown += length;
     }
   }
@@ -119,7 +119,7 @@ void Bpe::merge(Scratch& scratch) const {
   auto& symbols = scratch.symbols;
   auto& ranks = scratch.ranks;
   auto& heap = scratch.heap;
-  const auto count = static_cast<uint32_t>(symbols.size());
+  const auto count = uint32_t(symbols.size());
   const bool is_long = count > kShort;
   ranks.resize(count);
   heap.clear();
@@ -130,7 +130,7 @@ void Bpe::merge(Scratch& scratch) const {
     ranks[i] = slot.rank;
     symbol.merged = slot.merged;
     if (!is_long || slot.rank == kNoRank) return;
-    heap.push_back(static_cast<uint64_t>(slot.rank) << 32 | i);
+    heap.push_back(uint64_t(slot.rank) << 32 | i);
     std::push_heap(heap.begin(), heap.end(), std::greater<>());
   };
   for (uint32_t i = 0; i < count; ++i) {
@@ -141,21 +141,21 @@ void Bpe::merge(Scratch& scratch) const {
   auto best = [&]() -> uint32_t {
     if (!is_long) {
       uint32_t lowest = kNoRank; // two loops, of which compilers vectorise the first
-      for (const uint32_t rank : ranks) lowest = std::min(lowest, rank);
-      return static_cast<uint32_t>(std::find(ranks.begin(), ranks.end(), lowest) - ranks.begin());
+      for (const uint32_t rank : ranks) lowest = min(lowest, rank);
+      return uint32_t(std::find(ranks.begin(), ranks.end(), lowest) - ranks.begin());
     }
     while (!heap.empty()) {
       std::pop_heap(heap.begin(), heap.end(), std::greater<>());
       const uint64_t top = heap.back();
       heap.pop_back();
-      if (ranks[static_cast<uint32_t>(top)] == top >> 32) return static_cast<uint32_t>(top);
+      if (ranks[uint32_t(top)] == top >> 32) return uint32_t(top);
     }
     return count - 1; // which has no pair
   };
   for (uint32_t i = best(); ranks[i] != kNoRank; i = best()) {
     auto& [id, length, merged, previous, next] = symbols[i];
     id = merged;
-    length += std::exchange(symbols[next].length, 0);
+    length += exchange(symbols[next].length, 0);
     ranks[next] = kNoRank;
     next = symbols[next].next;
     if (next < count) symbols[next].previous = i;
@@ -198,7 +198,7 @@ void Bpe::encode_part(
   const int32_t whole = config_.ignore_merges ? id_of(piece) : -1;
   const int64_t dropped_before = scratch.dropped;
   if (whole >= 0) {
-    symbols.assign(1, {whole, static_cast<uint32_t>(piece.size())});
+    symbols.assign(1, {whole, uint32_t(piece.size())});
   } else {
     split_into_symbols(piece, scratch);
     if (symbols.size() > 1) merge(scratch);
@@ -209,11 +209,11 @@ void Bpe::encode_part(
   }
   if (entry && symbols.size() <= Scratch::kCachedTokens && scratch.dropped == dropped_before) {
     std::memcpy(entry->key, piece.data(), piece.size());
-    entry->key_size = static_cast<uint8_t>(piece.size());
-    entry->count = static_cast<uint8_t>(symbols.size());
+    entry->key_size = uint8_t(piece.size());
+    entry->count = uint8_t(symbols.size());
     for (size_t i = 0; i < symbols.size(); ++i) {
       entry->ids[i] = symbols[i].id;
-      entry->lengths[i] = static_cast<uint8_t>(symbols[i].length);
+      entry->lengths[i] = uint8_t(symbols[i].length);
     }
   }
 }

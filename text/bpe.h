@@ -9,7 +9,7 @@ struct BpeMerge {
 
 // Orders pairs of ids by the left id, then the right one.
 inline uint64_t pair_key(int32_t left, int32_t right) {
-  return static_cast<uint64_t>(static_cast<uint32_t>(left)) << 32 | static_cast<uint32_t>(right);
+  return uint64_t(uint32_t(left)) << 32 | uint32_t(right);
 }
 
 class Bpe {

@@ -49,19 +49,19 @@ void merge(vector<int32_t>& s, int32_t left, int32_t right, int32_t merged, Chan
 
 void note(WordLists& lists, Pair pair, size_t word) {
   auto& list = lists[pair];
-  if (list.empty() || list.back() != word) list.push_back(static_cast<uint32_t>(word));
+  if (list.empty() || list.back() != word) list.push_back(uint32_t(word));
 }
 }
 
 BpeTrainer::BpeTrainer(BpeTrainerOptions options) : options_(std::move(options)) {
-  const auto needed = 256 + std::ssize(options_.special_tokens);
+  const auto needed = 256 + ssize(options_.special_tokens);
   PITH_CHECK(options_.vocab_size >= needed,
       "a vocabulary of {} is smaller than the {} of bytes and special tokens", options_.vocab_size,
       needed);
   counts_.resize(index(options_.threads));
 }
 
-void BpeTrainer::add(std::span<const string> texts) {
+void BpeTrainer::add(span<const string> texts) {
   const Split pieces{Regex(options_.pattern), SplitBehavior::kIsolated};
   on_threads(options_.threads, texts.size(), [&](int thread, size_t i) {
     Counts& counts = counts_[index(thread)];
@@ -77,7 +77,7 @@ Tokenizer BpeTrainer::train() const {
   vector<string> vocabulary;
   std::unordered_map<string, int32_t> ids;
   auto id_of = [&](const string& token) {
-    const auto [found, is_new] = ids.emplace(token, static_cast<int32_t>(ids.size()));
+    const auto [found, is_new] = ids.emplace(token, int32_t(ids.size()));
     if (is_new) vocabulary.push_back(token);
     return found->second;
   };
@@ -88,8 +88,7 @@ Tokenizer BpeTrainer::train() const {
     special.emplace_back(token, id_of(token));
   }
   map<string, int> alphabet;
-  for (int byte = 0; byte < 256; ++byte)
-    alphabet[spell_bytes(string(1, static_cast<char>(byte)))] = byte;
+  for (int byte = 0; byte < 256; ++byte) alphabet[spell_bytes(string(1, char(byte)))] = byte;
   int32_t byte_ids[256];
   for (const auto& [token, byte] : alphabet) byte_ids[byte] = id_of(token);
 
@@ -101,7 +100,7 @@ Tokenizer BpeTrainer::train() const {
   WordLists lists;
   for (const auto& [piece, count] : total) {
     vector<int32_t> symbols;
-    for (const char byte : piece) symbols.push_back(byte_ids[static_cast<uint8_t>(byte)]);
+    for (const char byte : piece) symbols.push_back(byte_ids[uint8_t(byte)]);
     for (size_t i = 0; i + 1 < symbols.size(); ++i) {
       const Pair pair = pair_key(symbols[i], symbols[i + 1]);
       pair_counts[pair] += count;
@@ -123,7 +122,7 @@ Tokenizer BpeTrainer::train() const {
 
   vector<pair<int32_t, int32_t>> merges;
   std::unordered_map<Pair, size_t, PairHash> places; // of each pair in merges
-  while (std::ssize(vocabulary) < options_.vocab_size && !queue.empty()) {
+  while (ssize(vocabulary) < options_.vocab_size && !queue.empty()) {
     Candidate top = std::move(const_cast<Candidate&>(queue.top())); // popped at once: order holds
     queue.pop();
     const int64_t count = pair_counts[top.pair];
@@ -133,11 +132,11 @@ Tokenizer BpeTrainer::train() const {
       continue;
     }
     if (count < 1 || count < options_.min_frequency) break;
-    const auto left = static_cast<int32_t>(top.pair >> 32), right = static_cast<int32_t>(top.pair);
+    const auto left = int32_t(top.pair >> 32), right = int32_t(top.pair);
     // Two pairs can spell one token: it keeps its id, and the vocabulary does not grow.
     const int32_t merged = id_of(vocabulary[index(left)] + vocabulary[index(right)]);
     const auto [place, is_new] = places.emplace(top.pair, merges.size());
-    if (!is_new) merges[std::exchange(place->second, merges.size())] = {-1, -1}; // the later counts
+    if (!is_new) merges[exchange(place->second, merges.size())] = {-1, -1}; // the later counts
     merges.emplace_back(left, right);
     for (const uint32_t word : top.words) {
       merge(words[word].symbols, left, right, merged, [&](Pair pair, int change) {

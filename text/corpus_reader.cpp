@@ -110,7 +110,7 @@ vector<InputFile> list_inputs(const vector<string>& paths, const vector<string>&
         struct stat info{};
         PITH_CHECK(::stat(file.c_str(), &info) == 0 && ::access(file.c_str(), R_OK) == 0,
             "cannot read {}: {}", file, std::generic_category().message(errno));
-        files.push_back({file, static_cast<uint64_t>(info.st_size),
+        files.push_back({file, uint64_t(info.st_size),
             info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec});
       }
   return files;
@@ -157,18 +157,18 @@ class ByteSource {
       return;
     }
     for (string skipped(kRead, '\0'); bytes > 0;) {
-      const size_t n = read(skipped.data(), std::min<uint64_t>(bytes, kRead));
+      const size_t n = read(skipped.data(), min<uint64_t>(bytes, kRead));
       PITH_CHECK(n > 0, "{} is shorter than it was", path_);
       bytes -= n;
     }
   }
 
   uint64_t consumed() const { // bytes of the file itself
-    return static_cast<uint64_t>(std::max<off_t>(::gzoffset(file_.get()), 0));
+    return uint64_t(max<off_t>(::gzoffset(file_.get()), 0));
   }
  private:
   size_t read_file(char* out, size_t size) {
-    const int n = ::gzread(file_.get(), out, static_cast<unsigned>(size));
+    const int n = ::gzread(file_.get(), out, unsigned(size));
     int code = Z_OK;
     const char* message = ::gzerror(file_.get(), &code);
     PITH_CHECK(!path_.ends_with(".gz") || !::gzdirect(file_.get()), "{} is not gzip data", path_);
@@ -255,7 +255,7 @@ bool InputReader::next_bytes(Chunk& chunk) {
 }
 
 bool InputReader::next(Chunk& chunk) {
-  for (; at_.file < std::ssize(files_); at_ = {at_.file + 1}) {
+  for (; at_.file < ssize(files_); at_ = {at_.file + 1}) {
     const InputFile& file = files_[index(at_.file)];
     const bool table = file.path.ends_with(".parquet");
     chunk = {.path = file.path, .line = at_.line};
@@ -276,14 +276,14 @@ bool InputReader::next(Chunk& chunk) {
 }
 
 void read_lines(Chunk& chunk, const ReadOptions& options) {
-  string bytes = std::exchange(chunk.lines, {});
+  string bytes = exchange(chunk.lines, {});
   bytes.reserve(bytes.size() + simdjson::SIMDJSON_PADDING);
   simdjson::dom::parser parser;
   int64_t line = chunk.line;
   size_t begin = line == 0 && bytes.starts_with("\xEF\xBB\xBF") ? 3 : 0;
   for (size_t end; begin < bytes.size(); begin = end + 1) {
     ++line;
-    end = std::min(bytes.find('\n', begin), bytes.size());
+    end = min(bytes.find('\n', begin), bytes.size());
     const string_view text(bytes.data() + begin, end - begin);
     if (text.find_first_not_of(" \t\r") == text.npos) continue;
     Document& document = chunk.documents.emplace_back();
@@ -305,7 +305,7 @@ bool CorpusEncoder::next(Chunk& chunk) {
   // other.
   while (!ended_ &&
       (slots_.empty() ||
-          (in_flight_ < settings_.bytes_in_flight && std::ssize(slots_) < 8 * settings_.workers))) {
+          (in_flight_ < settings_.bytes_in_flight && ssize(slots_) < 8 * settings_.workers))) {
     Chunk read;
     try {
       ended_ = !reader_.next(read);
@@ -333,7 +333,7 @@ Chunk CorpusEncoder::encode(Chunk chunk) {
   const shared_ptr<void> at_the_end(nullptr, [&](void*) { idle_.release(); });
   read_lines(chunk, settings_.read);
   for (Document& document : chunk.documents) {
-    const string text = std::exchange(document.text, {});
+    const string text = exchange(document.text, {});
     document.bytes = text.size();
     if (!document.problem.empty() || !document.skipped.empty()) continue;
     document.skipped = text.empty()          ? "empty"

@@ -6,7 +6,7 @@ const AddedToken* AddedTokenMatcher::find(
     string_view text, size_t from, size_t& begin, size_t& end) const {
   if (tokens_.empty()) return nullptr;
   for (begin = from; begin < text.size(); ++begin) {
-    if (!starts_[static_cast<uint8_t>(text[begin])]) continue;
+    if (!starts_[uint8_t(text[begin])]) continue;
     // The longest token that begins `rest` is the last that does not sort behind it; or, where
     // that one goes on differently, begins what they share.
     for (string_view rest = text.substr(begin);;) {
@@ -115,7 +115,7 @@ struct Encoder {
     const bool first = out.offsets.empty() || span.begin == 0;
     size_t leading = 0, trailing = 0;
     if (bytes) {
-      leading = std::min(token.find_first_not_of(' '), token.size());
+      leading = min(token.find_first_not_of(' '), token.size());
       trailing = token.size() - (token.find_last_not_of(' ') + 1);
     } else {
       auto is_space = [](char32_t code) { return is_white_space(code) || code == 0x120; };
@@ -126,7 +126,7 @@ struct Encoder {
     size_t begin = span.begin, end = span.end;
     for (; leading > 0 && begin < end; --leading) utf8_next(input, begin);
     for (; trailing > 0 && end > begin; --trailing) utf8_previous(input, end);
-    span = {static_cast<uint32_t>(begin), static_cast<uint32_t>(end)};
+    span = {uint32_t(begin), uint32_t(end)};
   }
 };
 }
@@ -135,8 +135,8 @@ Encoding Tokenizer::encode(string_view input, const EncodeOptions& options) cons
   Encoding encoding;
   string repaired;
   if (const size_t good = utf8_valid_prefix(input); good < input.size()) {
-    PITH_CHECK(!options.strict, "text is not UTF-8: byte {} is 0x{:02X}", good,
-        static_cast<uint8_t>(input[good]));
+    PITH_CHECK(
+        !options.strict, "text is not UTF-8: byte {} is 0x{:02X}", good, uint8_t(input[good]));
     encoding.replaced_sequences = utf8_replace_invalid(input, repaired);
     input = repaired;
   }
@@ -167,7 +167,7 @@ Encoding Tokenizer::encode(string_view input, const EncodeOptions& options) cons
   return encoding;
 }
 
-string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_tokens) const {
+string Tokenizer::decode(span<const int32_t> ids, bool skip_special_tokens) const {
   vector<string> tokens;
   for (const int32_t id : ids) {
     const string& token = state_->spelling(id);
@@ -177,7 +177,7 @@ string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_tokens)
   return fmt::format("{}", fmt::join(tokens, state_->no_decoder ? " " : ""));
 }
 
-int64_t Tokenizer::vocab_size() const { return static_cast<int64_t>(state_->tokens.size()); }
+int64_t Tokenizer::vocab_size() const { return int64_t(state_->tokens.size()); }
 string Tokenizer::token(int32_t id) const {
   return id >= 0 && id < vocab_size() ? state_->tokens[index(id)] : string();
 }
@@ -210,7 +210,7 @@ string StreamingDecoder::push(int32_t id) {
 
 string StreamingDecoder::finish() {
   const string text = tokenizer_.decode(window_);
-  const size_t emitted = std::min(std::exchange(emitted_, 0), text.size());
+  const size_t emitted = min(exchange(emitted_, 0), text.size());
   window_.clear();
   settled_ = 0;
   return text.substr(emitted);

@@ -37,7 +37,7 @@ class Tokenizer {
 
   Encoding encode(string_view text, const EncodeOptions& options = {}) const;
   // Bytes that are not UTF-8 come out as U+FFFD. Ids outside the vocabulary are an error.
-  string decode(std::span<const int32_t> ids, bool skip_special_tokens = true) const;
+  string decode(span<const int32_t> ids, bool skip_special_tokens = true) const;
 
   int64_t vocab_size() const; // largest id + 1, added tokens included
   string token(int32_t id) const; // as the file spells it; "" for an unused id
@@ -85,7 +85,7 @@ class BpeTrainer {
  public:
   explicit BpeTrainer(BpeTrainerOptions options);
   // Counts the pieces of some texts, whatever their order.
-  void add(std::span<const string> texts);
+  void add(span<const string> texts);
   // Learns the merges. Ties go to the smaller left id, then the smaller right id.
   Tokenizer train() const;
  private:

@@ -64,7 +64,7 @@ int32_t id_of(const Json& value) {
 int choose(const char* kind, string_view name, std::initializer_list<string_view> known) {
   const auto found = ranges::find(known, name);
   if (found == known.end()) refuse(kind, name);
-  return static_cast<int>(found - known.begin());
+  return int(found - known.begin());
 }
 
 // A component, the parts of a Sequence of them, or none.
@@ -156,7 +156,7 @@ Decoder make_decoder(const Json& json) {
   if (type != "Strip") refuse("decoder", type);
   const string content = filled(json, "content");
   size_t at = 0; // its first character is taken off both ends, so often at most
-  const auto code = static_cast<uint32_t>(utf8_next(content, at));
+  const auto code = uint32_t(utf8_next(content, at));
   const string ends = fmt::format(R"(\A\x{{{0:x}}}{{0,{1}}}(?!\A)|\x{{{0:x}}}{{0,{2}}}\z)", code,
       get<size_t>(json, "start"), get<size_t>(json, "stop"));
   return DecodeReplace{{Regex(ends, Regex::Syntax::kPcre2), ""}};
@@ -184,7 +184,7 @@ void read_post_processor(const Json& json, Tokenizer::State& state) {
     PITH_CHECK(ids.is_array(), "tokenizer.json: TemplateProcessing names {} without ids", name);
     for (const Json& json_id : ids) {
       const int32_t id = (seen ? after : before).emplace_back(id_of(json_id));
-      PITH_CHECK(id < std::ssize(state.tokens), "tokenizer.json: no token {}", id);
+      PITH_CHECK(id < ssize(state.tokens), "tokenizer.json: no token {}", id);
     }
   }
   PITH_CHECK(seen, "tokenizer.json: TemplateProcessing has no sequence");
@@ -260,8 +260,7 @@ void read_model(Json& file, Tokenizer::State& state) {
     const int32_t left_id = id(left), right_id = id(right);
     const size_t cut = config.prefix.size();
     PITH_CHECK(right.size() >= cut, "tokenizer.json: merge {} lacks the prefix", merge.dump());
-    list.push_back(
-        {left_id, right_id, id(left + right.substr(cut)), static_cast<uint32_t>(list.size())});
+    list.push_back({left_id, right_id, id(left + right.substr(cut)), uint32_t(list.size())});
   }
   model.erase("vocab");
   model.erase("merges");
@@ -366,8 +365,7 @@ Tokenizer Tokenizer::from_json(string tokenizer_json, string tokenizer_config) {
 
 Tokenizer Tokenizer::bytes() {
   vector<string> vocabulary;
-  for (int byte = 0; byte < 256; ++byte)
-    vocabulary.push_back(spell_bytes(string(1, static_cast<char>(byte))));
+  for (int byte = 0; byte < 256; ++byte) vocabulary.push_back(spell_bytes(string(1, char(byte))));
   return from_json(byte_level_json(vocabulary, {}, "", {{"<|endoftext|>", 256}}),
       tokenizer_config_json("<|endoftext|>"));
 }

@@ -118,7 +118,7 @@ class Translator {
     constexpr string_view kLetters = "nrtfvae", kCodes = "\n\r\t\f\v\a\x1B";
     size_t at = token_.size() > 1 && token_[0] == '\\' ? 1 : 0;
     const size_t letter = at == 1 ? kLetters.find(token_[1]) : kLetters.npos;
-    if (letter != kLetters.npos) return static_cast<char32_t>(kCodes[letter]);
+    if (letter != kLetters.npos) return char32_t(kCodes[letter]);
     if (at == 0 || !is_one_of(token_[1], "ux")) return utf8_next(token_, at);
     uint32_t code = 0;
     const char* const digits = token_.data() + (token_[2] == '{' ? 3 : 2);

@@ -7,7 +7,7 @@ TokenSpan Text::origin_of(size_t begin, size_t end) const {
   if (origin) return {origin[begin].begin, origin[end - 1].end};
   while (begin > 0 && utf8_continues(text[begin])) --begin;
   while (end < text.size() && utf8_continues(text[end])) ++end;
-  return {base + static_cast<uint32_t>(begin), base + static_cast<uint32_t>(end)};
+  return {base + uint32_t(begin), base + uint32_t(end)};
 }
 
 void Rewriter::copy(size_t end) {
@@ -16,7 +16,7 @@ void Rewriter::copy(size_t end) {
   copied_ = end;
 }
 
-void Rewriter::replace(size_t begin, size_t end, std::span<const Change> changes, size_t skipped) {
+void Rewriter::replace(size_t begin, size_t end, span<const Change> changes, size_t skipped) {
   copy(begin);
   size_t at = begin + skipped; // in the old text
   for (const Change& change : changes) {
@@ -60,7 +60,7 @@ void decompose(char32_t code, bool compatible, vector<Mark>& out) {
   if (code >= 0xA0 && !unicode_is_inert(code))
     count = utf8proc_decompose_char(parts[0], parts, 32, options, &bound);
   for (utf8proc_ssize_t i = 0; i < count; ++i) {
-    const auto part = static_cast<char32_t>(parts[i]);
+    const auto part = char32_t(parts[i]);
     out.push_back({{part, i > 0}, combining_order(part)});
   }
 }
@@ -70,7 +70,7 @@ optional<char32_t> compose(char32_t first, char32_t second) {
       static_cast<utf8proc_int32_t>(first), static_cast<utf8proc_int32_t>(second), 0};
   const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
   if (utf8proc_normalize_utf32(pair, 2, options) != 1) return nullopt;
-  const auto composed = static_cast<char32_t>(pair[0]);
+  const auto composed = char32_t(pair[0]);
   return unicode_is_inert(composed) ? nullopt : optional(composed);
 }
 
@@ -129,7 +129,7 @@ void rewrite(const NormalForm& form, const Text& text, Rewriter& out) {
   size_t border = 0; // start of the last character that is no active one
   for (size_t at = 0; at < s.size();) {
     const size_t begin = at;
-    if (static_cast<uint8_t>(s[at]) < 0x80) {
+    if (uint8_t(s[at]) < 0x80) {
       border = at++;
       continue;
     }
@@ -216,7 +216,7 @@ void decode(DecodeByteFallback, Tokens& tokens) {
   for (string& token : tokens) {
     const int byte = fallback_byte(token);
     if (byte >= 0) {
-      run += static_cast<char>(byte);
+      run += char(byte);
     } else {
       flush();
       out.push_back(std::move(token));

@@ -49,7 +49,7 @@ struct Text {
   Text slice(size_t begin, size_t end) const {
     const string_view part = text.substr(begin, end - begin);
     if (origin) return {part, origin + begin, origin[begin].begin};
-    return {part, nullptr, base + static_cast<uint32_t>(begin)};
+    return {part, nullptr, base + uint32_t(begin)};
   }
   // Input bytes of text[begin, end), grown to whole characters.
   TokenSpan origin_of(size_t begin, size_t end) const;
@@ -66,7 +66,7 @@ class Rewriter {
   Rewriter(const Text& from, bool track) : from_(from), track_(track) {}
   // Replaces bytes [begin, end), behind all replaced before; the first `skipped` are dropped before
   // the first change.
-  void replace(size_t begin, size_t end, std::span<const Change> changes, size_t skipped = 0);
+  void replace(size_t begin, size_t end, span<const Change> changes, size_t skipped = 0);
   Text finish(); // copies the rest, if anything changed; the result views this object
  private:
   void copy(size_t end);
@@ -154,7 +154,7 @@ class AddedTokenMatcher {
   void add(string_view text, const AddedToken* token) {
     if (text.empty()) return;
     tokens_.try_emplace(string(text), token);
-    starts_.set(static_cast<uint8_t>(text[0]));
+    starts_.set(uint8_t(text[0]));
   }
   // The first match at or behind `from`; nullptr when there is none.
   const AddedToken* find(string_view text, size_t from, size_t& begin, size_t& end) const;

@@ -15,7 +15,7 @@ size_t sequence_length(string_view text) {
 
 // Bytes that Python's errors="replace" turns into one U+FFFD: all that more bytes could complete.
 size_t ill_formed_length(string_view text) {
-  for (size_t size = std::min<size_t>(text.size(), 3); size > 1; --size)
+  for (size_t size = min<size_t>(text.size(), 3); size > 1; --size)
     if (sequence_length(string(text.substr(0, size)).append(4 - size, '\x80'))) return size;
   return 1;
 }
@@ -57,7 +57,7 @@ struct ByteAlphabet {
     char32_t next = 0x100;
     for (int16_t b = 0; b < 256; ++b) {
       const bool prints = (b > 0x20 && b < 0x7F) || (b > 0xA0 && b != 0xAD);
-      character[b] = prints ? static_cast<char32_t>(b) : next++;
+      character[b] = prints ? char32_t(b) : next++;
       byte[character[b]] = b;
     }
   }
@@ -111,12 +111,12 @@ bool unicode_stand_ins_respect(char32_t first, char32_t last) {
 
 bool unicode_substitute(string_view text, string& out) {
   uint8_t highest = 0; // a loop that compilers vectorise: most text ends here
-  for (const char byte : text) highest = std::max(highest, static_cast<uint8_t>(byte));
+  for (const char byte : text) highest = max(highest, uint8_t(byte));
   if (highest < 0xE0) return false;
   out.clear();
   size_t copied = 0;
   for (size_t at = 0; at < text.size();) {
-    if (static_cast<uint8_t>(text[at]) < 0xE0) { // ASCII, two bytes, or a continuation
+    if (uint8_t(text[at]) < 0xE0) { // ASCII, two bytes, or a continuation
       ++at;
       continue;
     }
@@ -138,7 +138,7 @@ bool unicode_is_inert(char32_t code) {
 char32_t unicode_lower(char32_t code) {
   if (const auto found = lower_delta.find(code); found != lower_delta.end())
     return code + found->second;
-  return static_cast<char32_t>(utf8proc_tolower(static_cast<utf8proc_int32_t>(code)));
+  return char32_t(utf8proc_tolower(static_cast<utf8proc_int32_t>(code)));
 }
 
 bool is_white_space(char32_t code) {
@@ -149,7 +149,7 @@ bool is_white_space(char32_t code) {
 
 string spell_bytes(string_view bytes) {
   string token;
-  for (const char byte : bytes) utf8_append(alphabet.character[static_cast<uint8_t>(byte)], token);
+  for (const char byte : bytes) utf8_append(alphabet.character[uint8_t(byte)], token);
   return token;
 }
 
@@ -158,7 +158,7 @@ optional<string> spelled_bytes(string_view token) {
   for (size_t at = 0; at < token.size();) {
     const char32_t code = utf8_next(token, at);
     if (code >= 0x144 || alphabet.byte[code] < 0) return nullopt;
-    bytes += static_cast<char>(alphabet.byte[code]);
+    bytes += char(alphabet.byte[code]);
   }
   return bytes;
 }

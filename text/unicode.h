@@ -8,7 +8,7 @@ int64_t utf8_replace_invalid(string_view text, string& out);
 
 // The code point behind or before text[at] of well-formed UTF-8; `at` moves over it.
 inline char32_t utf8_next(string_view text, size_t& at) {
-  auto next = [&] { return static_cast<uint8_t>(text[at++]); };
+  auto next = [&] { return uint8_t(text[at++]); };
   const uint8_t lead = next();
   if (lead < 0x80) return lead;
   char32_t code = lead & (lead < 0xE0 ? 0x1Fu : lead < 0xF0 ? 0x0Fu : 0x07u);
@@ -17,7 +17,7 @@ inline char32_t utf8_next(string_view text, size_t& at) {
   return code << 6 | (next() & 0x3Fu);
 }
 char32_t utf8_previous(string_view text, size_t& at);
-inline bool utf8_continues(char byte) { return (static_cast<uint8_t>(byte) & 0xC0) == 0x80; }
+inline bool utf8_continues(char byte) { return (uint8_t(byte) & 0xC0) == 0x80; }
 void utf8_append(char32_t code, string& out);
 
 // Hugging Face's regex engine knows a newer Unicode than PCRE2 and utf8proc. A younger code point

@@ -13,7 +13,9 @@ struct Case {
 const Case kCases[] = {{{0, 1, 127, 128, 129, 0}, 64, 48}, {{300, 0, 0}, 128, 264}, {{1}, 8, 8},
     {{3, 0, 2}, 17, 33}, {{0, 0}, 16, 16}, {{5, 70}, 24, 31},
     // The weight-gradient kernel: whole and cut tiles, steps of 64 rows and their ends, no rows.
-    {{64, 0, 200, 63, 65, 1}, 256, 128}, {{128, 1, 500}, 264, 136}, {{0, 320, 7}, 520, 392}};
+    // The product kernel: tiles of 128 rows and 256 columns, whole, cut, and of one row.
+    {{700, 129, 0, 5, 128}, 72, 328}, {{64, 0, 200, 63, 65, 1}, 256, 128},
+    {{128, 1, 500}, 264, 136}, {{0, 320, 7}, 520, 392}};
 
 TEST(GroupedLinearGpu, MatchesTheReference) {
   for (const Case& c : kCases) {
@@ -34,13 +36,18 @@ TEST(GroupedLinearGpu, MatchesTheReference) {
       const ExpertPlan plan = make_expert_plan(idx.to(in[0].device()), num_experts);
       return grouped_affine(in[0], p[0], p[1], plan);
     };
-    // The product is rounded before the bias is added: a second half unit.
+    // The reference rounds the product before the bias is added: a second half unit.
     check_on_gpu(affine, {x}, weights, 0x1p-8);
     const auto permuted = [&](const std::vector<Tensor>& in, std::vector<Parameter>& p) {
       const Tensor twice = at::cat({idx, idx.flip(0)}, 1).to(in[0].device());
       return permuted_affine(in[0], p[0], p[1], make_expert_plan(twice, num_experts));
     };
     check_on_gpu(permuted, {x}, weights, 0x1p-8);
+    const auto permuted_plain = [&](const std::vector<Tensor>& in, std::vector<Parameter>& p) {
+      const Tensor twice = at::cat({idx, idx.flip(0)}, 1).to(in[0].device());
+      return permuted_linear(in[0], p[0], make_expert_plan(twice, num_experts));
+    };
+    check_on_gpu(permuted_plain, {x}, {random_tensor("w", {num_experts, c.out, c.in})});
   }
 }
 

@@ -63,7 +63,7 @@ TEST(GroupedLinear, AffineEqualsLinear) {
   }
 }
 
-TEST(GroupedLinear, PermutedAffineIsTheAffineOfPermutedRows) {
+TEST(GroupedLinear, PermutedMapsAreTheMapsOfPermutedRows) {
   const Tensor idx = (at::arange(60, at::kLong) * 7).remainder(5).view({20, 3});
   const ExpertPlan plan = make_expert_plan(idx.masked_fill(idx == 3, -1), 5);
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
@@ -83,6 +83,19 @@ TEST(GroupedLinear, PermutedAffineIsTheAffineOfPermutedRows) {
     EXPECT_LE(
         relative_difference(again.grad(), rows.grad()), dtype == at::kFloat ? 1e-6 : 1.0 / 256);
     for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(a[i].grad, b[i].grad));
+
+    Parameter c = make_parameter("w", {5, 17, 33}, dtype, 0.2);
+    Parameter d = make_parameter("w", {5, 17, 33}, dtype, 0.2);
+    const Tensor third = rows.detach().clone().set_requires_grad(true);
+    const Tensor fourth = rows.detach().clone().set_requires_grad(true);
+    const Tensor z = grouped_linear(permute(third, plan), c, plan);
+    const Tensor same_z = permuted_linear(fourth, d, plan);
+    EXPECT_TRUE(at::equal(z, same_z));
+    z.backward(dy);
+    same_z.backward(dy);
+    EXPECT_LE(
+        relative_difference(fourth.grad(), third.grad()), dtype == at::kFloat ? 1e-6 : 1.0 / 256);
+    EXPECT_TRUE(at::equal(c.grad, d.grad));
   }
 }
 
