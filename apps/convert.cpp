@@ -1,5 +1,4 @@
 // pithtrain convert: a model folder as another one. pithtrain compare: two folders, files or runs.
-#include <ATen/ops/tensor.h>
 #include <nlohmann/json.hpp>
 #include "apps/families.h"
 
@@ -46,14 +45,17 @@ template <class Model> void convert(const ConvertOptions& o) {
   PITH_CHECK(!fs::exists(target) || (fs::is_directory(target) && fs::is_empty(target)),
       "{} exists already", target);
   PITH_CHECK(int64_t(o.shard_bytes) > 0, "--shard-size must be positive");
-  const std::regex again(o.reinit);
+  PITH_CHECK(o.init_std >= 0 && o.init_std <= 100, "--init-std {} is not in [0, 100]", o.init_std);
+  const std::regex again = name_pattern(o.reinit);
   const fs::path temporary = target.string() + ".converting";
+  if (target.has_parent_path()) fs::create_directories(target.parent_path());
+  if (!fs::create_directory(temporary))
+    PITH_FAIL_HINT(
+        "another convert writes it, or one was killed: then remove it", "{} exists", temporary);
   const shared_ptr<void> discard(nullptr, [&](void*) { // what was not renamed
     std::error_code ignored;
     fs::remove_all(temporary, ignored);
   });
-  fs::remove_all(temporary);
-  fs::create_directories(temporary);
   vector<WrittenFile> written;
   vector<NamedTensor> shard;
   uint64_t bytes = 0;
@@ -82,8 +84,8 @@ template <class Model> void convert(const ConvertOptions& o) {
         } else {
           import_tensor(folder, {&tensor, 0, flat});
         }
-        PITH_CHECK(dtype != at::kHalf || !value.isinf().any().item<bool>(),
-            "{} has numbers beyond float16", tensor.name);
+        PITH_CHECK(o.dtype.empty() || !value.isinf().any().item<bool>(), "{} has numbers beyond {}",
+            tensor.name, o.dtype);
         if (!shard.empty() && bytes + value.nbytes() > o.shard_bytes) write();
         bytes += value.nbytes();
         shard.emplace_back(tensor.name, std::move(value));
@@ -140,13 +142,17 @@ Difference difference(const string& name, const Tensor& a, const Tensor& b) {
     const auto part = [&](const Tensor& x) {
       return x.reshape(-1).narrow(0, at, min(kPart, a.numel() - at)).to(at::kDouble);
     };
-    const Tensor x = part(a), apart = (x - part(b)).abs();
+    const Tensor x = part(a), y = part(b);
+    const Tensor apart = (x - y).abs().masked_fill(x.eq(y) | (x.isnan() & y.isnan()), 0);
     square += apart.square().sum().item<double>();
-    whole += x.square().sum().item<double>();
+    whole += x.masked_fill(~x.isfinite(), 0).square().sum().item<double>();
     largest = max(largest, apart.max().item<double>());
     if (!std::isfinite(square)) largest = square; // NaN hides in max() of some
   }
-  const double relative = square == 0 ? 0 : std::sqrt(square / whole); // NaN sorts first
+  const double relative = // NaN sorts first; squares of tiny numbers may be 0
+      largest == 0  ? 0
+      : square == 0 ? largest
+                    : std::sqrt(square / whole);
   return {fmt::format("{:.3e} {:.3e}", largest, relative), name, relative};
 }
 
@@ -177,7 +183,7 @@ map<string, Tensor> curves_of(const map<int64_t, json>& steps, const map<int64_t
 
 void compare(const CompareOptions& o) {
   const auto is_run = [](const string& path) {
-    return fs::exists(fs::path(path) / "metrics.jsonl");
+    return fs::is_regular_file(fs::path(path) / "metrics.jsonl");
   };
   const bool runs = is_run(o.a) && is_run(o.b);
   map<string, Tensor> a, b;
@@ -204,7 +210,11 @@ void compare(const CompareOptions& o) {
   }
   for (const auto& [name, y] : b)
     if (!a.contains(name)) differences.push_back({"only in B", name, INFINITY});
-  const auto within = [&](const Difference& d) { return d.relative <= o.tolerance; };
+  PITH_CHECK(!differences.empty(), "{} and {} hold no tensors", o.a, o.b);
+  PITH_CHECK(o.tolerance >= 0, "--tolerance {} is negative", o.tolerance);
+  const auto within = [&](const Difference& d) {
+    return d.relative <= o.tolerance && d.relative < INFINITY;
+  };
   ranges::stable_sort(differences, [](const Difference& x, const Difference& y) {
     return std::isnan(x.relative) > std::isnan(y.relative) || x.relative > y.relative;
   });

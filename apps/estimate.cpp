@@ -29,7 +29,7 @@ int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
       "training.global_batch {} is not a multiple of micro_batch {} x data parallelism {}",
       config.training.global_batch, config.training.micro_batch, dp);
   const int64_t count = config.training.global_batch / rows;
-  (void)make_schedule(config.parallel.pp, 0, count, true); // refuses too few
+  (void)make_schedule(config.parallel.pp, 0, min(count, 4 * config.parallel.pp), true); // too few?
   return count;
 }
 
@@ -116,8 +116,9 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
   vector<StageCosts> costs;
   for (const int64_t n : chunks)
     costs.push_back({real(n) * layer_cost, real(n) * layer_cost, real(n) * layer_cost, 0});
-  const Simulation schedule = simulate(
-      pp, micro_batches, pp > 1 || shape.ep > 1, costs, {head, pp > 1 ? shape.head_share : 0});
+  const int64_t simulated = min(micro_batches, 64 * pp);
+  const Simulation schedule =
+      simulate(pp, simulated, pp > 1 || shape.ep > 1, costs, {head, pp > 1 ? shape.head_share : 0});
 
   const double block = real(shape.hsdp ? shape.hsdp_size : plane), ep = real(shape.ep);
   const double width = real(c10::elementSize(compute_dtype(config)));
@@ -150,7 +151,7 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
   const bool recompute = config.parallel.recompute.find("layer") != string::npos;
   const double dispatched = 4 * work * kProducts * layers / real(pp) * real(model.hidden_size) *
       width * min(real(model.experts_per_token), ep) * (1 - 1 / ep);
-  plan.seconds = schedule.makespan / real(micro_batches) * work * (recompute ? kRecompute : 1) *
+  plan.seconds = schedule.makespan / real(simulated) * work * (recompute ? kRecompute : 1) *
           (shape.cp > 1 ? kContext : 1) * (shape.ep > 1 ? kExperts : 1) +
       tokens * real(micro_batches) * size.slow_seconds_per_token / real(pp) + additions +
       optimizer + kExposedShards * shards +
@@ -207,8 +208,8 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
     int64_t micro_batch;
     StepPlan plan;
   };
-  PITH_CHECK(o.memory * (1 - o.reserve) > 0, "--memory {} and --reserve {} leave nothing", o.memory,
-      o.reserve);
+  PITH_CHECK(o.memory > 0 && o.reserve >= 0 && o.reserve < 1,
+      "--memory {} and --reserve {} leave nothing", o.memory, o.reserve);
   const auto model = planned_model<typename Model::Config>(given);
   const ModelSize size = model.size(given.data.sequence_length);
   vector<string> rules;
@@ -236,7 +237,8 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
           for (const char* recompute : {"none", "layer"})
             for (int64_t rows = 1; rows <= given.training.global_batch; rows *= 2) {
               const int64_t dp = plane / cp;
-              if (!divides(cp, plane) || !divides(2 * cp, given.data.sequence_length) ||
+              if (!divides(cp, plane) ||
+                  !divides(cp == 1 ? 1 : 2 * cp, given.data.sequence_length) ||
                   !divides(rows * dp, given.training.global_batch) ||
                   (plane == 1 && weights != string("keep")) || (cp > 1 && rows > 1) ||
                   (pp > 1 && given.training.global_batch / (rows * dp) < 2 * pp))
@@ -287,7 +289,7 @@ void add_estimate_command(CLI::App& app) {
   });
   sub->add_option("config", o->file, "Run configuration (TOML)")->required();
   sub->add_option("--set", o->overrides, "Override one key")->allow_extra_args(false);
-  sub->add_option("--gpus", o->gpus, "Number of GPUs (default 1)")->check(CLI::PositiveNumber);
+  sub->add_option("--gpus", o->gpus, "Number of GPUs (default 1)")->check(CLI::Range(1, 1 << 20));
   sub->add_option("--memory", o->memory, "GiB of each (default 139, an H200)");
   sub->add_option("--reserve", o->reserve, "Share kept free, fragmentation and all (default 0.06)");
   sub->add_option("--limit", o->limit, "Layouts to list (default 10)");

@@ -1,7 +1,6 @@
 // pithtrain pretrain: the training loop.
 #include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/where.h>
 #include "apps/plan.h"
 #include "build_info.h"
 #include "engine/batches.h"
@@ -227,6 +226,9 @@ template <class Model> class Run {
     if (Model::Config::parse_file(checkpoint).to_json(dtype) != model_.config().to_json(dtype))
       PITH_FAIL_HINT("restore it, or choose another run.folder",
           "{} was saved with another model.config than {}", name, config_.model.config);
+    if (training_.ema_decay == 0 && fs::exists(checkpoint / "ema"))
+      PITH_FAIL_HINT("set training.ema_decay; or start a new run folder with model.init",
+          "{} keeps an average of the weights, which this run would lose", name);
     start_router(Model::Config::parse_file(checkpoint).router_state);
     restore_state(groups_, checkpoint);
     saved.schedule = state_.schedule;
@@ -496,7 +498,7 @@ void add_pretrain_command(CLI::App& app) {
   sub->add_option("--rows", o->rows,
          "FIRST COUNT: print these rows of the data as JSON, as `trace --tokens` reads it, then "
          "exit")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(int64_t{0}, int64_t{1'000'000'000})); // tokens before it fit int64
   sub->footer("Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
       describe_config_keys());
 }

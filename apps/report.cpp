@@ -97,8 +97,9 @@ runs.forEach((run, i) => {
     {style: "color:" + color(i), textContent: `\u25a0 ${run.name} `});
   const part = add(document.body, "section");
   add(part, "h2", {textContent: run.name});
-  const loads = run.steps.filter(s => s.expert_load).map(s => ({step: s.step, ...s.expert_load}));
-  const last = loads.filter(load => load.counts).pop();
+  const loads = run.steps.filter(s => Array.isArray(s.expert_load?.max_over_mean))
+   .map(s => ({step: s.step, ...s.expert_load}));
+  const last = loads.filter(load => Array.isArray(load.counts)).pop();
   if (last) heat(part, `Load over mean, step ${last.step}: layers down, experts across`,
     last.counts.map(row => row.map(n => n * row.length / row.reduce((a, b) => a + b, 1e-9))));
   if (loads.length) heat(part, "Busiest expert over the mean: layers down, steps across",
@@ -117,11 +118,13 @@ runs.forEach((run, i) => {
 
 // What the page needs of one run folder.
 json run_data(const fs::path& run) {
+  PITH_CHECK(fs::is_regular_file(run / "metrics.jsonl"),
+      "{} is no run folder: it holds no metrics.jsonl", run);
   std::ifstream lines(run / "metrics.jsonl");
-  PITH_CHECK(lines, "{} is no run folder: it holds no metrics.jsonl", run);
   json data = {{"name", run.string()}, {"steps", json::array()}, {"events", ""}};
   for (string text; std::getline(lines, text);) {
-    json line = json::parse(text, nullptr, /*allow_exceptions=*/false); // half a line: killed
+    json line = json::parse( // half a line: killed
+        text, [](int depth, auto, auto&) { return depth < 8; }, /*allow_exceptions=*/false);
     if (!line.is_object()) continue;
     if (line["step"].is_number()) data["steps"].push_back(line);
     if (line["event"].is_string() && line["text"].is_string())
@@ -137,7 +140,7 @@ json run_data(const fs::path& run) {
   data["profile"] = text_of("profile-rank0.txt");
   (void)problem_of([&] { // of an older version's configuration: no schedule
     const auto config = parse_run_config(text_of("config.toml"), "config.toml", {});
-    if (const int64_t pp = config.parallel.pp; pp > 1)
+    if (const int64_t pp = config.parallel.pp; pp > 1 && pp <= 64)
       data["schedule"] = draw_svg(simulate(pp, 4 * pp, true, vector<StageCosts>(index(2 * pp))));
   });
   return data;
@@ -150,8 +153,11 @@ void report(const Options& options) {
   data = std::regex_replace(data, std::regex("<"), "\\u003c"); // no </script>, no <!-- ends it
   const fs::path out =
       options.out.empty() ? fs::path(options.runs[0]) / "report.html" : fs::path(options.out);
-  const WrittenFile file =
-      write_file(out.parent_path(), out.filename().string(), kHead + data + kPage);
+  PITH_CHECK(!fs::exists(out) || read_file(out).starts_with("<!doctype html>"),
+      "{} exists and is no report", out);
+  const string part = out.filename().string() + ".part";
+  const WrittenFile file = write_file(out.parent_path(), part, kHead + data + kPage);
+  fs::rename(out.parent_path() / part, out);
   fmt::print("{}: {} runs, {}\n", out, runs.size(), human_bytes(file.bytes));
 }
 }

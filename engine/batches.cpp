@@ -1,5 +1,4 @@
 #include "engine/batches.h"
-#include <ATen/ops/tensor.h>
 #include <nlohmann/json.hpp>
 #include "core/random.h"
 

@@ -228,10 +228,18 @@ vector<DataSource> sources_of(const toml::node& node) {
   return sources;
 }
 
+}
+
+std::regex name_pattern(const string& text) {
+  PITH_CHECK(text.size() <= 1000, "longer than 1000 bytes"); // nested, it would end the stack
+  return std::regex(text, std::regex::ECMAScript | std::regex_constants::__polynomial);
+}
+
+namespace {
 vector<TensorGroup> groups_of(const toml::node& node) {
   auto groups = read_tables<TensorGroup>(node, "an array of tables", "group");
   for (const TensorGroup& group : groups) {
-    const auto problem = problem_of([&] { std::regex{group.pattern}; });
+    const auto problem = problem_of([&] { name_pattern(group.pattern); });
     PITH_CHECK(problem.empty(), "{} is no ECMAScript pattern: {}", quote(group.pattern), problem);
   }
   return groups;

@@ -1,6 +1,5 @@
 #include "engine/expert_parallel.h"
 #include <ATen/ops/searchsorted.h>
-#include <ATen/ops/where.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include "operators/matmul.h"
 

@@ -24,8 +24,8 @@ string seal_of(string_view body) { return fmt::format(" \"checksum\": \"{}\"\n}}
 }
 
 MappedFile map_file(const fs::path& path) {
+  PITH_CHECK(!fs::exists(path) || fs::is_regular_file(path), "{} is not a file", path);
   const File file = open(path, "re");
-  PITH_CHECK(fs::is_regular_file(path), "{} is not a file", path);
   const uint64_t size = fs::file_size(path);
   if (size == 0) return {std::make_shared<char>(), 0};
   void* pages = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, ::fileno(file.get()), 0);

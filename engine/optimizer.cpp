@@ -1,5 +1,4 @@
 #include "engine/optimizer.h"
-#include <ATen/ops/stack.h>
 #include "engine/metrics.h"
 #include "operators/adamw.h"
 #include "operators/muon.h"
@@ -77,7 +76,7 @@ Tensor muon_updates(const ShardGroup& group, Directions& directions) {
 vector<string> set_update_rules(
     const Units& units, const Units& whole_model, const RunConfig::Training& training) {
   vector<std::regex> patterns;
-  for (const TensorGroup& group : training.groups) patterns.emplace_back(group.pattern);
+  for (const TensorGroup& group : training.groups) patterns.push_back(name_pattern(group.pattern));
   vector<bool> used(patterns.size());
   map<string, pair<int64_t, int64_t>> rules; // tensors, elements
   const auto set = [&](const Parameter& parameter, HfTensor& tensor) {

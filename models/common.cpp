@@ -1,6 +1,4 @@
 #include "models/common.h"
-#include <ATen/ops/stack.h>
-#include <ATen/ops/tensor.h>
 #include <nlohmann/json.hpp>
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"
@@ -12,12 +10,12 @@ using nlohmann::json;
 bool Fields::has(const char* key) const { return object_.contains(key) && !object_[key].is_null(); }
 const json& Fields::operator[](const char* key) const { return object_[key]; }
 
-int64_t Fields::count(const char* key, int64_t smallest) {
+int64_t Fields::count(const char* key, int64_t smallest, int64_t largest) {
   if (!has(key)) return problem(key, "is missing"), smallest;
   if (!object_[key].is_number_integer()) return problem(key, "must be an integer"), smallest;
   const auto value = object_[key].get<int64_t>(); // negative where it is too large for the type
-  if (value >= smallest && value <= (1 << 30)) return value;
-  problem(key, fmt::format("must lie in [{}, 2^30]", smallest));
+  if (value >= smallest && value <= largest) return value;
+  problem(key, fmt::format("must lie in [{}, {}]", smallest, largest));
   return smallest;
 }
 
@@ -83,7 +81,7 @@ vector<bool> layers_of_type(
     Fields& fields, int64_t num_layers, const char* type, int64_t interval) {
   const bool stated = fields.has("layer_types");
   const json types = stated ? fields["layer_types"] : json::array();
-  vector<bool> chosen(index(min<int64_t>(num_layers, 1 << 16)));
+  vector<bool> chosen(index(num_layers));
   if (stated && (!types.is_array() || types.size() < chosen.size()))
     return fields.problem("layer_types", "must list every layer"), chosen;
   for (size_t i = 0; i < chosen.size(); ++i) {
@@ -122,9 +120,9 @@ void read_common(Fields& fields, ModelConfig& config, const char* family, const 
   if (!fields.has("model_type")) fields.problem("model_type", "is missing");
   config.vocab_size = fields.count("vocab_size");
   config.hidden_size = fields.count("hidden_size");
-  config.num_layers = fields.count("num_hidden_layers");
+  config.num_layers = fields.count("num_hidden_layers", 1, 1 << 16);
   config.num_heads = fields.count("num_attention_heads");
-  config.num_experts = fields.count(num_experts);
+  config.num_experts = fields.count(num_experts, 1, 1 << 14);
   config.experts_per_token = fields.count("num_experts_per_tok");
   if (config.experts_per_token > config.num_experts)
     fields.problem("num_experts_per_tok", "must not be larger than the number of experts");

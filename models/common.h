@@ -13,7 +13,7 @@ class Fields {
 
   bool has(const char* key) const; // and not null
   const nlohmann::json& operator[](const char* key) const;
-  int64_t count(const char* key, int64_t smallest = 1);
+  int64_t count(const char* key, int64_t smallest = 1, int64_t largest = 1 << 30);
   int64_t count_or(const char* key, int64_t fallback, int64_t smallest = 1) {
     return has(key) ? count(key, smallest) : fallback;
   }

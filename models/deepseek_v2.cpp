@@ -1,5 +1,4 @@
 #include "models/deepseek_v2.h"
-#include <ATen/ops/split_with_sizes.h>
 #include <nlohmann/json.hpp>
 #include "operators/linear.h"
 

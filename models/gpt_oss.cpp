@@ -1,5 +1,4 @@
 #include "models/gpt_oss.h"
-#include <ATen/ops/split_with_sizes.h>
 #include <nlohmann/json.hpp>
 #include "operators/grouped_linear.h"
 #include "operators/linear.h"

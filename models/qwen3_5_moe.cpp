@@ -1,6 +1,4 @@
 #include "models/qwen3_5_moe.h"
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/split_with_sizes.h>
 #include <nlohmann/json.hpp>
 #include "operators/delta_net.h"
 #include "operators/linear.h"

@@ -1,5 +1,4 @@
 #include "models/qwen3_moe.h"
-#include <ATen/ops/split_with_sizes.h>
 #include <nlohmann/json.hpp>
 #include "operators/linear.h"
 
@@ -9,7 +8,7 @@ using nlohmann::json;
 
 vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   const int64_t step = fields.has("decoder_sparse_step") ? fields.count("decoder_sparse_step") : 1;
-  vector<bool> sparse(index(min<int64_t>(num_layers, 1 << 16)));
+  vector<bool> sparse(index(num_layers));
   for (size_t i = 0; i < sparse.size(); ++i) sparse[i] = (int64_t(i) + 1) % step == 0;
   if (!fields.has("mlp_only_layers")) return sparse;
   const json& dense = fields["mlp_only_layers"];

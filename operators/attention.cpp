@@ -9,8 +9,6 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/logsumexp.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/tensor.h>
 #include "operators/function.h"
 
 namespace pith {

@@ -3,9 +3,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/eye.h>
 #include <ATen/ops/linalg_solve_triangular.h>
-#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/softplus.h>
-#include <ATen/ops/stack.h>
 #include "operators/function.h"
 
 namespace pith {

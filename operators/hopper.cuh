@@ -101,6 +101,8 @@ template <bool ACROSS> constexpr int kMatrixBytes = ACROSS ? 2 * kGroupBytes : 3
 template <bool ACROSS_A, bool ACROSS_B>
 __device__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
   // clang-format off
+#define FIVE(i, a, b, c, d, e) "%" #i #a ",%" #i #b ",%" #i #c ",%" #i #d ",%" #i #e ","
+#define TEN(i) FIVE(i, 0, 1, 2, 3, 4) FIVE(i, 5, 6, 7, 8, 9)
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
   asm volatile(
@@ -108,20 +110,16 @@ __device__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
       ".reg .pred add;\n"
       "setp.ne.b32 add, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-      "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-      "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-      "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
-      "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+      TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
+      "%120,%121,%122,%123,%124,%125,%126,%127"
       "}, %128, %129, add, 1, 1, %131, %132;\n"
       "}"
       : R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96), R16(112)
       : "l"(a), "l"(b), "r"(int(add)), "n"(ACROSS_A), "n"(ACROSS_B));
 #undef R16
 #undef R4
+#undef TEN
+#undef FIVE
   // clang-format on
 }
 

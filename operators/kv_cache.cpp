@@ -1,5 +1,4 @@
 #include "operators/kv_cache.h"
-#include <ATen/ops/tensor.h>
 
 namespace pith {
 AttentionSpan append_to_cache(

@@ -1,6 +1,5 @@
 #include "operators/ring_attention.h"
 #include <ATen/ops/logaddexp.h>
-#include <ATen/ops/sigmoid.h>
 #include "operators/function.h"
 #include "operators/linear.h"
 #include "operators/permute.h"

@@ -1,7 +1,6 @@
 #include "operators/rotary.h"
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
-#include <ATen/ops/stack.h>
 #include "operators/function.h"
 
 namespace pith {

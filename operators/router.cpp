@@ -1,7 +1,6 @@
 #include "operators/router.h"
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/isnan.h>
-#include <ATen/ops/where.h>
 #include "operators/function.h"
 
 namespace pith {

@@ -1,5 +1,4 @@
 #include "operators/swiglu.h"
-#include <ATen/ops/sigmoid.h>
 #include "operators/function.h"
 
 namespace pith {
