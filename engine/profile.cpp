@@ -94,6 +94,7 @@ string summary(const vector<profiler::KinetoEvent>& events, at::Device device) {
   }
   for (const auto& [stage, ms] : exposed_by_stage)
     text += fmt::format("  alone, started by {}: {:.2f} ms\n", stage, ms);
+  text += fmt::format("  peak memory {:.2f} GiB\n", peak_memory_gib(device));
   text += "\n      ms      %   calls  name\n";
   vector<pair<double, string>> order;
   for (const auto& [name, total] : by_name) order.emplace_back(-total.first, name);
