@@ -23,16 +23,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${OUT:-build/gpu-results}
 mkdir -p "$out"
 
-# Executables of this tree; LibTorch from .deps, else from the machine's own Python package.
-bin=build
-[ -d build/gpu ] && bin=build/gpu
-headers=$(echo .deps/lib/python3*/site-packages/torch/include)
-if [ "${1:-}" != pack ] && ! ls .deps/lib/python3*/site-packages/nvidia/cudnn >/dev/null 2>&1; then
-  torch=$(python3 -c 'import torch; print(torch.__path__[0])')
-  site=$(dirname "$torch")
-  export LD_LIBRARY_PATH=$torch/lib:$site/nvidia/cu13/lib:$site/nvidia/cudnn/lib:$site/nvidia/nccl/lib:$site/nvidia/cusparselt/lib:$site/nvidia/nvshmem/lib:${LD_LIBRARY_PATH:-}
-  headers=$torch/include
-fi
+source benchmarks/common.sh
+[ "${1:-}" = pack ] || find_libraries
 
 pack() {
   mkdir -p build/gpu
@@ -42,12 +34,6 @@ pack() {
   # The one library of the distribution without an archive; the programs look for it beside themselves.
   cp -L "$(ldd build/pithtrain | awk '/libsimdjson/ { print $3 }')" build/gpu/
   ls -l build/gpu
-}
-
-corpus() {
-  [ -e runs/demo/corpus/train.idx ] ||
-    "$bin/pithtrain" corpus build --out runs/demo/corpus/train --extensions .h,.hpp \
-      --validation-share 0.02 --validation-out runs/demo/corpus/validation "$headers"
 }
 
 curve() {
@@ -172,21 +158,6 @@ sanitizer() {
       { echo "$tool: failed with $? ($out/sanitizer-$tool.log)"; failed=1; }
     grep -E 'SUMMARY|PASSED|FAILED' "$out/sanitizer-$tool.log" | sed "s/^/$tool: /"
   done
-  return $failed
-}
-
-# ranks N COMMAND...: N processes, one a GPU, started as torchrun does; fails when one does.
-ranks() {
-  local n=$1 rank pids=() failed=0
-  shift
-  for ((rank = 0; rank < n; rank++)); do
-    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$n MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 \
-      "$@" >"$out/rank$rank.log" 2>&1 &
-    pids+=($!)
-  done
-  for rank in "${pids[@]}"; do wait "$rank" || failed=1; done
-  cat "$out/rank0.log"
-  [ $failed = 0 ] || for ((rank = 1; rank < n; rank++)); do tail -n 15 "$out/rank$rank.log"; done
   return $failed
 }
 
