@@ -18,7 +18,7 @@ find_libraries() {
 
 corpus() {
   [ -e runs/demo/corpus/train.idx ] ||
-    "$bin/pithtrain" corpus build --out runs/demo/corpus/train --extensions .h,.hpp \
+    "${PITHTRAIN:-$bin/pithtrain}" corpus build --out runs/demo/corpus/train --extensions .h,.hpp \
       --validation-share 0.02 --validation-out runs/demo/corpus/validation "$headers"
 }
 
