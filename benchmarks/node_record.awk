@@ -44,8 +44,8 @@ END {
   gsub(/[][]/, "", bubble); stage_count = split(bubble, simulated, ",")
   for (i = 1; i <= stage_count; i++) mean += simulated[i] / stage_count
   layout = "pp " pp ", ep " ep ", dp " gpus / pp
-  printf "{\"name\":%s,\"model\":%s,\"device\":%s,\"gpus\":%d,\"layers\":%d,\"layout\":%s,\"weights\":%s,\"recompute\":%s,\"chunks\":%s,", text(name), text(model),
-    text(device), gpus, layers, text(layout), text(weights), text(recompute), text(chunks)
+  printf "{\"name\":%s,\"model\":%s,\"device\":%s,\"gpus\":%d,\"layers\":%d,\"layout\":%s,\"weights\":%s,\"recompute\":%s,\"chunks\":%s,\"head_share\":%s,", text(name), text(model),
+    text(device), gpus, layers, text(layout), text(weights), text(recompute), text(chunks), head_share + 0
   printf "\"sequence\":%d,\"global_batch\":%d,\"micro_batch\":%d,\"flop_per_token\":%.6g,\"status\":%s,\"steps\":%d,\"loss\":[%s,%s],", sequence, batch,
     micro_batch, flops, text(status), last, value(loss[1]), value(loss[last])
   printf "\"tokens_per_second\":%s,\"mfu\":%s,\"median_seconds\":%s,\"first_step_seconds\":%s,", value(shown(rate, "%.1f")), value(shown(mfu, "%.3g")),
@@ -56,7 +56,9 @@ END {
     list(share, "%.4f"), bubble, value(seconds), value(shown(predicted, "%.1f")), value(gib)
 
   gsub(/"/, "", stages); gsub(/,/, ", ", stages); gsub(/:/, " ", stages)
-  if (weights == "reshard" || recompute == "layer") note = " (" (weights == "reshard" ? "reshard" : "") (weights == "reshard" && recompute == "layer" ? ", " : "") (recompute == "layer" ? "recompute" : "") ")"
+  if (weights == "reshard" && name !~ /reshard/) note = ", reshard"
+  if (recompute == "layer") note = note ", recompute"
+  if (head_share > 0) note = note ", head share " head_share
   printf "| %s%s | %s | %s | %s | %s | %s | %s | %s | %s | %s | %s |\n", name, note, layers, micro_batch, pair(shown(rate, "%.0f"), shown(predicted, "%.0f")),
     shown(100 * mfu, mfu == "" ? "" : "%.1f %%"), pair(shown(median, "%.3f"), seconds), shown(second[1], "%.2f"), pair(shown(most, "%.1f"), gib),
     (worst ? sprintf("%.0f (%s)", worst, stages) : ""), pair(ranks ? sprintf("%.1f %%", 100 * waiting / ranks) : "", bubble == "" ? "" : sprintf("%.1f %%", 100 * mean)),
