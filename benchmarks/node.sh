@@ -57,7 +57,7 @@ declare -A title=([deepseek]=DeepSeek-V2-Lite [qwen3]=Qwen3-30B-A3B [gpt_oss]=GP
 declare -A config=([deepseek]=examples/deepseek_v2_lite/config.json [qwen3]=examples/qwen3_30b_a3b/config.json
   [gpt_oss]=examples/gpt_oss_20b/config.json)
 declare -A sequence=([deepseek]=2048 [qwen3]=4096 [gpt_oss]=4096)
-tokens=${TOKENS:-65536}
+tokens=${TOKENS:-65536} form=""  # form: recompute and micro-batch, where they are given ("none 4")
 
 tiny_models() {  # the same families for a CPU: eight layers for four stages, eight experts for EP 8
   local family common='"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 8, "max_position_embeddings": 64, "eos_token_id": 256,'
@@ -122,8 +122,8 @@ choose() {
   [ $device = cpu ] && fixed+=(--set model.dtype=float32)
   for ((layers = ${6:-$all}; layers >= pp; layers--)); do
     row=$("$pithtrain" estimate "$toml" "${fixed[@]}" --set model.num_layers=$layers --gpus "$n" --memory "$memory" \
-      --reserve 0.06 --limit 1000000 2>"$out/estimate.log" | awk -v pp="$pp" -v ep="$ep" -v weights="$5" '
-        $1 == pp && $2 == 1 && $3 == ep && (weights == "any" || $5 == weights) { print $5, $6, $7, $8, $9; exit }')
+      --reserve 0.06 --limit 1000000 2>"$out/estimate.log" | awk -v pp="$pp" -v ep="$ep" -v weights="$5" -v form="$form" '
+        $1 == pp && $2 == 1 && $3 == ep && (form == "" || form == $6 " " $7) && (weights == "any" || $5 == weights) { print $5, $6, $7, $8, $9; exit }')
     [ -z "$row" ] || break
     problem=$(said "$out/estimate.log")
     [[ -z $problem || $problem == *"layout"* ]] || break  # a mistake is one with fewer layers too
@@ -204,7 +204,7 @@ measure() {
         --set "profile.steps=[$steps,$steps]" --set "run.folder=$folder" --set log.tensorboard=false >"$out/$name.log" 2>&1
       case $? in
         0) status=ok ;;
-        124 | 137) status="stopped after $limit s" ;;
+        124 | 137) status="stopped after $limit s" failed=1 ;;
         *) status="failed: $(said "$out/$name.log")" failed=1 ;;
       esac
       cp "$folder/metrics.jsonl" "$out/$name.metrics.jsonl" 2>/dev/null
@@ -236,9 +236,14 @@ all_runs() {
 }
 
 scaling() {
-  local layers="" n name family pp ep batch toml weights recompute micro_batch gib seconds keys flops chunks bubble why plan head_share
+  local layers rows n name family pp ep batch toml weights recompute micro_batch gib seconds keys flops chunks bubble why plan head_share
   begin_table node-scaling
-  choose qwen3 1 1 1 any || die "no cut of ${title[qwen3]} fits one GPU: $why"
+  layers=$(sed -nE 's/^num_layers = ([0-9]+).*/\1/p' "examples/${example[qwen3]}.toml")
+  for rows in 4 2 1; do  # the largest micro-batch that one GPU has memory for, without recompute
+    form="none $rows"
+    choose qwen3 1 1 1 any "$layers" && break
+  done
+  [ "$layers" -gt 0 ] || die "no cut of ${title[qwen3]} fits one GPU: $why"
   for ((n = 1; n <= gpus; n *= 2)); do measure qwen3 $n 1 $n any "$layers"; done
   cat "$table.md"
   printf '\n| GPUs | tokens/s of each | of one GPU | of the communication hidden |\n| --- | --- | --- | --- |\n'

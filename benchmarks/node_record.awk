@@ -36,10 +36,12 @@ END {
   if (rate != "") mfu = flops * rate / gpus / 989e12
   if (seconds > 0) predicted = batch * sequence / seconds
   for (r = 0; r < ranks; r++) {
+    by_stage = by_stage (r ? "," : "") "{" exposed[r] "}"
+    if (!(r in span)) continue  # a rank that has not come so far
+    reported++
     if (memory[r] > most) most = memory[r]
     if (alone[r] > worst) { worst = alone[r]; stages = exposed[r] }
     talk += communication[r]; open += alone[r]; waiting += share[r]
-    by_stage = by_stage (r ? "," : "") "{" exposed[r] "}"
   }
   gsub(/[][]/, "", bubble); stage_count = split(bubble, simulated, ",")
   for (i = 1; i <= stage_count; i++) mean += simulated[i] / stage_count
@@ -61,6 +63,6 @@ END {
   if (head_share > 0) note = note ", head share " head_share
   printf "| %s%s | %s | %s | %s | %s | %s | %s | %s | %s | %s | %s |\n", name, note, layers, micro_batch, pair(shown(rate, "%.0f"), shown(predicted, "%.0f")),
     shown(100 * mfu, mfu == "" ? "" : "%.1f %%"), pair(shown(median, "%.3f"), seconds), shown(second[1], "%.2f"), pair(shown(most, "%.1f"), gib),
-    (worst ? sprintf("%.0f (%s)", worst, stages) : ""), pair(ranks ? sprintf("%.1f %%", 100 * waiting / ranks) : "", bubble == "" ? "" : sprintf("%.1f %%", 100 * mean)),
+    (worst ? sprintf("%.0f (%s)", worst, stages) : ""), pair(reported ? sprintf("%.1f %%", 100 * waiting / reported) : "", bubble == "" ? "" : sprintf("%.1f %%", 100 * mean)),
     status >>table
 }
