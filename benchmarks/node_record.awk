@@ -11,6 +11,7 @@ function list(of, form,    r, all) {
 FILENAME ~ /metrics.jsonl$/ {
   step = field("step")
   if (step == "") next
+  step += 0
   second[step] = field("seconds"); loss[step] = field("loss"); last = step
   next
 }
