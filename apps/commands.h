@@ -12,7 +12,7 @@ inline double seconds_since(Clock::time_point start) {
 // throwing, for main() to print; CLI::RuntimeError(1) where everything has been printed already.
 template <class Options, class Run> pair<CLI::App*, Options*> add_command(
     CLI::App& app, const string& name, const string& what, Run run) {
-  const auto options = std::make_shared<Options>();
+  const auto options = make_shared<Options>();
   CLI::App* command = app.add_subcommand(name, what);
   command->callback([options, run] { run(*options); });
   return {command, options.get()};

@@ -46,7 +46,7 @@ template <class Model> void convert(const ConvertOptions& o) {
       "{} exists already", target);
   PITH_CHECK(int64_t(o.shard_bytes) > 0, "--shard-size must be positive");
   PITH_CHECK(o.init_std >= 0 && o.init_std <= 100, "--init-std {} is not in [0, 100]", o.init_std);
-  const std::regex again = name_pattern(o.reinit);
+  const regex again = name_pattern(o.reinit);
   const fs::path temporary = target.string() + ".converting";
   if (target.has_parent_path()) fs::create_directories(target.parent_path());
   if (!fs::create_directory(temporary))
@@ -159,7 +159,7 @@ Difference difference(const string& name, const Tensor& a, const Tensor& b) {
 // The lines of a run's metrics that tell of a step, by step.
 map<int64_t, json> steps_of(const fs::path& run) {
   map<int64_t, json> steps;
-  std::ifstream file(run / "metrics.jsonl");
+  ifstream file(run / "metrics.jsonl");
   for (string text; std::getline(file, text);)
     if (json line = json::parse(text, nullptr, /*allow_exceptions=*/false); line.is_object())
       if (const json step = line.value("step", json()); step.is_number_integer())
@@ -211,7 +211,6 @@ void compare(const CompareOptions& o) {
   for (const auto& [name, y] : b)
     if (!a.contains(name)) differences.push_back({"only in B", name, INFINITY});
   PITH_CHECK(!differences.empty(), "{} and {} hold no tensors", o.a, o.b);
-  PITH_CHECK(o.tolerance >= 0, "--tolerance {} is negative", o.tolerance);
   const auto within = [&](const Difference& d) {
     return d.relative <= o.tolerance && d.relative < INFINITY;
   };

@@ -357,7 +357,7 @@ void add_build_command(CLI::App& corpus) {
     Build(options).run();
   });
   EncodeSettings& encode = o->encode;
-  encode.workers = int(max(1u, std::thread::hardware_concurrency()));
+  encode.workers = int(max(1u, thread::hardware_concurrency()));
   sub->add_option("paths", o->paths, "files, globs, and folders")->required();
   sub->add_option("--out", o->out, "corpus to write, without extension")->required();
   sub->add_option("--tokenizer", o->tokenizer, "tokenizer.json or its folder [bytes are tokens]");

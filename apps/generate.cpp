@@ -40,7 +40,7 @@ MicroBatch pack(const vector<Sequence>& sequences, at::Device device) {
   vector<Row> rows;
   for (const Sequence& sequence : sequences) {
     Row& row = rows.emplace_back();
-    const auto from = static_cast<std::ptrdiff_t>(sequence.cached);
+    const auto from = std::ptrdiff_t(sequence.cached);
     row.tokens.assign(sequence.ids.begin() + from, sequence.ids.end());
     row.labels.assign(row.tokens.size(), -100);
     row.positions.resize(row.tokens.size());

@@ -39,7 +39,7 @@ void launch(const Options& options) {
   const int64_t processes = options.processes;
   const vector<string> command = options.command->remaining();
   PITH_CHECK(!command.empty(), "no command to launch; try: launch {} pretrain run.toml", processes);
-  const int64_t cores = max(1U, std::thread::hardware_concurrency());
+  const int64_t cores = max(1U, thread::hardware_concurrency());
   // The mpirun of the wheels this program was built with, else that of PATH; MPIRUN goes first.
   const fs::path self = fs::read_symlink("/proc/self/exe");
   const fs::path own = self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun";
@@ -77,8 +77,8 @@ void launch(const Options& options) {
   close(ends[1]);
 
   Output output;
-  std::thread reader([&] {
-    std::ifstream lines(fmt::format("/dev/fd/{}", ends[0]));
+  thread reader([&] {
+    ifstream lines(fmt::format("/dev/fd/{}", ends[0]));
     for (string line; std::getline(lines, line);) output.show(line);
   });
   bool passed_on = false;

@@ -477,7 +477,7 @@ void add_pretrain_command(CLI::App& app) {
     const auto launched = Clock::now();
     // First of all, so that what goes wrong in a job of many ranks is told once.
     const bool plans = options.dry_run || options.rows.second >= 0;
-    const auto world = plans ? nullptr : std::make_unique<World>();
+    const auto world = plans ? nullptr : make_unique<World>();
     const RunConfig config =
         parse_run_config(read_file(options.file), options.file, options.overrides);
     if (options.rows.second >= 0) return print_rows(config, options.rows);

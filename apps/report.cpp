@@ -120,7 +120,7 @@ runs.forEach((run, i) => {
 json run_data(const fs::path& run) {
   PITH_CHECK(fs::is_regular_file(run / "metrics.jsonl"),
       "{} is no run folder: it holds no metrics.jsonl", run);
-  std::ifstream lines(run / "metrics.jsonl");
+  ifstream lines(run / "metrics.jsonl");
   json data = {{"name", run.string()}, {"steps", json::array()}, {"events", ""}};
   for (string text; std::getline(lines, text);) {
     json line = json::parse( // half a line: killed
@@ -150,7 +150,7 @@ void report(const Options& options) {
   json runs = json::array();
   for (const string& run : options.runs) runs.push_back(run_data(run));
   string data = runs.dump(-1, ' ', true, json::error_handler_t::replace);
-  data = std::regex_replace(data, std::regex("<"), "\\u003c"); // no </script>, no <!-- ends it
+  data = std::regex_replace(data, regex("<"), "\\u003c"); // no </script>, no <!-- ends it
   const fs::path out =
       options.out.empty() ? fs::path(options.runs[0]) / "report.html" : fs::path(options.out);
   PITH_CHECK(!fs::exists(out) || read_file(out).starts_with("<!doctype html>"),

@@ -111,7 +111,7 @@ void add_tokenizer_command(CLI::App& app) {
   all.require_subcommand(1);
   const auto [train, t] =
       add_command<TrainOptions>(all, "train", "Learn a byte-level BPE from text.", run_train);
-  t->threads = int(max(1u, std::thread::hardware_concurrency()));
+  t->threads = int(max(1u, thread::hardware_concurrency()));
   train
       ->add_option(
           "inputs", t->inputs, "Files, globs, folders: text, .jsonl, .parquet; also .gz, .zst")

@@ -48,7 +48,7 @@ void Work::wait() {
 }
 
 Comm::Comm() {
-  static const auto alone = std::make_shared<Impl>(vector{launch_info().rank}, 0, "self", "");
+  static const auto alone = make_shared<Impl>(vector{launch_info().rank}, 0, "self", "");
   impl_ = alone;
 }
 int64_t Comm::size() const { return ssize(impl_->ranks); }
@@ -90,7 +90,7 @@ Work Comm::start(Operation&& given) const {
     return {};
   }
   Impl& group = *impl_;
-  auto operation = std::make_unique<Operation>(std::move(given));
+  auto operation = make_unique<Operation>(std::move(given));
   const string count = fmt::format("{} #{}", operation->name, group.operations);
   note_operation(fmt::format("{} of group {}", count, group.name));
   operation->what =
@@ -156,7 +156,7 @@ Comm World::group(vector<int64_t> ranks, const string& name) const {
   const auto hash = XXH3_64bits(ranks.data(), ranks.size() * sizeof(int64_t));
   const string key = fmt::format("group/{}/{:x}", name, hash);
   const int64_t place = ranges::lower_bound(ranks, rank()) - ranks.begin();
-  return Comm(std::make_shared<Comm::Impl>(
+  return Comm(make_shared<Comm::Impl>(
       std::move(ranks), place, name, fmt::format("{}/{}", key, made[key]++)));
 }
 

@@ -84,7 +84,7 @@ NcclLink nccl_connect(const string& id, int64_t rank, int64_t size, at::Device d
   ncclComm* comm = nullptr;
   check(cudaSetDevice(device.index()));
   check(nccl().init(&comm, narrow<int>(size), copy, narrow<int>(rank)));
-  watch("NCCL", std::numeric_limits<double>::infinity(), [comm] {
+  watch("NCCL", numeric_limits<double>::infinity(), [comm] {
     int state = kSuccess;
     if (nccl().async_error(comm, &state) == kSuccess && state != kInProgress) check(state);
     return false;

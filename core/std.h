@@ -6,9 +6,11 @@
 #include <fmt/std.h>
 
 namespace pith {
-using std::array, std::deque, std::exchange, std::function, std::map, std::max, std::min,
-    std::nullopt, std::optional, std::pair, std::set, std::shared_ptr, std::span, std::ssize,
-    std::string, std::string_view, std::unique_ptr, std::vector;
+using std::array, std::deque, std::exchange, std::function, std::ifstream, std::initializer_list,
+    std::lock_guard, std::make_shared, std::make_unique, std::map, std::max, std::min, std::nullopt,
+    std::numeric_limits, std::optional, std::pair, std::regex, std::set, std::shared_ptr, std::span,
+    std::ssize, std::string, std::string_view, std::thread, std::unique_ptr, std::unordered_map,
+    std::vector;
 namespace fs = std::filesystem;
 namespace ranges = std::ranges;
 constexpr size_t index(std::integral auto number) { return size_t(number); }

@@ -17,7 +17,7 @@ string describe(const Tensor& tensor, string_view name) {
       shape_text(tensor.sizes()), tensor.device().str());
 }
 
-void check_shape(const Tensor& tensor, string_view name, std::initializer_list<int64_t> shape) {
+void check_shape(const Tensor& tensor, string_view name, initializer_list<int64_t> shape) {
   const bool same = tensor.defined() &&
       ranges::equal(tensor.sizes(), shape,
           [](int64_t size, int64_t wanted) { return wanted < 0 || size == wanted; });
@@ -29,8 +29,8 @@ void check_dtype(const Tensor& tensor, string_view name, at::ScalarType dtype) {
       describe(tensor, name), dtype_name(dtype));
 }
 
-void check_tensor(const Tensor& tensor, string_view name, at::ScalarType dtype,
-    std::initializer_list<int64_t> shape) {
+void check_tensor(
+    const Tensor& tensor, string_view name, at::ScalarType dtype, initializer_list<int64_t> shape) {
   check_shape(tensor, name, shape);
   check_dtype(tensor, name, dtype);
 }

@@ -9,10 +9,10 @@ string describe(const Tensor& tensor, string_view name);
 string dtype_name(at::ScalarType dtype); // "float32", "bfloat16", ...
 
 // Throw unless tensor is defined and has this shape (-1: any size), this dtype, or both.
-void check_shape(const Tensor& tensor, string_view name, std::initializer_list<int64_t> shape);
+void check_shape(const Tensor& tensor, string_view name, initializer_list<int64_t> shape);
 void check_dtype(const Tensor& tensor, string_view name, at::ScalarType dtype);
-void check_tensor(const Tensor& tensor, string_view name, at::ScalarType dtype,
-    std::initializer_list<int64_t> shape);
+void check_tensor(
+    const Tensor& tensor, string_view name, at::ScalarType dtype, initializer_list<int64_t> shape);
 
 // Dtype of sums, logits and gradients: FP64 for FP64, otherwise FP32.
 inline at::ScalarType wide_dtype(at::ScalarType dtype) {

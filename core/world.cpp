@@ -63,7 +63,7 @@ struct Job {
   double heartbeat_s = number_in("PITH_HEARTBEAT_S", 20.0);
   double tick_s = min(heartbeat_s, comm_timeout_s()) / 10;
   c10::intrusive_ptr<c10d::Store> store, beats; // main thread's, heartbeat's
-  std::thread heartbeat, guard;
+  thread heartbeat, guard;
 
   std::mutex mutex; // guards what follows
   std::condition_variable changed;
@@ -161,7 +161,7 @@ void run_heartbeat() {
     // Not under the lock: CUDA may answer late or never, and then the guard has to speak.
     if (failure.empty()) failure = failed_operation(watches);
     {
-      const std::lock_guard lock(job->mutex);
+      const lock_guard lock(job->mutex);
       if (job->failure.empty()) job->failure = failure;
       ranges::move(watches, std::back_inserter(job->watches));
       watches.clear();
@@ -251,8 +251,8 @@ World::World() {
   job->store->setTimeout(std::chrono::hours(24 * 365));
   write_beat(0);
   store_gather("here", 0, job->rank, job->size, ""); // every beat stands before anyone reads it
-  job->heartbeat = std::thread(run_heartbeat);
-  job->guard = std::thread(run_guard);
+  job->heartbeat = thread(run_heartbeat);
+  job->guard = thread(run_guard);
 }
 
 World::~World() {
@@ -261,7 +261,7 @@ World::~World() {
     note_operation("the end");
     store_gather("bye", 0, job->rank, job->size, ""); // the heartbeat goes on
     {
-      const std::lock_guard lock(job->mutex);
+      const lock_guard lock(job->mutex);
       job->stopping = true;
     }
     job->changed.notify_all();
@@ -278,7 +278,7 @@ void end_all_ranks(const string& text) {
   if (job == nullptr) return;
   if (!job->heartbeat.joinable()) leave_without_store(text); // it did not start
   {
-    const std::lock_guard lock(job->mutex);
+    const lock_guard lock(job->mutex);
     if (job->failure.empty()) job->failure = text;
   }
   job->changed.notify_all();
@@ -287,18 +287,18 @@ void end_all_ranks(const string& text) {
 
 void set_comm_context(const string& context) {
   if (job == nullptr) return;
-  const std::lock_guard lock(job->mutex);
+  const lock_guard lock(job->mutex);
   job->context = context.empty() ? "" : ", " + context;
 }
 
 string comm_context() {
   if (job == nullptr) return "";
-  const std::lock_guard lock(job->mutex);
+  const lock_guard lock(job->mutex);
   return job->context;
 }
 
 void note_operation(const string& what) {
-  const std::lock_guard lock(job->mutex);
+  const lock_guard lock(job->mutex);
   job->last_operation = what;
 }
 
@@ -308,12 +308,12 @@ double comm_timeout_s() {
 }
 
 void watch(string what, double limit_s, function<bool()> done) {
-  const std::lock_guard lock(job->mutex);
+  const lock_guard lock(job->mutex);
   job->watches.push_back({std::move(what), limit_s, std::move(done)});
 }
 
 shared_ptr<void> watch(string what, double limit_s) {
-  const auto call = std::make_shared<char>();
+  const auto call = make_shared<char>();
   watch(std::move(what), limit_s, [alive = std::weak_ptr(call)] { return alive.expired(); });
   return call;
 }

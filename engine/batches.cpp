@@ -73,10 +73,10 @@ struct RowStream::State {
   }
 
   shared_ptr<const Epoch> epoch(int64_t number) {
-    std::lock_guard lock(mutex);
+    lock_guard lock(mutex);
     auto& kept = epochs[number % 2];
     if (kept.second && kept.first == number) return kept.second;
-    auto made = std::make_shared<Epoch>();
+    auto made = make_shared<Epoch>();
     auto& order = made->documents;
     for (int64_t d = 0; d < corpus.num_documents(); ++d)
       if (corpus.length(d) > 0) order.push_back(d);
@@ -254,7 +254,7 @@ Blend::Blend(vector<RowStream> sources, const vector<double>& weights)
   slots_.reserve(index(period));
   for (int64_t slot = 0; slot < period; ++slot) {
     size_t chosen = 0;
-    int64_t earliest = std::numeric_limits<int64_t>::max();
+    int64_t earliest = numeric_limits<int64_t>::max();
     for (size_t s = 0; s < weights_.size(); ++s) {
       if (done[s] * period >= (slot + 1) * weights_[s]) continue; // not released yet
       const int64_t deadline = ((done[s] + 1) * period + weights_[s] - 1) / weights_[s];
@@ -272,7 +272,7 @@ Blend::Place Blend::place(int64_t at) const {
 
 int64_t Blend::rows_before_repeat() const {
   const auto period = ssize(slots_);
-  int64_t rows = std::numeric_limits<int64_t>::max();
+  int64_t rows = numeric_limits<int64_t>::max();
   for (int64_t slot = 0; slot < period; ++slot) {
     const auto [source, row] = slots_[index(slot)];
     const int64_t left = sources_[source].rows_per_epoch() - row; // whole periods before a repeat

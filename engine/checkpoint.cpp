@@ -170,8 +170,8 @@ struct Save {
       if (keep_last > 0) delete_older(root, content.step, keep_last);
       remove_leftovers(root);
     } catch (const fs::filesystem_error& error) {
-      PITH_FAIL("checkpoint {} is saved, but an older one could not be deleted: {}", root / name,
-          error.what());
+      PITH_FAIL(
+          "checkpoint {} is saved, but an older one could not be deleted: {}", root / name, error);
     }
   }
 };
@@ -248,7 +248,7 @@ string state_key(const string& kind, const string& tensor, int64_t offset, int64
 CheckpointWriter::~CheckpointWriter() {
   try {
     finish();
-  } catch (const std::exception& error) { fmt::print(stderr, "{}\n", error.what()); }
+  } catch (const std::exception& error) { fmt::print(stderr, "{}\n", error); }
 }
 
 void CheckpointWriter::start(
@@ -275,7 +275,7 @@ Manifest parse_manifest(string_view text, const string& source) {
       file.name = name;
     }
     return manifest;
-  } catch (const json::exception& error) { PITH_FAIL("{}: {}", source, error.what()); }
+  } catch (const json::exception& error) { PITH_FAIL("{}: {}", source, error); }
 }
 
 Manifest read_manifest(const fs::path& checkpoint) {
@@ -318,7 +318,7 @@ OptimizerReader::OptimizerReader(const fs::path& folder) : folder_(folder / "opt
   if (names.empty())
     PITH_FAIL_HINT("use the folder as [model] init to start with a new optimizer",
         "{} holds no optimizer state", folder);
-  static const std::regex form("(.+)@([0-9]{1,18})/([0-9]{1,18})");
+  static const regex form("(.+)@([0-9]{1,18})/([0-9]{1,18})");
   for (const string& name : names) {
     const SafetensorsFile& file = files_.emplace_back(folder_ / name);
     for (const auto& [key, entry] : file.header().tensors) {

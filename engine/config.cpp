@@ -230,9 +230,9 @@ vector<DataSource> sources_of(const toml::node& node) {
 
 }
 
-std::regex name_pattern(const string& text) {
+regex name_pattern(const string& text) {
   PITH_CHECK(text.size() <= 1000, "longer than 1000 bytes"); // nested, it would end the stack
-  return std::regex(text, std::regex::ECMAScript | std::regex_constants::__polynomial);
+  return regex(text, regex::ECMAScript | std::regex_constants::__polynomial);
 }
 
 namespace {
@@ -305,7 +305,7 @@ string nearest_key(string_view full) {
   const auto section = full.substr(0, dot == full.npos ? 0 : dot);
   const auto name = full.substr(dot == full.npos ? 0 : dot + 1);
   string_view nearest;
-  size_t smallest = std::numeric_limits<size_t>::max();
+  size_t smallest = numeric_limits<size_t>::max();
   for (const Key& key : kKeys) {
     size_t distance = edit_distance(name, key.name());
     if (!section.empty() && section != key.section()) distance += distance <= 1 ? 2 : 100;

@@ -81,7 +81,7 @@ struct RunConfig {
 RunConfig parse_run_config(string_view text, const string& source, const vector<string>& overrides);
 
 // Of tensors' names: ECMAScript without back-references, found in polynomial time.
-std::regex name_pattern(const string& text);
+regex name_pattern(const string& text);
 
 // As TOML, which reads back to the same.
 string to_toml(const RunConfig& config);

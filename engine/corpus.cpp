@@ -36,7 +36,7 @@ optional<SideFile> read_side_file(const string& path) {
     PITH_CHECK(document.at("version") == 1, "{}: version {} is not known", path,
         document.at("version").dump());
     return document.get<SideFile>();
-  } catch (const json::exception& error) { PITH_FAIL("{}: {}", path, error.what()); }
+  } catch (const json::exception& error) { PITH_FAIL("{}: {}", path, error); }
 }
 
 // Where a shard is written, and its name in the end: PREFIX-00003, PREFIX-00003-of-00007.
@@ -197,7 +197,7 @@ void Corpus::read(int64_t document, int64_t begin, span<int64_t> out) const {
   const char* ids = shard.bin.data.get() + (first + begin) * shard.index.width;
   for (int64_t i = 0; i < count; ++i)
     out[index(i)] = shard.index.width == 2 ? load<uint16_t>(ids, i) : load<int32_t>(ids, i);
-  const int64_t limit = vocab_size() > 0 ? vocab_size() : std::numeric_limits<int64_t>::max();
+  const int64_t limit = vocab_size() > 0 ? vocab_size() : numeric_limits<int64_t>::max();
   const auto bad = ranges::find_if(out, [&](int64_t id) { return id < 0 || id >= limit; });
   if (bad != out.end())
     PITH_FAIL_HINT("`pithtrain corpus verify` tells what is damaged",
@@ -333,7 +333,7 @@ void publish_corpus(const string& prefix, int64_t shards) {
   const fs::path folder = fs::absolute(prefix).parent_path();
   const string name = fs::path(prefix).filename().string();
   // What may be there of an older corpus that was cut otherwise, and of the writing.
-  static const std::regex ending(
+  static const regex ending(
       R"((-\d{5,}-of-\d{5,})?\.(bin|idx|json)|(-\d{5,})?\.(bin|idx|json|len)\.tmp)");
   // Without .idx there is no corpus: the old ones go first, the new ones come last.
   for (const auto& [extension, old] :

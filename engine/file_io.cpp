@@ -27,7 +27,7 @@ MappedFile map_file(const fs::path& path) {
   PITH_CHECK(!fs::exists(path) || fs::is_regular_file(path), "{} is not a file", path);
   const File file = open(path, "re");
   const uint64_t size = fs::file_size(path);
-  if (size == 0) return {std::make_shared<char>(), 0};
+  if (size == 0) return {make_shared<char>(), 0};
   void* pages = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, ::fileno(file.get()), 0);
   if (pages == MAP_FAILED) fail(path, "map");
   return {shared_ptr<const char>(static_cast<const char*>(pages),
@@ -42,7 +42,7 @@ OutputFile::OutputFile(fs::path path, uint64_t keep)
     const uint64_t size = fs::file_size(path_);
     PITH_CHECK(
         size >= keep, "{} has {} bytes, fewer than the {} that were written", path_, size, keep);
-    if (::ftruncate(::fileno(file_.get()), static_cast<off_t>(keep)) != 0 ||
+    if (::ftruncate(::fileno(file_.get()), off_t(keep)) != 0 ||
         std::fseek(file_.get(), 0, SEEK_END) != 0)
       fail(path_, "cut");
   }

@@ -48,7 +48,7 @@ vector<string> summarize_names(vector<string> names) {
   ranges::sort(names, [](const string& a, const string& b) {
     return ::strverscmp(a.c_str(), b.c_str()) < 0; // numbers by their values
   });
-  static const std::regex number("[0-9]+");
+  static const regex number("[0-9]+");
   map<string, vector<string>> alike;
   for (const string& name : names) alike[std::regex_replace(name, number, "#")].push_back(name);
   vector<string> lines;

@@ -61,7 +61,7 @@ string step_line(const StepMetrics& m) {
 // Bytes of an earlier run's metrics.jsonl before the first step after `resumed_step` or half line.
 uint64_t kept_bytes(const fs::path& path, int64_t resumed_step) {
   if (!fs::is_regular_file(path)) return 0;
-  std::ifstream file(path, std::ios::binary);
+  ifstream file(path, std::ios::binary);
   uint64_t kept = 0;
   for (string text; std::getline(file, text) && !file.eof(); kept += text.size() + 1) {
     const Json line = Json::parse(text, nullptr, /*allow_exceptions=*/false);

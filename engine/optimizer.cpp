@@ -75,7 +75,7 @@ Tensor muon_updates(const ShardGroup& group, Directions& directions) {
 
 vector<string> set_update_rules(
     const Units& units, const Units& whole_model, const RunConfig::Training& training) {
-  vector<std::regex> patterns;
+  vector<regex> patterns;
   for (const TensorGroup& group : training.groups) patterns.push_back(name_pattern(group.pattern));
   vector<bool> used(patterns.size());
   map<string, pair<int64_t, int64_t>> rules; // tensors, elements

@@ -156,7 +156,7 @@ Profile::~Profile() {
     write_file(
         options_.folder, name("profile-rank{}.txt"), summary(result->events(), options_.device));
   } catch (const std::exception& error) {
-    fmt::print(stderr, "no profile of rank {}: {}\n", options_.rank, error.what());
+    fmt::print(stderr, "no profile of rank {}: {}\n", options_.rank, error);
   }
 }
 

@@ -10,7 +10,7 @@ int64_t sample(span<const float> logits, const SamplingOptions& options, uint64_
   PITH_CHECK(options.top_k >= 0, "top_k {}: must be at least 0", options.top_k);
   size_t best = 0;
   for (size_t i = 0; i < logits.size(); ++i) {
-    PITH_CHECK(logits[i] < std::numeric_limits<float>::infinity(), // false for NaN
+    PITH_CHECK(logits[i] < numeric_limits<float>::infinity(), // false for NaN
         "sampling: the logit of token {} is {}", i, logits[i]);
     if (logits[i] > logits[best]) best = i;
   }

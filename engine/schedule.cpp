@@ -48,7 +48,7 @@ vector<Action> with_head(const vector<Action>& actions) {
 
 double cost_of(const Action& action, const vector<StageCosts>& costs, HeadCosts head, int64_t ranks,
     size_t rank) {
-  double sum = 0, hidden = std::numeric_limits<double>::infinity();
+  double sum = 0, hidden = numeric_limits<double>::infinity();
   for (const Pass& pass : action) {
     if (pass.kind == Pass::head) return head.cost * head.share;
     const size_t chunk = chunk_of(ranks, rank, pass);
@@ -116,7 +116,7 @@ string to_string(const vector<Action>& schedule) {
 
 Simulation simulate(
     int64_t ranks, int64_t n, bool overlap, const vector<StageCosts>& costs, HeadCosts head) {
-  constexpr double kNever = std::numeric_limits<double>::infinity();
+  constexpr double kNever = numeric_limits<double>::infinity();
   const auto count = index(ranks);
   Simulation result;
   result.intervals.resize(count);

@@ -24,7 +24,7 @@ ShardGroup::ShardGroup(vector<Parameter*> parameters, at::ScalarType dtype, at::
     Use use, Comm shard, Comm replicate, ShardMode mode, int64_t unit, OptimizerStates states)
     : parameters_(std::move(parameters)), shard_(std::move(shard)),
       replicate_(std::move(replicate)), mode_(shard_.size() == 1 ? ShardMode::keep : mode),
-      unit_(unit), reductions_(std::make_shared<Reductions>()) {
+      unit_(unit), reductions_(make_shared<Reductions>()) {
   ranges::stable_sort(parameters_, std::greater(),
       [](const Parameter* parameter) { return parameter->tensors.front().rule; });
   int64_t total = 0;

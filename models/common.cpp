@@ -94,9 +94,9 @@ vector<bool> layers_of_type(
 
 shared_ptr<const json> read_config(const fs::path& path) {
   const auto file = fs::is_directory(path) ? path / "config.json" : path;
-  std::ifstream stream(file);
+  ifstream stream(file);
   PITH_CHECK(stream, "cannot read the model configuration {}", file);
-  auto object = std::make_shared<const json>(json::parse(stream, nullptr, false));
+  auto object = make_shared<const json>(json::parse(stream, nullptr, false));
   PITH_CHECK(!object->is_discarded(), "{} is not valid JSON", file);
   return object;
 }
@@ -135,7 +135,7 @@ void read_common(Fields& fields, ModelConfig& config, const char* family, const 
       config.router_state = {table_of(fields["router_state"], "bias", at::kFloat),
           table_of(fields["router_state"], "shares", at::kDouble)};
     } catch (const std::exception& error) {
-      fields.problem("router_state", fmt::format("is no object of tables: {}", error.what()));
+      fields.problem("router_state", fmt::format("is no object of tables: {}", error));
     }
 }
 
@@ -193,7 +193,7 @@ json config_for_export(
   return object;
 }
 
-vector<Parameter*> existing(std::initializer_list<Parameter*> parameters) {
+vector<Parameter*> existing(initializer_list<Parameter*> parameters) {
   vector<Parameter*> all(parameters);
   std::erase_if(all, [](const Parameter* parameter) { return parameter->shape.empty(); });
   return all;

@@ -142,7 +142,7 @@ ModelSize size_of(const typename Model::Config& config, double mixing, int64_t a
   return size;
 }
 
-vector<Parameter*> existing(std::initializer_list<Parameter*> parameters);
+vector<Parameter*> existing(initializer_list<Parameter*> parameters);
 
 Parameter matrix(const string& name, int64_t out, int64_t in, Init init = Init::normal);
 // One parameter (q_size + 2 kv_size, hidden).

@@ -12,10 +12,9 @@ constexpr const char *kText = "text_config", *kNested = "model.language_model.";
 
 // The start of a folder's index or only weight file, where names stand; "" without.
 string names_of_weights(const fs::path& folder) {
-  std::ifstream listing(folder / "model.safetensors.index.json"),
-      file(folder / "model.safetensors");
+  ifstream listing(folder / "model.safetensors.index.json"), file(folder / "model.safetensors");
   string names(1 << 20, ' ');
-  std::ifstream& stream = listing ? listing : file;
+  ifstream& stream = listing ? listing : file;
   stream.read(names.data(), ssize(names));
   return names.substr(0, index(stream.gcount()));
 }

@@ -5,11 +5,10 @@ namespace pith {
 namespace {
 template <class W> cuda::AdamWScalars<W> scalars_of(const AdamWStep& step) {
   const auto power = double(step.step);
-  return {static_cast<W>(step.learning_rate * step.weight_decay), static_cast<W>(step.beta1),
-      static_cast<W>(1 - step.beta1), static_cast<W>(step.beta2), static_cast<W>(1 - step.beta2),
-      static_cast<W>(step.epsilon),
-      static_cast<W>(step.learning_rate / (1 - std::pow(step.beta1, power))),
-      static_cast<W>(1 / std::sqrt(1 - std::pow(step.beta2, power)))};
+  return {W(step.learning_rate * step.weight_decay), W(step.beta1), W(1 - step.beta1),
+      W(step.beta2), W(1 - step.beta2), W(step.epsilon),
+      W(step.learning_rate / (1 - std::pow(step.beta1, power))),
+      W(1 / std::sqrt(1 - std::pow(step.beta2, power)))};
 }
 
 // In the order of PyTorch's fused AdamW. W: the dtype of computing, M: of the moments.
@@ -21,12 +20,12 @@ template <class W, class M> void update_cpu(Tensor& master, Tensor& exp_avg, Ten
   const W *g = grad.const_data_ptr<W>(), scale = *grad_scale.const_data_ptr<W>();
   for (int64_t i = 0; i < master.numel(); ++i) {
     const W gradient = g[i] * scale;
-    const W m = s.beta1 * static_cast<W>(first[i]) + s.rest1 * gradient;
-    const W v = s.beta2 * static_cast<W>(second[i]) + s.rest2 * gradient * gradient;
+    const W m = s.beta1 * W(first[i]) + s.rest1 * gradient;
+    const W v = s.beta2 * W(second[i]) + s.rest2 * gradient * gradient;
     const W decayed = w[i] - s.decay * w[i];
     w[i] = decayed - s.rate * m / (std::sqrt(v) * s.inverse_correction2 + s.epsilon);
-    first[i] = static_cast<M>(m);
-    second[i] = static_cast<M>(v);
+    first[i] = M(m);
+    second[i] = M(v);
   }
 }
 
@@ -46,7 +45,7 @@ void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Ten
   const at::ScalarType wide = wide_dtype(master.scalar_type());
   const bool bf16 = is_bf16(value) && wide == at::kFloat;
   const auto check = [&](const Tensor& tensor, const char* name, at::ScalarType dtype,
-                         std::initializer_list<int64_t> shape) {
+                         initializer_list<int64_t> shape) {
     check_tensor(tensor, name, dtype, shape);
     PITH_CHECK(tensor.is_contiguous() && tensor.device() == master.device(),
         "{} should be contiguous and on the device of {}", describe(tensor, name),

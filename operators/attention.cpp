@@ -132,7 +132,7 @@ Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double sc
     const Tensor all = at::ones({n, m}, q.options().dtype(at::kBool));
     Tensor hidden = all.triu(m - n + 1);
     if (run.mask.before >= 0) hidden.logical_or_(all.tril(m - n - 1 - run.mask.before));
-    scores.view({-1, n, m}).masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+    scores.view({-1, n, m}).masked_fill_(hidden, -numeric_limits<double>::infinity());
   }
   return scores;
 }

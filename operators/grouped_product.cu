@@ -1,7 +1,6 @@
 // y = x W[e] + bias[e] over each expert's rows, on Hopper: BF16 operands, sums in FP32, rounded
-// once. A persistent block computes tiles of kTileM rows x kTileN columns. Weights come by TMA, and
-// so do rows in order; listed rows by cp.async. Results leave through shared memory and the copy
-// engine, while the next tile is computed.
+// once. A persistent block computes tiles of kTileM rows x kTileN columns. Weights and rows in
+// order come by TMA, listed rows by cp.async; the copy engine writes results during the next tile.
 #include "operators/hopper.cuh"
 
 namespace pith::cuda {
@@ -16,7 +15,7 @@ struct Problem {
 };
 
 constexpr int kStages = 3;
-// Listed rows pass through L1, which needs what the results of half a tile would take.
+// Listed rows pass through L1: fewer results, more L1.
 template <bool LISTED> constexpr int kBoxes = kTileN / kBoxColumns / (LISTED ? 2 : 1);
 using Box = uint8_t[64 * kBoxRow];
 template <bool LISTED> struct Shared {

@@ -2,8 +2,7 @@
 // in FP32. A persistent block computes tiles of kTileM x kTileN of an expert's gradient and hands
 // them in boxes to the copy engine, which adds them in the L2 cache. Each element is added to once:
 // the same bits always.
-// At 512 rows an expert the products take less than half of the time: the gradient is read and
-// written once, 8 bytes for 512 multiply-adds. Alternatives: docs/performance.md.
+// Bound by the gradient's bytes; alternatives: docs/performance.md.
 #include "operators/hopper.cuh"
 
 namespace pith::cuda {

@@ -28,7 +28,6 @@ __device__ inline uint32_t shared_address(const void* p) {
   return uint32_t(__cvta_generic_to_shared(p));
 }
 
-// Dynamic shared memory at a multiple of 1024 bytes.
 template <class T> __device__ T& shared_at_1024(uint8_t* memory) {
   return *reinterpret_cast<T*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
 }
@@ -37,7 +36,6 @@ __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
   while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {}
 }
 
-// The threads of a warpgroup (or more) with this number.
 __device__ inline void group_sync(int number, int threads = 128) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -170,7 +168,7 @@ inline CUtensorMap tensor_map(CUtensorMapDataType type, const void* data,
   cuuint64_t sizes[3] = {}, strides[3] = {type == kMapBf16 ? 2u : 4u};
   cuuint32_t rank = 0;
   for (const int64_t size : its_sizes) {
-    sizes[rank] = static_cast<cuuint64_t>(size);
+    sizes[rank] = cuuint64_t(size);
     if (rank < 2) strides[rank + 1] = strides[rank] * sizes[rank];
     ++rank;
   }

@@ -77,7 +77,7 @@ Tensor group_limited_topk(const Tensor& logits, int64_t k, int64_t groups, int64
   const Tensor grouped = logits.view({tokens, groups, size});
   Tensor left_out = at::ones({tokens, groups}, logits.options().dtype(at::kBool));
   left_out.scatter_(1, topk_lowest_id(grouped.amax(2), topk_groups), false);
-  const double never = -std::numeric_limits<double>::infinity();
+  const double never = -numeric_limits<double>::infinity();
   return topk_lowest_id(
       grouped.masked_fill(left_out.unsqueeze(2), never).view({tokens, groups * size}), k);
 }
@@ -110,7 +110,7 @@ function<RouterBalance()> start_balance_loss(const Tensor& given, const Tensor& 
                       .view({num_rows + 1, width});
   counts.select(0, num_rows).zero_();
   const Tensor local = counts.sum(0).narrow(0, 0, num_experts);
-  auto travel = std::make_shared<Work>(context.all_reduce_async(counts));
+  auto travel = make_shared<Work>(context.all_reduce_async(counts));
   return [=] {
     travel->wait();
     const Tensor choices = counts.narrow(1, 0, num_experts).to(at::kDouble);

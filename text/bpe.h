@@ -78,7 +78,7 @@ class Bpe {
 
   Config config_;
   vector<string> forms_; // bytes when byte_level, else the spelling
-  std::unordered_map<string_view, int32_t> ids_; // views forms_
+  unordered_map<string_view, int32_t> ids_; // views forms_
   vector<Slot> merges_;
   int shift_ = 63;
   // Hashed (last byte, first character) of what some merge joins; empty: unused.

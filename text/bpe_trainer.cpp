@@ -7,7 +7,7 @@ using Pair = uint64_t; // pair_key
 struct PairHash {
   size_t operator()(Pair pair) const { return pair * 0x9E3779B97F4A7C15ull >> 16; }
 };
-using WordLists = std::unordered_map<Pair, vector<uint32_t>, PairHash>;
+using WordLists = unordered_map<Pair, vector<uint32_t>, PairHash>;
 
 // A pair and the words that held it when it was queued. Counts are checked again when it comes up.
 struct Candidate {
@@ -75,7 +75,7 @@ void BpeTrainer::add(span<const string> texts) {
 Tokenizer BpeTrainer::train() const {
   // Ids: special tokens, then the bytes in the order of their stand-ins, then merges.
   vector<string> vocabulary;
-  std::unordered_map<string, int32_t> ids;
+  unordered_map<string, int32_t> ids;
   auto id_of = [&](const string& token) {
     const auto [found, is_new] = ids.emplace(token, int32_t(ids.size()));
     if (is_new) vocabulary.push_back(token);
@@ -96,7 +96,7 @@ Tokenizer BpeTrainer::train() const {
   for (const Counts& counts : counts_)
     for (const auto& [piece, count] : counts) total[piece] += count;
   vector<Word> words;
-  std::unordered_map<Pair, int64_t, PairHash> pair_counts;
+  unordered_map<Pair, int64_t, PairHash> pair_counts;
   WordLists lists;
   for (const auto& [piece, count] : total) {
     vector<int32_t> symbols;
@@ -121,7 +121,7 @@ Tokenizer BpeTrainer::train() const {
   queue_all();
 
   vector<pair<int32_t, int32_t>> merges;
-  std::unordered_map<Pair, size_t, PairHash> places; // of each pair in merges
+  unordered_map<Pair, size_t, PairHash> places; // of each pair in merges
   while (ssize(vocabulary) < options_.vocab_size && !queue.empty()) {
     Candidate top = std::move(const_cast<Candidate&>(queue.top())); // popped at once: order holds
     queue.pop();

@@ -152,8 +152,8 @@ class ByteSource {
   void skip(uint64_t bytes) {
     if (!zstd_) {
       ::gzdirect(file_.get()); // looks at the first bytes: what is not compressed then seeks
-      PITH_CHECK(::gzseek(file_.get(), static_cast<off_t>(bytes), SEEK_SET) >= 0,
-          "cannot read {} from byte {}", path_, bytes);
+      PITH_CHECK(::gzseek(file_.get(), off_t(bytes), SEEK_SET) >= 0, "cannot read {} from byte {}",
+          path_, bytes);
       return;
     }
     for (string skipped(kRead, '\0'); bytes > 0;) {
@@ -199,7 +199,7 @@ bool InputReader::next_rows(Chunk& chunk) {
   try {
     if (!table_) table_ = open(chunk.path, options_.text_field, at_.line);
     texts = table_();
-  } catch (const std::exception& failure) { PITH_FAIL("{}: {}", chunk.path, failure.what()); }
+  } catch (const std::exception& failure) { PITH_FAIL("{}: {}", chunk.path, failure); }
   for (auto& text : texts) {
     Document& document = chunk.documents.emplace_back();
     document.line = ++at_.line;
@@ -260,7 +260,7 @@ bool InputReader::next(Chunk& chunk) {
     const bool table = file.path.ends_with(".parquet");
     chunk = {.path = file.path, .line = at_.line};
     if (!table && !source_) {
-      source_ = std::make_shared<ByteSource>(file.path);
+      source_ = make_shared<ByteSource>(file.path);
       if (has_lines(file.path)) source_->skip(at_.offset);
     }
     if (table ? next_rows(chunk) : next_bytes(chunk)) {

@@ -141,18 +141,18 @@ Encoding Tokenizer::encode(string_view input, const EncodeOptions& options) cons
     input = repaired;
   }
   unique_ptr<Bpe::Scratch> scratch;
-  if (const std::lock_guard lock(state_->mutex); !state_->idle.empty()) {
+  if (const lock_guard lock(state_->mutex); !state_->idle.empty()) {
     scratch = std::move(state_->idle.back());
     state_->idle.pop_back();
   }
-  if (!scratch) scratch = std::make_unique<Bpe::Scratch>();
+  if (!scratch) scratch = make_unique<Bpe::Scratch>();
   scratch->dropped = 0;
   Encoder{*state_, options, *scratch, encoding, input}.run();
   encoding.dropped_characters = scratch->dropped;
   PITH_CHECK(!options.strict || encoding.dropped_characters == 0,
       "{} characters of the text have no token", encoding.dropped_characters);
   {
-    const std::lock_guard lock(state_->mutex);
+    const lock_guard lock(state_->mutex);
     state_->idle.push_back(std::move(scratch));
   }
   if (options.add_special_tokens) {
@@ -201,7 +201,7 @@ string StreamingDecoder::push(int32_t id) {
   const string text = tokenizer_.decode(window_);
   if (text.ends_with("\uFFFD") || text.size() <= emitted_) return "";
   // The ids that were just completed become the context of the next ones.
-  window_.erase(window_.begin(), window_.begin() + static_cast<std::ptrdiff_t>(settled_));
+  window_.erase(window_.begin(), window_.begin() + std::ptrdiff_t(settled_));
   settled_ = window_.size();
   string fresh = text.substr(emitted_);
   emitted_ = tokenizer_.decode(window_).size();

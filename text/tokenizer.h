@@ -89,7 +89,7 @@ class BpeTrainer {
   // Learns the merges. Ties go to the smaller left id, then the smaller right id.
   Tokenizer train() const;
  private:
-  using Counts = std::unordered_map<string, int64_t>;
+  using Counts = unordered_map<string, int64_t>;
   BpeTrainerOptions options_;
   vector<Counts> counts_; // one a thread
 };

@@ -11,7 +11,7 @@ using Json = nlohmann::json;
 
 string read_file(const fs::path& path, bool optional = false) {
   if (optional && !fs::exists(path)) return "";
-  std::ifstream file(path, std::ios::binary);
+  ifstream file(path, std::ios::binary);
   string content{std::istreambuf_iterator<char>(file), {}};
   PITH_CHECK(file.is_open() && !file.bad(), "cannot read {}", path);
   return content;
@@ -61,7 +61,7 @@ int32_t id_of(const Json& value) {
 }
 
 // The place of a name among those that are known.
-int choose(const char* kind, string_view name, std::initializer_list<string_view> known) {
+int choose(const char* kind, string_view name, initializer_list<string_view> known) {
   const auto found = ranges::find(known, name);
   if (found == known.end()) refuse(kind, name);
   return int(found - known.begin());
@@ -292,7 +292,7 @@ void read_config(const string& text, Tokenizer::State& state) {
 }
 
 shared_ptr<const Tokenizer::State> make_state(string json, string config, string chat_template) {
-  auto state = std::make_shared<Tokenizer::State>();
+  auto state = make_shared<Tokenizer::State>();
   Json file = parse_object(json, "tokenizer.json");
   for (const char* key : {"truncation", "padding"})
     PITH_CHECK(member(file, key).is_null(), "tokenizer.json: {} is not supported", key);

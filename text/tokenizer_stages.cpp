@@ -48,14 +48,13 @@ struct Mark : Change {
 
 int combining_order(char32_t code) {
   if (code < 0x300 || unicode_is_inert(code)) return 0;
-  return utf8proc_get_property(static_cast<utf8proc_int32_t>(code))->combining_class;
+  return utf8proc_get_property(utf8proc_int32_t(code))->combining_class;
 }
 
 void decompose(char32_t code, bool compatible, vector<Mark>& out) {
-  utf8proc_int32_t parts[32] = {static_cast<utf8proc_int32_t>(code)};
+  utf8proc_int32_t parts[32] = {utf8proc_int32_t(code)};
   int bound = 0;
-  const auto options =
-      static_cast<utf8proc_option_t>(UTF8PROC_DECOMPOSE | (compatible ? UTF8PROC_COMPAT : 0));
+  const auto options = utf8proc_option_t(UTF8PROC_DECOMPOSE | (compatible ? UTF8PROC_COMPAT : 0));
   utf8proc_ssize_t count = 1;
   if (code >= 0xA0 && !unicode_is_inert(code))
     count = utf8proc_decompose_char(parts[0], parts, 32, options, &bound);
@@ -66,9 +65,8 @@ void decompose(char32_t code, bool compatible, vector<Mark>& out) {
 }
 
 optional<char32_t> compose(char32_t first, char32_t second) {
-  utf8proc_int32_t pair[3] = {
-      static_cast<utf8proc_int32_t>(first), static_cast<utf8proc_int32_t>(second), 0};
-  const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
+  utf8proc_int32_t pair[3] = {utf8proc_int32_t(first), utf8proc_int32_t(second), 0};
+  const auto options = utf8proc_option_t(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
   if (utf8proc_normalize_utf32(pair, 2, options) != 1) return nullopt;
   const auto composed = char32_t(pair[0]);
   return unicode_is_inert(composed) ? nullopt : optional(composed);

@@ -166,7 +166,7 @@ class AddedTokenMatcher {
 struct Tokenizer::State {
   string json, config, chat_template_file; // as they were read: save() writes them back
   vector<string> tokens; // by id, added tokens included
-  std::unordered_map<string, int32_t> ids;
+  unordered_map<string, int32_t> ids;
   map<int32_t, AddedToken> added;
   AddedTokenMatcher raw_added, normalized_added;
 

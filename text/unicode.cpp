@@ -8,8 +8,8 @@ namespace {
 // Bytes of the well-formed sequence that begins `text`, 0 where none does.
 size_t sequence_length(string_view text) {
   utf8proc_int32_t code;
-  const auto length = utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
-      static_cast<utf8proc_ssize_t>(text.size()), &code);
+  const auto length = utf8proc_iterate(
+      reinterpret_cast<const utf8proc_uint8_t*>(text.data()), utf8proc_ssize_t(text.size()), &code);
   return length > 0 ? index(length) : 0;
 }
 
@@ -20,7 +20,7 @@ size_t ill_formed_length(string_view text) {
   return 1;
 }
 
-using Table = std::unordered_map<char32_t, uint32_t>;
+using Table = unordered_map<char32_t, uint32_t>;
 
 Table read_table(string_view text) { // of unicode_tables.h
   Table table;
@@ -92,7 +92,7 @@ char32_t utf8_previous(string_view text, size_t& at) {
 
 void utf8_append(char32_t code, string& out) {
   utf8proc_uint8_t bytes[4];
-  const auto count = utf8proc_encode_char(static_cast<utf8proc_int32_t>(code), bytes);
+  const auto count = utf8proc_encode_char(utf8proc_int32_t(code), bytes);
   out.append(reinterpret_cast<const char*>(bytes), index(count));
 }
 
@@ -138,11 +138,11 @@ bool unicode_is_inert(char32_t code) {
 char32_t unicode_lower(char32_t code) {
   if (const auto found = lower_delta.find(code); found != lower_delta.end())
     return code + found->second;
-  return char32_t(utf8proc_tolower(static_cast<utf8proc_int32_t>(code)));
+  return char32_t(utf8proc_tolower(utf8proc_int32_t(code)));
 }
 
 bool is_white_space(char32_t code) {
-  const auto category = utf8proc_category(static_cast<utf8proc_int32_t>(unicode_stand_in(code)));
+  const auto category = utf8proc_category(utf8proc_int32_t(unicode_stand_in(code)));
   return (code >= 9 && code <= 13) || code == 0x85 || category == UTF8PROC_CATEGORY_ZS ||
       category == UTF8PROC_CATEGORY_ZL || category == UTF8PROC_CATEGORY_ZP;
 }
