@@ -1,6 +1,7 @@
 // pithtrain convert: a model folder as another one. pithtrain compare: two folders, files or runs.
 #include <nlohmann/json.hpp>
 #include "apps/families.h"
+#include "engine/config.h"
 
 namespace pith {
 namespace {

@@ -184,9 +184,9 @@ Regex::Regex(string_view pattern, Syntax syntax) : stand_ins_(syntax == Syntax::
 }
 
 Regex Regex::literal(string text) {
-  Regex regex;
-  regex.literal_ = std::move(text);
-  return regex;
+  Regex made;
+  made.literal_ = std::move(text);
+  return made;
 }
 
 bool Regex::find(string_view text, size_t from, size_t& begin, size_t& end) const {
