@@ -175,7 +175,7 @@ for wrong in '--memory nan' '--memory -1' '--reserve 1' '--reserve nan'; do
   # shellcheck disable=SC2086
   expect 1 'leave nothing' estimate "$run" "${config[@]}" $wrong
 done
-expect 1 'no layout divides 1000000007 GPUs' estimate "$run" "${config[@]}" --gpus 1000000007
+expect 1 'no layout divides 1048573 GPUs' estimate "$run" "${config[@]}" --gpus 1048573
 
 # report: all numbers, several runs; text that looks like HTML stays text; lines that a killed run left are passed over.
 cp -r one hostile
