@@ -197,6 +197,22 @@ done
 grep -q '"events":".*alert(1)' report.html || fail "an event is missing"
 [ "$(grep -o '"total_steps":' report.html | wc -l)" -eq 14 ] || fail "not all steps are there"
 ! grep -qE '(src|href)=' report.html || fail "the report needs other files"
+
+# What is not theirs stays: a report replaces only reports, convert makes its working folder itself, a resume keeps an average.
+cp one/metrics.jsonl kept.jsonl
+expect 1 'exists and is no report' report one --out kept.jsonl
+cmp one/metrics.jsonl kept.jsonl || fail "report changed what it refused to replace"
+source=$PITH_SOURCE_DIR/tests/golden/qwen3_moe_a
+cp -r "$source" mine.converting
+expect 1 'mine.converting exists' convert "$source" mine
+diff -r "$source" mine.converting || fail "convert changed a folder that it did not make"
+for wrong in nan -1 1e300; do expect 1 'init-std' convert "$source" fresh --reinit q_proj --init-std "$wrong"; done
+expect 1 'longer than 1000 bytes' convert "$source" fresh --reinit "$(printf '(%.0s' {1..2000})a$(printf ')%.0s' {1..2000})"
+mkdir weightless && echo '{"weight_map":{}}' >weightless/model.safetensors.index.json
+expect 1 'hold no tensors' compare weightless weightless
+mkdir deep && sed 's/"num_hidden_layers": [0-9]*/"num_hidden_layers": 1000000/' "$source/config.json" >deep/config.json
+expect 1 'num_hidden_layers must lie in' convert deep fresh
+expect 2 'not in range' pretrain "$run" --rows 4000000000000000000 1
 if command -v node >/dev/null; then
   sed -n '/^<script>/,/^<\/script>/p' report.html | sed '1d;$d' >page.js
   node --check page.js || fail "the page's script"
