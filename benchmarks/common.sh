@@ -1,8 +1,8 @@
 # What gpu.sh and node.sh share, sourced in the repository's root: executables, libraries, corpus, processes on GPUs.
 
-# Executables of this tree; those that `gpu.sh pack` stripped go first.
+# Executables of this tree, or, where nothing was built, those that `gpu.sh pack` stripped on another machine.
 bin=build
-[ -d build/gpu ] && bin=build/gpu
+[ -e build/pithtrain ] || bin=build/gpu
 headers=$(echo .deps/lib/python3*/site-packages/torch/include)
 
 # LibTorch from .deps, where it has all that this machine needs; else from the machine's own Python package.
