@@ -1,4 +1,5 @@
-// Times of single operators on a GPU, with the sizes of Qwen3-30B-A3B and 8192 tokens: a table of
+// Times of single operators on a GPU, with the sizes of Qwen3-30B-A3B and 8192 tokens (65536 where
+// bytes bind, or the launch would be timed, and the L2 cache): a table of
 // name, shape, milliseconds (median), the time that bytes and FLOPs take at the measured ceilings,
 // and the rate of the one that takes longer. `--json FILE` also writes a JSON object a row:
 //   name, shape, ms, bytes, flop (at least to be moved and computed), ceiling_ms, bound ("bytes",
@@ -35,7 +36,8 @@
 
 namespace pith {
 namespace {
-constexpr int64_t kTokens = 8192, kHidden = 2048, kHeads = 32, kKvHeads = 4, kHeadDim = 128;
+constexpr int64_t kTokens = 8192, kMany = 65536, kHidden = 2048, kHeads = 32, kKvHeads = 4,
+                  kHeadDim = 128;
 constexpr int64_t kExperts = 128, kTopK = 8, kExpertHidden = 768, kVocabulary = 151936;
 constexpr int64_t kSlots = kTokens * kTopK;
 
@@ -119,35 +121,35 @@ void fill_weight(Parameter& weight, double std) {
 }
 
 void bench_router() {
-  const Tensor logits = random("logits", {kTokens, kExperts}, at::kFloat);
-  const double table = 4.0 * kTokens * kExperts;
-  report("topk_lowest_id", "8192 x 128, top 8", {table}, [&] { topk_lowest_id(logits, kTopK); });
-  report_both("route", "8192 x 128, top 8", {2 * table}, {2 * table}, {logits},
+  const Tensor logits = random("logits", {kMany, kExperts}, at::kFloat);
+  const double table = 4.0 * kMany * kExperts;
+  report("topk_lowest_id", "65536 x 128, top 8", {table}, [&] { topk_lowest_id(logits, kTopK); });
+  report_both("route", "65536 x 128, top 8", {2 * table}, {2 * table}, {logits},
       [&] { return route(logits, kTopK, true).topk_weight; });
   const Routing routing = route(logits, kTopK, true);
   const Tensor probabilities = routing.probabilities.detach().set_requires_grad(true);
   const Tensor row_id =
-      at::arange(kTokens, at::TensorOptions(device)).div(4096, "floor").to(at::kInt);
-  report_both("sequence_balance_loss", "8192 x 128, 2 rows", {table}, {table}, {probabilities},
-      [&] { return start_balance_loss(probabilities, routing.topk_idx, row_id, 2)().loss; });
+      at::arange(kMany, at::TensorOptions(device)).div(4096, "floor").to(at::kInt);
+  report_both("sequence_balance_loss", "65536 x 128, 16 rows", {table}, {table}, {probabilities},
+      [&] { return start_balance_loss(probabilities, routing.topk_idx, row_id, 16)().loss; });
 }
 
 void bench_permute() {
-  const Tensor logits = random("logits", {kTokens, kExperts}, at::kFloat);
+  const Tensor logits = random("logits", {kMany, kExperts}, at::kFloat);
   const Routing routing = route(logits, kTopK, true);
-  report("make_expert_plan (waits for it)", "8192 x 8 of 128", {},
+  report("make_expert_plan (waits for it)", "65536 x 8 of 128", {},
       [&] { make_expert_plan(routing.topk_idx, kExperts); });
-  report("make_expert_plan", "8192 x 8 of 128", {16.0 * kSlots},
-      [&] { make_expert_plan(routing.topk_idx, kExperts, kSlots); });
+  report("make_expert_plan", "65536 x 8 of 128", {16.0 * kMany * kTopK},
+      [&] { make_expert_plan(routing.topk_idx, kExperts, kMany * kTopK); });
   const ExpertPlan plan = make_expert_plan(routing.topk_idx, kExperts);
-  const Tensor rows = random("rows", {kTokens, kHidden}),
-               slots = random("slots", {kSlots, kHidden});
+  const Tensor rows = random("rows", {kMany, kHidden}),
+               slots = random("slots", {kMany * kTopK, kHidden});
   const Tensor weight = routing.topk_weight.detach().set_requires_grad(true);
-  const double few = 2.0 * kTokens * kHidden, many = 2.0 * kSlots * kHidden;
-  report_both("permute", "8192 -> 65536 x 2048", {few + many}, {few + many}, {rows},
+  const double few = 2.0 * kMany * kHidden, many = 2.0 * kMany * kTopK * kHidden;
+  report_both("permute", "65536 -> 524288 x 2048", {few + many}, {few + many}, {rows},
       [&] { return permute(rows, plan); });
-  report_both("unpermute", "65536 -> 8192 x 2048", {few + many}, {few + 2 * many}, {slots, weight},
-      [&] { return unpermute(slots, weight, plan); });
+  report_both("unpermute", "524288 -> 65536 x 2048", {few + many}, {few + 2 * many},
+      {slots, weight}, [&] { return unpermute(slots, weight, plan); });
 }
 
 void bench_grouped_linear() {
@@ -189,11 +191,10 @@ void bench_moe_layer(const char* name, int64_t hidden, int64_t width, int64_t ex
     const Routing routing = route(linear_fp32(rows, router), k, normalize, forced);
     const ExpertPlan plan = make_expert_plan(routing.topk_idx, experts);
     if (clamped) {
-      const Tensor up = permuted_affine(rows, gate_up, gate_up_bias, plan);
-      const Tensor slots = grouped_affine(clamped_swiglu(up, 1.702, 7), down, down_bias, plan);
-      return unpermute(slots, routing.topk_weight, plan);
+      const Tensor up = permuted_swiglu(rows, gate_up, plan, {1.702f, 7, 1, true}, &gate_up_bias);
+      return unpermute(grouped_affine(up, down, down_bias, plan), routing.topk_weight, plan);
     }
-    const Tensor slots = swiglu(permuted_linear(rows, gate_up, plan));
+    const Tensor slots = permuted_swiglu(rows, gate_up, plan);
     return unpermute(grouped_linear(slots, down, plan), routing.topk_weight, plan);
   };
   const double flop = 6.0 * kRows * static_cast<double>(k * hidden * width);
@@ -294,9 +295,9 @@ void bench_embedding() {
   Parameter weight("embedding", {kVocabulary, kHidden}, ParameterGroup::embedding, Init::normal);
   fill_weight(weight, 0.02);
   const Tensor tokens =
-      at::randint(kVocabulary, {kTokens}, at::TensorOptions(at::kLong).device(device));
-  const double rows = 2.0 * kTokens * kHidden; // bytes of BF16 rows
-  report_both("embedding", "8192 of 151936 x 2048", {2 * rows}, {5 * rows}, {weight.value},
+      at::randint(kVocabulary, {kMany}, at::TensorOptions(at::kLong).device(device));
+  const double rows = 2.0 * kMany * kHidden; // bytes of BF16 rows
+  report_both("embedding", "65536 of 151936 x 2048", {2 * rows}, {5 * rows}, {weight.value},
       [&] { return embedding(tokens, weight); });
 }
 
@@ -324,28 +325,28 @@ void bench_norm_and_rotary() {
   Parameter narrow("head norm", {kHeadDim}, ParameterGroup::norm, Init::ones);
   fill_weight(wide, 1.0);
   fill_weight(narrow, 1.0);
-  const Tensor x = random("x", {kTokens, kHidden});
-  const double bytes = 2.0 * kTokens * kHidden;
-  report_both("rms_norm", "8192 x 2048", {2 * bytes}, {3 * bytes}, {x, wide.value},
+  const Tensor x = random("x", {kMany, kHidden});
+  const double bytes = 2.0 * kMany * kHidden;
+  report_both("rms_norm", "65536 x 2048", {2 * bytes}, {3 * bytes}, {x, wide.value},
       [&] { return rms_norm(x, wide, 1e-6); });
   // Queries and keys lie in a fused projection of q, k and v; the time of their backward holds no
   // slice's backward.
   const int64_t qkv_heads = kHeads + 2 * kKvHeads;
-  const Tensor qkv = random("qkv", {kTokens, qkv_heads, kHeadDim}).detach();
+  const Tensor qkv = random("qkv", {kMany, qkv_heads, kHeadDim}).detach();
   const RotaryTable table = make_rotary_table(4096, kHeadDim, 1e6, device);
   const Tensor positions =
-      at::arange(kTokens, at::TensorOptions(device)).remainder(4096).to(at::kInt);
+      at::arange(kMany, at::TensorOptions(device)).remainder(4096).to(at::kInt);
   for (const int64_t heads : {kHeads, kKvHeads}) {
-    const std::string shape = "8192 x " + std::to_string(heads) + " of 40 x 128";
+    const std::string shape = "65536 x " + std::to_string(heads) + " of 40 x 128";
     const Tensor q = qkv.narrow(1, heads == kHeads ? 0 : kHeads, heads).requires_grad_();
-    const double size = bf16(kTokens, heads, kHeadDim);
+    const double size = bf16(kMany, heads, kHeadDim);
     report_both("rms_norm of heads", shape.c_str(), {2 * size}, {3 * size}, {q, narrow.value},
         [&] { return rms_norm(q, narrow, 1e-6); });
     report_both("rotary", shape.c_str(), {2 * size}, {2 * size}, {q},
         [&] { return rotary(q, positions, table); });
   }
   const Tensor a = x.detach(), b = a.clone();
-  report("addition of rows", "8192 x 2048", {3 * bytes}, [&] { at::add(a, b); });
+  report("addition of rows", "65536 x 2048", {3 * bytes}, [&] { at::add(a, b); });
 }
 
 void bench_swiglu() {

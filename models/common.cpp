@@ -248,7 +248,7 @@ SwigluExperts::SwigluExperts(
 
 Tensor SwigluExperts::operator()(
     const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
-  const Tensor slots = swiglu(permuted_linear(rows, gate_up, plan));
+  const Tensor slots = permuted_swiglu(rows, gate_up, plan);
   return unpermute(grouped_linear(slots, down, plan), row_weight, plan);
 }
 

@@ -111,8 +111,8 @@ Attended GptOssLayer::attend(const LayerContext& context, const Tensor& hidden) 
 
 Tensor GptOssLayer::experts(
     const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
-  const Tensor gate_up = permuted_affine(rows, gate_up_, gate_up_bias_, plan);
-  const Tensor activated = clamped_swiglu(gate_up, config_.swiglu_alpha, config_.swiglu_limit);
+  const SwigluForm form{float(config_.swiglu_alpha), float(config_.swiglu_limit), 1, true};
+  const Tensor activated = permuted_swiglu(rows, gate_up_, plan, form, &gate_up_bias_);
   return unpermute(grouped_affine(activated, down_, down_bias_, plan), row_weight, plan);
 }
 }

@@ -1,6 +1,8 @@
 // y = x W[e] + bias[e] over each expert's rows, on Hopper: BF16 operands, sums in FP32, rounded
-// once. A persistent block computes tiles of kTileM rows x kTileN columns. Weights and rows in
-// order come by TMA, listed rows by cp.async; the copy engine writes results during the next tile.
+// once; and, of listed rows, SwiGLU of y. A persistent block computes tiles of kTileM rows x kTileN
+// columns. Weights and rows in order come by TMA, listed rows by cp.async. A tile's rounded results
+// wait in registers: the copy engine writes them, and SwiGLU is computed, beside the next tile's
+// products.
 #include "operators/hopper.cuh"
 
 namespace pith::cuda {
@@ -9,72 +11,81 @@ struct Problem {
   const bf16* x; // (any, in)
   const int32_t* listed; // (rows) of x, or null: x is (rows, in)
   const int32_t* offsets; // (experts): the ends of their rows
-  const bf16* bias; // (experts, out) or null
-  bf16* y; // (rows, out)
-  int rows, experts, in, out;
+  const bf16* bias; // (experts, width) or null
+  bf16* y; // (rows, halves, width)
+  bf16* activation; // (rows, width / halves)
+  int rows, experts, in, width;
+  SwigluForm form;
 };
 
-constexpr int kStages = 3;
-// Listed rows pass through L1: fewer results, more L1.
-template <bool LISTED> constexpr int kBoxes = kTileN / kBoxColumns / (LISTED ? 2 : 1);
-using Box = uint8_t[64 * kBoxRow];
-template <bool LISTED> struct Shared {
+constexpr int kStages = 4;
+template <bool ACTIVATE> constexpr int kBoxes = ACTIVATE ? 1 : 2; // listed rows need L1's room
+constexpr int kConsumerWarps = 8;
+using Box = uint8_t[16 * kBoxRow]; // of a warp
+template <bool ACTIVATE> struct Shared {
   Ring<kStages> ring;
-  alignas(1024) Box results[2][kBoxes<LISTED>]; // of each warpgroup
+  alignas(1024) Box results[kConsumerWarps][kBoxes<ACTIVATE>];
 };
+// Gates and ups apart: a tile has kTileN / 2 columns of each. Across, they alternate.
+template <bool ACROSS, bool ACTIVATE> constexpr int kHalves = ACTIVATE && !ACROSS ? 2 : 1;
 
 struct Tile {
-  int expert, row, end, column; // end: of the expert's rows
+  int expert, row, end, column; // end: of the expert's rows; column: of `width`
 };
 
 #if PITH_HOPPER
-// This block's tiles; neighbours share rows.
+// This block's tiles of so many columns; neighbours share rows.
 struct Walk {
   const Problem& p;
+  const int columns;
   int i = int(blockIdx.x), expert = 0, before = 0; // tiles of earlier experts
   int begin = 0, end = p.offsets[0];
 
   __device__ bool next(Tile& tile) {
-    const int across = (p.out + kTileN - 1) / kTileN;
+    const int across = (p.width + columns - 1) / columns;
     for (int count; i >= before + (count = (end - begin + kTileM - 1) / kTileM * across);) {
       before += count;
       if (++expert == p.experts) return false;
       begin = end, end = p.offsets[expert];
     }
     const int place = i - before;
-    tile = {expert, begin + place / across * kTileM, end, place % across * kTileN};
+    tile = {expert, begin + place / across * kTileM, end, place % across * columns};
     i += int(gridDim.x);
     return true;
   }
 };
 
-// Thread 0 copies a stage's weights: (experts, out, in), or, ACROSS, (experts, in, out).
-template <bool ACROSS> __device__ void copy_weights(
+// Thread 0 copies a stage's weights: (experts, halves, width, in), or, ACROSS, (experts, in,
+// width).
+template <bool ACROSS, int HALVES> __device__ void copy_weights(
     const CUtensorMap& weights, const Tile& tile, int k, uint8_t* box, uint64_t* full) {
   if constexpr (ACROSS)
     for (int i = 0; i < kTileN / kBoxColumns; ++i, box += kStepBox)
       copy_box(weights, box, {tile.column + i * kBoxColumns, k, tile.expert}, full);
-  else copy_box(weights, box, {k, tile.column, tile.expert}, full);
+  else
+    for (int i = 0; i < HALVES; ++i, box += kTileN / HALVES * kBoxRow)
+      copy_box(weights, box, {k, tile.column, tile.expert * HALVES + i}, full);
 }
 
 template <bool ACROSS> __device__ void fill_in_order(
     const CUtensorMap& x, const CUtensorMap& weights, const Problem& p, Place<kStages> place) {
-  Walk walk{p};
+  Walk walk{p, kTileN};
   for (Tile tile; walk.next(tile);)
     for (int k = 0; k < p.in; k += kStep, place.next()) {
       wait(place.empty(), place.parity);
       expect(place.full(), kStageBytes);
       copy_box(x, place.stage(), {k, tile.row}, place.full());
-      copy_weights<ACROSS>(weights, tile, k, place.stage() + kBytesA, place.full());
+      copy_weights<ACROSS, 1>(weights, tile, k, place.stage() + kBytesA, place.full());
     }
 }
 
 template <bool ACROSS> __device__ void fill_listed(
     const CUtensorMap& weights, const Problem& p, Place<kStages> place, int thread) {
+  constexpr int kHalf = kHalves<ACROSS, true>;
   constexpr int kMine = kTileM / 16; // rows first + 16 i
   const int unit = thread % 8, first = thread / 8;
   const int target = first * kBoxRow + (unit ^ first % 8) * 16;
-  Walk walk{p};
+  Walk walk{p, kTileN / kHalf};
   Tile tile;
   int coming[kMine];
   const auto look_up = [&] {
@@ -95,7 +106,7 @@ template <bool ACROSS> __device__ void fill_listed(
       wait(place.empty(), place.parity);
       if (thread == 0) {
         expect(place.full(), kStageBytes - kBytesA);
-        copy_weights<ACROSS>(weights, now, k, place.stage() + kBytesA, place.full());
+        copy_weights<ACROSS, kHalf>(weights, now, k, place.stage() + kBytesA, place.full());
       }
       const bool exists = k + unit * 8 < p.in;
       const bf16* from = p.x + (exists ? k + unit * 8 : 0);
@@ -111,114 +122,227 @@ __device__ inline uint32_t rounded(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
-
-// Writes a warpgroup's half of a tile, BOXES at a time.
-template <int BOXES> __device__ void write_results(const float (&sum)[128], const CUtensorMap& y,
-    const Problem& p, const Tile& tile, int half, Box (&boxes)[BOXES], int thread) {
-  const int group = 1 + half, row = tile.row + half * 64; // the barrier's number
-  const bf16* bias = p.bias ? p.bias + int64_t{tile.expert} * p.out + tile.column : nullptr;
-  // stmatrix: lane l gives the address of row l % 8 of matrix l / 8, two below each other.
-  const int its_row = thread / 32 * 16 + thread % 16, its_column = thread % 32 / 16;
-#pragma unroll
-  for (int first = 0; first < kTileN / kBoxColumns; first += BOXES) {
-    if (thread == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>()); // of the boxes before
-    group_sync(group);
-#pragma unroll
-    for (int j = first * 8; j < (first + BOXES) * 8; j += 2) { // columns 8 j on
-      float2 added[2] = {};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = (j + i) * 8 + thread % 4 * 2;
-        if (bias && tile.column + column < p.out)
-          added[i] = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(bias + column));
-      }
-      uint8_t* to =
-          boxes[j / 8 - first] + its_row * kBoxRow + ((j % 8 + its_column) ^ its_row % 8) * 16;
-      const float* s = sum + 4 * j;
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                       shared_address(to)),
-          "r"(rounded(s[0] + added[0].x, s[1] + added[0].y)),
-          "r"(rounded(s[2] + added[0].x, s[3] + added[0].y)),
-          "r"(rounded(s[4] + added[1].x, s[5] + added[1].y)),
-          "r"(rounded(s[6] + added[1].x, s[7] + added[1].y))
-          : "memory");
-    }
-    ptx::fence_proxy_async(ptx::space_shared);
-    group_sync(group);
-    for (int box = 0; box < BOXES; ++box) {
-      const int column = tile.column + (first + box) * kBoxColumns, unit = thread % 8;
-      if (row + 64 <= tile.end) {
-        const int to[] = {column, row};
-        if (thread == 0 && column < p.out)
-          ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &y, to, boxes[box]);
-      } else if (column + unit * 8 < p.out) { // not over the next expert's rows
-        for (int r = thread / 8; r < 64 && row + r < tile.end; r += 16)
-          *reinterpret_cast<uint4*>(p.y + int64_t{row + r} * p.out + column + unit * 8) =
-              *reinterpret_cast<const uint4*>(boxes[box] + r * kBoxRow + (unit ^ r % 8) * 16);
-      }
-    }
-    if (thread == 0) ptx::cp_async_bulk_commit_group();
-  }
+__device__ inline float half_of(uint32_t pair, int i) {
+  return __uint_as_float(i ? pair & 0xffff0000 : pair << 16);
 }
+__device__ inline float2 widened(uint32_t pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+}
+
+// A warp's 16 rows of a tile, on their way.
+template <bool ACROSS, bool ACTIVATE> struct Results {
+  static constexpr int HALVES = kHalves<ACROSS, ACTIVATE>;
+  static constexpr int kParts = ACTIVATE ? 20 : 4;
+  const Problem& p;
+  const CUtensorMap &y_map, &activation_map;
+  Box (&boxes)[kBoxes<ACTIVATE>];
+  const int lane = threadIdx.x % kWarp;
+  Tile tile{};
+  uint32_t pair[kTileN / 4]; // as multiply()'s sums
+  int turn = 0;
+
+  __device__ int column(int box) {
+    return tile.column + (HALVES == 2 ? box % 2 : box) * kBoxColumns;
+  }
+  __device__ int half(int box) { return HALVES == 2 ? box / 2 : 0; }
+
+  // In advance of round(): pairs of columns 8 j on.
+  __device__ void fetch_bias(uint32_t (&bias)[kTileN / 8], const Tile& next) {
+#pragma unroll
+    for (int j = 0; j < kTileN / 8; ++j) {
+      const int column = next.column + 8 * j + lane % 4 * 2;
+      const bf16* from = p.bias + int64_t{next.expert} * p.width + column;
+      bias[j] = ACROSS && p.bias && column < p.width ? *reinterpret_cast<const uint32_t*>(from) : 0;
+    }
+  }
+  __device__ void round(const float (&sum)[128], const uint32_t (&bias)[kTileN / 8]) {
+#pragma unroll
+    for (int i = 0; i < kTileN / 4; ++i) {
+      const float2 added = widened(bias[i / 2]);
+      pair[i] = ACROSS ? rounded(sum[2 * i] + added.x, sum[2 * i + 1] + added.y)
+                       : rounded(sum[2 * i], sum[2 * i + 1]);
+    }
+  }
+
+  // A box of columns from `column` of its half on, or, by fill(box), a part of it.
+  template <class F> __device__ void write_box(bool first, bool last, const CUtensorMap& map,
+      bf16* to, int width, int halves, int column, int half, F&& fill) {
+    if (tile.row >= tile.end || column >= width) return;
+    if (first) {
+      if (lane == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kBoxes<ACTIVATE> - 1>());
+      __syncwarp();
+    }
+    uint8_t* box = boxes[turn];
+    int here = lane;
+    asm volatile("" : "+r"(here)); // addresses kept from step to step would be spilled
+    fill(box, here);
+    if (!last) return;
+    turn = (turn + 1) % kBoxes<ACTIVATE>;
+    ptx::fence_proxy_async(ptx::space_shared);
+    __syncwarp();
+    if (tile.row + 16 <= tile.end) {
+      const int at[] = {column, half, tile.row};
+      if (lane == 0) ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, at, box);
+    } else if (const int unit = lane % 8; column + unit * 8 < width) { // not over the next expert's
+      for (int r = lane / 8; r < 16 && tile.row + r < tile.end; r += 4)
+        *reinterpret_cast<uint4*>(to + (int64_t{tile.row + r} * halves + half) * width + column +
+            unit * 8) = *reinterpret_cast<const uint4*>(box + r * kBoxRow + (unit ^ r % 8) * 16);
+    }
+    if (lane == 0) ptx::cp_async_bulk_commit_group();
+  }
+
+  // Pairs of rows lane / 4 and of the 8th below, of columns 16 quarter on and of the next 8.
+  // stmatrix: lane l gives the address of row l % 8 of matrix l / 8, two below each other.
+  __device__ void put(
+      uint8_t* box, int lane, int quarter, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    const int unit = 2 * quarter + lane / 16;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(box + lane % 16 * kBoxRow + (unit ^ lane % 8) * 16)),
+        "r"(a), "r"(b), "r"(c), "r"(d)
+        : "memory");
+  }
+
+  template <int BOX> __device__ void write_y() {
+    const int to = column(BOX);
+    write_box(true, true, y_map, p.y, p.width, HALVES, to, half(BOX), [&](uint8_t* box, int lane) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t* of = pair + 16 * BOX + 4 * i;
+        put(box, lane, i, of[0], of[1], of[2], of[3]);
+      }
+    });
+  }
+
+  // Eight columns. Side by side: four chains one after the other hold up the products.
+  template <int EIGHT> __device__ void write_activation() {
+    constexpr int kBox = EIGHT / 8, kUnit = EIGHT % 8;
+    const auto gate = [&](int i) {
+      if constexpr (HALVES == 2) return half_of(pair[2 * EIGHT + i / 2], i % 2);
+      else return at_most(half_of(pair[4 * EIGHT + i], 0), p.form.limit);
+    };
+    const auto up = [&](int i) {
+      if constexpr (HALVES == 2) return half_of(pair[32 + 2 * EIGHT + i / 2], i % 2);
+      else return clamped(half_of(pair[4 * EIGHT + i], 1), p.form.limit) + p.form.plus;
+    };
+    float value[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      value[i] = exp_minus(HALVES == 2 ? gate(i) : p.form.alpha * gate(i));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) value[i] = inverse(1.0f + value[i]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) value[i] *= gate(i) * up(i);
+    const int to = (HALVES == 2 ? tile.column : tile.column / 2) + kBox * kBoxColumns;
+    const int width = HALVES == 2 ? p.width : p.width / 2;
+    write_box(kUnit == 0, kUnit == 7, activation_map, p.activation, width, 1, to, 0,
+        [&](uint8_t* box, int lane) {
+      if constexpr (HALVES == 2) {
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(
+                         shared_address(box + lane % 16 * kBoxRow + (kUnit ^ lane % 8) * 16)),
+            "r"(rounded(value[0], value[1])), "r"(rounded(value[2], value[3]))
+            : "memory");
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = lane / 4 + i % 2 * 8, place = i / 2 * 4 + lane % 4;
+          reinterpret_cast<bf16*>(box + row * kBoxRow + (kUnit ^ row % 8) * 16)[place] =
+              __float2bfloat16_rn(value[i]);
+        }
+      }
+    });
+  }
+  // Of kParts: four boxes of y, then eight columns each of the activation.
+  template <int PART> __device__ bool write_part() {
+    if constexpr (PART < 4) write_y<PART>();
+    else write_activation<PART - 4>();
+    return true;
+  }
+  // Compiles to a jump.
+  template <int... PART> __device__ void write_part(int part, std::integer_sequence<int, PART...>) {
+    ((part == PART && write_part<PART>()) || ...);
+  }
+  __device__ void write_parts(int from, int to) {
+    for (int part = from; part < to; ++part)
+      write_part(part, std::make_integer_sequence<int, kParts>());
+  }
+};
 #endif
 
-template <bool ACROSS, bool LISTED> __global__ __launch_bounds__(kThreads, 1) void product_kernel(
-    const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap weights,
-    const __grid_constant__ CUtensorMap y, const Problem p) {
+template <bool ACROSS, bool ACTIVATE>
+__global__ __launch_bounds__(kThreads, 1) void product_kernel(const __grid_constant__ CUtensorMap x,
+    const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap y,
+    const __grid_constant__ CUtensorMap activation, const __grid_constant__ Problem p) {
 #if PITH_HOPPER
   extern __shared__ uint8_t memory[];
-  auto& shared = shared_at_1024<Shared<LISTED>>(memory);
-  if (threadIdx.x == 0) init_ring(shared.ring, LISTED ? 128 + 1 : 1);
+  auto& shared = shared_at_1024<Shared<ACTIVATE>>(memory);
+  constexpr int kColumns = kTileN / kHalves<ACROSS, ACTIVATE>;
+  if (threadIdx.x == 0) init_ring(shared.ring, ACTIVATE ? 128 + 1 : 1);
   __syncthreads();
-  const int group = int(threadIdx.x) / 128, thread = threadIdx.x % 128;
+  const int group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0), thread = threadIdx.x % 128;
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(ACTIVATE ? 56 : 24));
     const Place<kStages> place{shared.ring, 1};
-    if constexpr (LISTED) fill_listed<ACROSS>(weights, p, place, thread);
+    if constexpr (ACTIVATE) fill_listed<ACROSS>(weights, p, place, thread);
     else if (thread == 0) fill_in_order<ACROSS>(x, weights, p, place);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(ACTIVATE ? 224 : 240));
     Place<kStages> place{shared.ring, 0};
-    const int half = group - 1;
-    Walk walk{p};
+    const int half = group - 1, warp = int(threadIdx.x) / kWarp - 4;
+    Results<ACROSS, ACTIVATE> results{p, y, activation, shared.results[warp]};
+    Walk walk{p, kColumns};
+    const int steps = (p.in + kStep - 1) / kStep;
     for (Tile tile; walk.next(tile);) {
       float sum[128];
-      multiply_stages<false, ACROSS>(
-          sum, place, (p.in + kStep - 1) / kStep, half, [](uint8_t*, int) {
-        if (LISTED) ptx::fence_proxy_async(ptx::space_shared);
+      uint32_t bias[kTileN / 8];
+      multiply_stages<false, ACROSS>(sum, place, steps, half, [](uint8_t*, int) {
+        if (ACTIVATE) ptx::fence_proxy_async(ptx::space_shared);
+      }, [&](int step) {
+        const bool last = step + 1 == steps;
+        if (step < results.kParts) results.write_parts(step, last ? results.kParts : step + 1);
+        if (last) results.fetch_bias(bias, tile);
       });
-      write_results(sum, y, p, tile, half, shared.results[half], thread);
+      results.round(sum, bias);
+      results.tile = tile;
+      results.tile.row += warp * 16;
     }
-    if (thread == 0) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>());
+    results.write_parts(0, results.kParts);
+    if (thread % kWarp == 0) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>());
   }
 #endif
 }
 }
 
 bool grouped_product(const void* x, const int32_t* row_of_slot, const void* weights, bool across,
-    const int32_t* offsets, const void* bias, void* y, int64_t rows, int64_t experts, int64_t in,
-    int64_t out) {
-  const auto run = [&]<bool ACROSS, bool LISTED>() {
-    constexpr int kBytes = sizeof(Shared<LISTED>) + 1024;
-    static const unsigned blocks = persistent_blocks(product_kernel<ACROSS, LISTED>, kBytes);
-    const bool fits = in % 8 == 0 && out % 8 == 0 && aligned<uint8_t, 16>({x, weights, y}, {}) &&
-        aligned<uint8_t, 4>({bias}, {});
+    const int32_t* offsets, const void* bias, void* y, void* activation, const SwigluForm& form,
+    int64_t rows, int64_t experts, int64_t in, int64_t out) {
+  const auto run = [&]<bool ACROSS, bool ACTIVATE>() {
+    constexpr int kBytes = sizeof(Shared<ACTIVATE>) + 1024, kHalf = kHalves<ACROSS, ACTIVATE>;
+    static const unsigned blocks = persistent_blocks(product_kernel<ACROSS, ACTIVATE>, kBytes);
+    const int64_t width = out / kHalf, active = out / 2;
+    const bool fits = in % 8 == 0 && width % 8 == 0 &&
+        (!ACTIVATE || (active % 8 == 0 && (ACROSS ? form.alternating : form == SwigluForm()))) &&
+        aligned<uint8_t, 16>({x, weights, y, activation}, {}) && aligned<uint8_t, 4>({bias}, {});
     if (blocks == 0 || !fits) return false;
     if (rows == 0) return true;
     const Problem p{static_cast<const bf16*>(x), row_of_slot, offsets,
-        static_cast<const bf16*>(bias), static_cast<bf16*>(y), int(rows), int(experts), int(in),
-        int(out)};
-    product_kernel<ACROSS, LISTED><<<blocks, kThreads, kBytes, current_stream()>>>(
-        LISTED ? CUtensorMap{} : tensor_map(kMapBf16, x, {in, rows}, {kStep, kTileM}),
+        static_cast<const bf16*>(bias), static_cast<bf16*>(y), static_cast<bf16*>(activation),
+        int(rows), int(experts), int(in), int(width), form};
+    const auto results = [&](void* data, int64_t columns, int64_t halves) {
+      return data ? tensor_map(kMapBf16, data, {columns, halves, rows}, {kBoxColumns, 1, 16})
+                  : CUtensorMap{};
+    };
+    product_kernel<ACROSS, ACTIVATE><<<blocks, kThreads, kBytes, current_stream()>>>(
+        ACTIVATE ? CUtensorMap{} : tensor_map(kMapBf16, x, {in, rows}, {kStep, kTileM}),
         ACROSS ? tensor_map(kMapBf16, weights, {out, in, experts}, {kBoxColumns, kStep, 1})
-               : tensor_map(kMapBf16, weights, {in, out, experts}, {kStep, kTileN, 1}),
-        tensor_map(kMapBf16, y, {out, rows}, {kBoxColumns, 64}), p);
+               : tensor_map(
+                     kMapBf16, weights, {in, width, experts * kHalf}, {kStep, kTileN / kHalf, 1}),
+        results(y, width, kHalf), results(activation, active, 1), p);
     launch_check("grouped_product");
     return true;
   };
   const auto choose = [&]<bool ACROSS>() {
-    return row_of_slot ? run.template operator()<ACROSS, true>()
-                       : run.template operator()<ACROSS, false>();
+    return activation ? run.template operator()<ACROSS, true>()
+                      : run.template operator()<ACROSS, false>();
   };
   return across ? choose.template operator()<true>() : choose.template operator()<false>();
 }

@@ -100,7 +100,7 @@ __global__ __launch_bounds__(kThreads, 1) void weight_gradient_kernel(
   auto& shared = shared_at_1024<Shared>(memory);
   if (threadIdx.x == 0) init_ring(shared.ring, 1);
   __syncthreads();
-  const int group = int(threadIdx.x) / 128, thread = threadIdx.x % 128;
+  const int group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0), thread = threadIdx.x % 128;
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (thread == 0) fill_stages(dy, x, p, {shared.ring, 1});
@@ -114,7 +114,7 @@ __global__ __launch_bounds__(kThreads, 1) void weight_gradient_kernel(
           sum, place, (tile.rows + kStep - 1) / kStep, half, [&](uint8_t* stage, int step) {
         const int rows = tile.rows - step * kStep;
         if (rows < kStep) clear_rows(stage, rows, half * 128 + thread);
-      });
+      }, [](int) {});
       add_sums(sum, gradient, tile, tile.out + half * 64, shared.sums[half], 2 + half, thread);
     });
     if (thread == 0) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>());

@@ -85,10 +85,10 @@ __device__ inline void arrive_with_units(uint64_t* barrier) {
       : "memory");
 }
 
-// For wgmma. The inner dimension runs along a box's rows, or across them, in boxes kStepBox apart.
-__device__ inline uint64_t matrix_descriptor(const void* p) {
-  return (shared_address(p) & 0x3FFFF) >> 4 | uint64_t{kStepBox >> 4} << 16 |
-      uint64_t{kGroupBytes >> 4} << 32 | uint64_t{1} << 62;
+// The lower half of wgmma's descriptor of a matrix. The inner dimension runs along a box's rows, or
+// across them, in boxes kStepBox apart.
+__device__ inline uint32_t matrix_at(const void* p) {
+  return (shared_address(p) & 0x3FFFF) >> 4 | uint32_t{kStepBox >> 4} << 16;
 }
 // Bytes between matrices of 16 of the inner dimension.
 template <bool ACROSS> constexpr int kMatrixBytes = ACROSS ? 2 * kGroupBytes : 32;
@@ -97,7 +97,8 @@ template <bool ACROSS> constexpr int kMatrixBytes = ACROSS ? 2 * kGroupBytes : 3
 // 32 * 16 + t % 32 / 4 (and of the 8th below) two neighbouring columns of every eight from t % 4 *
 // 2 on.
 template <bool ACROSS_A, bool ACROSS_B>
-__device__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
+__device__ void multiply(float (&d)[128], uint32_t a, uint32_t b, bool add) {
+  constexpr uint64_t kUpper = uint64_t{kGroupBytes >> 4 | 1 << 30} << 32;
   // clang-format off
 #define FIVE(i, a, b, c, d, e) "%" #i #a ",%" #i #b ",%" #i #c ",%" #i #d ",%" #i #e ","
 #define TEN(i) FIVE(i, 0, 1, 2, 3, 4) FIVE(i, 5, 6, 7, 8, 9)
@@ -113,7 +114,7 @@ __device__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
       "}, %128, %129, add, 1, 1, %131, %132;\n"
       "}"
       : R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96), R16(112)
-      : "l"(a), "l"(b), "r"(int(add)), "n"(ACROSS_A), "n"(ACROSS_B));
+      : "l"(kUpper | a), "l"(kUpper | b), "r"(int(add)), "n"(ACROSS_A), "n"(ACROSS_B));
 #undef R16
 #undef R4
 #undef TEN
@@ -122,21 +123,25 @@ __device__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
 }
 
 // sum: a warpgroup's `half` of a tile over so many stages from `place` on; ready(stage, step) comes
-// before a stage's products and fences what the TMA has not written.
-template <bool ACROSS_A, bool ACROSS_B, int STAGES, class F> __device__ void multiply_stages(
-    float (&sum)[128], Place<STAGES>& place, int steps, int half, F&& ready) {
+// before a stage's products and fences what the TMA has not written; meanwhile(step) runs beside
+// them.
+template <bool ACROSS_A, bool ACROSS_B, int STAGES, class F, class G>
+__device__ void multiply_stages(
+    float (&sum)[128], Place<STAGES>& place, int steps, int half, F&& ready, G&& meanwhile) {
   const bool speaks = threadIdx.x % 128 == 0;
+  const uint32_t first = matrix_at(place.ring.stages);
   uint64_t* reading = nullptr; // `empty` of the stage whose products may still be under way
   for (int step = 0; step < steps; ++step) {
     wait(place.full(), place.parity);
-    uint8_t* a = place.stage();
-    ready(a, step);
+    ready(place.stage(), step);
+    const uint32_t b = first + uint32_t(place.at * (kStageBytes >> 4));
+    const uint32_t a = b + uint32_t(half * (kBytesA / 2 >> 4));
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     for (int k = 0; k < kStep / 16; ++k)
-      multiply<ACROSS_A, ACROSS_B>(sum,
-          matrix_descriptor(a + half * kBytesA / 2 + k * kMatrixBytes<ACROSS_A>),
-          matrix_descriptor(a + kBytesA + k * kMatrixBytes<ACROSS_B>), step > 0 || k > 0);
+      multiply<ACROSS_A, ACROSS_B>(sum, a + k * (kMatrixBytes<ACROSS_A> >> 4),
+          b + (kBytesA + k * kMatrixBytes<ACROSS_B> >> 4), step > 0 || k > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    meanwhile(step);
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     if (speaks && reading) ptx::mbarrier_arrive(reading);
     reading = place.empty();

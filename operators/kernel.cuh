@@ -44,6 +44,26 @@ template <int N, class T> __device__ inline void store(T* p, const Vec<T, N>& x)
   *reinterpret_cast<Vec<T, N>*>(p) = x;
 }
 
+// Relative error about 1e-6: exact forms would take as long as the memory.
+__device__ inline float exp_minus(float x) {
+  float power;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.442695041f));
+  return power;
+}
+__device__ inline float inverse(float x) {
+  float inverse;
+  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+}
+__device__ inline float at_most(float x, float limit) { // or NaN
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(limit));
+  return least;
+}
+__device__ inline float clamped(float x, float limit) {
+  return -at_most(-at_most(x, limit), limit);
+}
+
 // f over LANES (a power of two up to 32) neighbouring threads; each gets the same bits.
 template <int LANES, class T, class F> __device__ inline T lanes_reduce(T x, F&& f) {
   for (int distance = LANES / 2; distance > 0; distance /= 2)

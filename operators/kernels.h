@@ -36,14 +36,20 @@ int64_t sum_of_squares_blocks(); // elements of the scratch `partial`
 void sum_of_squares(
     const float* x, int64_t n, double* partial, double* result, CUstream_st* stream);
 
-// offsets (experts): ends of the experts' rows. y (rows, columns) += bias (experts, columns).
-void add_expert_bias(Data bias, const int32_t* offsets, Data y, int64_t experts, int64_t columns);
+// g sigmoid(alpha g) (u + plus), g <= limit, |u| <= limit; alternating, or a row's gates first.
+struct SwigluForm {
+  float alpha = 1, limit = std::numeric_limits<float>::infinity(), plus = 0;
+  bool alternating = false;
+  bool operator==(const SwigluForm&) const = default;
+};
 
-// y (rows, out) = x[row_of_slot] W + bias by expert, BF16; without row_of_slot x in order; bias may
-// be null. weights (experts, out, in), or, across, (experts, in, out). Returns false as below.
+// y (rows, out) = x W by expert, BF16; offsets (experts): ends of their rows. weights (experts,
+// out, in), or, across, (experts, in, out); then plus a bias, unless null. With `activation` (rows,
+// out / 2) SwiGLU of y too, alternating if across, else of the plain form, and x's rows are
+// x[row_of_slot]. Returns false as below.
 bool grouped_product(const void* x, const int32_t* row_of_slot, const void* weights, bool across,
-    const int32_t* offsets, const void* bias, void* y, int64_t rows, int64_t experts, int64_t in,
-    int64_t out);
+    const int32_t* offsets, const void* bias, void* y, void* activation, const SwigluForm& form,
+    int64_t rows, int64_t experts, int64_t in, int64_t out);
 
 // gradient (experts, out, in) float32 += dy^T x by expert; dy (rows, out), x (rows, in) bfloat16.
 // Returns false, with nothing done, unless on Hopper, out and in multiples of 8, 16-byte addresses.
@@ -55,9 +61,9 @@ bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offse
 void cross_entropy_rows(Data logits, const int64_t* labels, float* logprobs, int64_t rows,
     int64_t vocabulary, bool gradient);
 
-// out (S, H) = rows[row_of_slot], rows of row_bytes bytes.
-void gather_rows(
-    void* out, const void* rows, const int32_t* row_of_slot, int64_t slots, int64_t row_bytes);
+// out (S, H): rows (R, H) of row_bytes bytes, each in its slots; slot_of (R, k), -1: none.
+void scatter_rows(void* out, const void* rows, const int32_t* slot_of, int64_t count, int64_t k,
+    int64_t row_bytes);
 
 // out (R, H) = sum over j of weight(r, j) * slots(slot_of(r, j)); weight null: 1.
 void gather_sum(Data out, Data slots, const float* weight, const int32_t* slot_of, int64_t rows,
@@ -94,11 +100,6 @@ void route_backward(const float* probabilities, const int64_t* idx, const float*
     const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
     bool normalize);
 
-// g sigmoid(alpha g) (u + plus), g <= limit, |u| <= limit; alternating, or a row's gates first.
-struct SwigluForm {
-  float alpha = 1, limit = std::numeric_limits<float>::infinity(), plus = 0;
-  bool alternating = false;
-};
 // gate_up (rows, 2 width) -> out (rows, width), or, with dy, its gradient.
 void swiglu(Data gate_up, Data dy, Data out, int64_t rows, int64_t width, SwigluForm form);
 }

@@ -49,8 +49,8 @@ Tensor permute(const Tensor& given, const Gather& plan) {
   const Tensor rows = given.contiguous();
   PITH_IF_CUDA (rows) {
     const Tensor out = at::empty({plan.num_slots(), rows.size(1)}, rows.options());
-    cuda::gather_rows(write(out), read(rows), read<int32_t>(plan.row_of_slot), plan.num_slots(),
-        rows.size(1) * rows.element_size());
+    cuda::scatter_rows(out.mutable_data_ptr(), rows.const_data_ptr(), read<int32_t>(plan.slot_of),
+        rows.size(0), plan.slot_of.size(1), rows.size(1) * rows.element_size());
     return record(out, {rows},
         [plan](const Tensor& dy) { return Tensors{sum_slots(dy.contiguous(), plan)}; });
   }

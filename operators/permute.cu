@@ -2,23 +2,15 @@
 
 namespace pith::cuda {
 namespace {
-// A thread copies one unit of kRowsInFlight slots; a block's rows are neighbours.
-constexpr int kRowsInFlight = 4;
-
-template <class T> __global__ void gather_kernel(T* __restrict__ out, const T* __restrict__ rows,
-    const int32_t* __restrict__ row_of_slot, int64_t slots, int64_t units) {
+// A thread reads one unit of a row once and writes it to the row's slots.
+template <class T> __global__ void scatter_kernel(T* __restrict__ out, const T* __restrict__ rows,
+    const int32_t* __restrict__ slot_of, int64_t count, int64_t k, int64_t units) {
   const int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x;
-  const int64_t first = blockIdx.x * int64_t{blockDim.y} * kRowsInFlight + threadIdx.y;
-  if (unit >= units) return;
-  T value[kRowsInFlight];
-  for (int u = 0; u < kRowsInFlight; ++u) {
-    const int64_t s = first + u * blockDim.y;
-    if (s < slots) value[u] = rows[row_of_slot[s] * units + unit];
-  }
-  for (int u = 0; u < kRowsInFlight; ++u) {
-    const int64_t s = first + u * blockDim.y;
-    if (s < slots) out[s * units + unit] = value[u];
-  }
+  const int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
+  if (unit >= units || r >= count) return;
+  const T value = rows[r * units + unit];
+  for (int64_t j = r * k; j < (r + 1) * k; ++j)
+    if (slot_of[j] >= 0) out[slot_of[j] * units + unit] = value;
 }
 
 // A thread owns N columns of a row and sums its slots, four loads at a time.
@@ -84,18 +76,18 @@ template <class T, int N> __global__ void unpermute_backward_kernel(T* __restric
 }
 }
 
-void gather_rows(
-    void* out, const void* rows, const int32_t* row_of_slot, int64_t slots, int64_t row_bytes) {
-  if (slots == 0 || row_bytes == 0) return;
+void scatter_rows(void* out, const void* rows, const int32_t* slot_of, int64_t count, int64_t k,
+    int64_t row_bytes) {
+  if (count == 0 || row_bytes == 0) return;
   const auto run = [&]<class T>() {
     const int64_t units = row_bytes / int64_t(sizeof(T));
-    const RowGrid shape = row_grid(num_blocks(slots, kRowsInFlight), units);
-    gather_kernel<T><<<shape.grid, shape.block, 0, current_stream()>>>(
-        static_cast<T*>(out), static_cast<const T*>(rows), row_of_slot, slots, units);
+    const RowGrid shape = row_grid(count, units);
+    scatter_kernel<T><<<shape.grid, shape.block, 0, current_stream()>>>(
+        static_cast<T*>(out), static_cast<const T*>(rows), slot_of, count, k, units);
   };
   const bool full = aligned<uint8_t, 16>({out, rows}, {row_bytes});
   full ? run.template operator()<uint4>() : run.template operator()<uint16_t>();
-  launch_check("gather_rows");
+  launch_check("scatter_rows");
 }
 
 void gather_sum(Data out, Data slots, const float* weight, const int32_t* slot_of, int64_t rows,

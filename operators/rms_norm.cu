@@ -81,19 +81,32 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST)
         const T* dy, T* dx, float* partial) {
   constexpr int N = S::N;
   const int group = threadIdx.x / group_size<S>(), num_groups = blockDim.x / group_size<S>();
+  struct Row {
+    Vec<T, N> a[S::PER], d[S::PER];
+    float scale;
+  };
+  const auto fetch = [&](int64_t r) { // or the last row
+    Row row;
+    r = min(r, rows.count - 1);
+    row.scale = rstd[r];
+    for_vectors<S>(rows.dim, [&](int k, int j) {
+      row.a[k] = load<N>(x + row_start(rows, r) + j);
+      row.d[k] = load<N>(dy + r * rows.dim + j);
+    });
+    return row;
+  };
   float sums[S::PER][N] = {};
+  const int64_t stride = int64_t{gridDim.x} * num_groups;
   const int64_t first = blockIdx.x * int64_t{num_groups};
-  for (int64_t base = first; base < rows.count; base += int64_t{gridDim.x} * num_groups) {
+  // Short rows are fetched before the row ahead is computed; long ones fill the registers.
+  constexpr bool kAhead = S::PER == 1;
+  Row next;
+  if constexpr (kAhead) next = fetch(first + group);
+  for (int64_t base = first; base < rows.count; base += stride) {
     const int64_t r = base + group;
     const bool valid = r < rows.count;
-    const T* from = x + row_start(rows, valid ? r : 0);
-    const T* gradient = dy + (valid ? r : 0) * rows.dim;
-    const float scale = valid ? rstd[r] : 0.0f;
-    Vec<T, N> a[S::PER], d[S::PER];
-    for_vectors<S>(rows.dim, [&](int k, int j) {
-      a[k] = load<N>(from + j);
-      d[k] = load<N>(gradient + j);
-    });
+    const auto [a, d, scale] = kAhead ? next : fetch(r);
+    if constexpr (kAhead) next = fetch(r + stride);
     float projection = 0; // sum of dy w n, n = x rstd
     for_vectors<S>(valid ? rows.dim : 0, [&](int k, int j) {
       const Vec<T, N> w = load<N>(weight + j);
@@ -158,6 +171,7 @@ template <int N, class F> void with_spread(int64_t dim, F&& f) {
   } else {
     if (dim <= 16 * N) return f(Spread<N, 16, 1>{}, kGroupThreads);
     if (dim <= 32 * 4 * N) return f(Spread<N, 32, 4>{}, kGroupThreads);
+    if (dim <= 32 * 8 * N) return f(Spread<N, 32, 8>{}, kGroupThreads);
     if (dim <= 512 * 4 * N) return whole_block(Spread<N, 0, 4, 512>{});
     check(cudaErrorInvalidValue, "rms_norm of rows above 32 kB");
   }
@@ -179,9 +193,10 @@ void rms_norm_forward(
 }
 
 int64_t rms_norm_blocks(const NormRows& rows) {
-  // Of no device: one order of summation on all. As many blocks as an H200 runs at once (eight or
-  // ten a multiprocessor); at least 16 rows a block.
-  const int64_t by_rows = (rows.count + 15) / 16, most = rows.dim <= 128 ? 1320 : 1056;
+  // Of no device: one order of summation on all. As many blocks as an H200 runs at once (nine,
+  // four, two or five a multiprocessor); at least 16 rows a block.
+  const int64_t by_rows = (rows.count + 15) / 16, dim = rows.dim;
+  const int64_t most = dim <= 128 ? 1188 : dim <= 1024 ? 528 : dim <= 2048 ? 264 : 660;
   return by_rows < most ? by_rows : most;
 }
 

@@ -3,15 +3,15 @@
 
 namespace pith {
 namespace {
-using cuda::SwigluForm;
-
 array<Tensor, 2> halves(const Tensor& gate_up, const SwigluForm& form) {
   if (form.alternating) return {gate_up.slice(1, 0, {}, 2), gate_up.slice(1, 1, {}, 2)};
   const int64_t width = gate_up.size(1) / 2;
   return {gate_up.narrow(1, 0, width), gate_up.narrow(1, width, width)};
 }
 
-Tensor forward(const Tensor& gate_up, const SwigluForm& form) {
+}
+
+Tensor swiglu_forward(const Tensor& gate_up, const SwigluForm& form) {
   const at::NoGradGuard no_grad;
   PITH_IF_CUDA (gate_up) {
     Tensor y = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
@@ -23,7 +23,7 @@ Tensor forward(const Tensor& gate_up, const SwigluForm& form) {
   return at::sigmoid(g * form.alpha).mul_(g).mul_(u).to(gate_up.scalar_type());
 }
 
-Tensor backward(const Tensor& gate_up, const Tensor& given, const SwigluForm& form) {
+Tensor swiglu_backward(const Tensor& gate_up, const Tensor& given, const SwigluForm& form) {
   PITH_IF_CUDA (gate_up) {
     const Tensor dy = given.contiguous();
     Tensor dgate_up = at::empty_like(gate_up);
@@ -40,21 +40,14 @@ Tensor backward(const Tensor& gate_up, const Tensor& given, const SwigluForm& fo
   return dgate_up.to(gate_up.scalar_type());
 }
 
-Tensor apply(const Tensor& gate_up, const SwigluForm& form) {
+Tensor swiglu(const Tensor& gate_up, const SwigluForm& form) {
   check_shape(gate_up, "swiglu: gate_up", {-1, -1});
   PITH_CHECK(gate_up.is_floating_point() && gate_up.size(1) % 2 == 0,
       "{}: gate and up must be floating-point numbers, as many of the one as of the other",
       describe(gate_up, "swiglu: gate_up"));
+  PITH_CHECK(form.limit > 0, "swiglu: limit {}", form.limit);
   const Tensor x = gate_up.contiguous();
-  return record(forward(x, form), {x},
-      [x, form](const Tensor& dy) { return Tensors{backward(x, dy, form)}; });
-}
-}
-
-Tensor swiglu(const Tensor& gate_up) { return apply(gate_up, {}); }
-
-Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit) {
-  PITH_CHECK(limit > 0, "clamped_swiglu: limit {}", limit);
-  return apply(gate_up, {float(alpha), float(limit), 1, true});
+  return record(swiglu_forward(x, form), {x},
+      [x, form](const Tensor& dy) { return Tensors{swiglu_backward(x, dy, form)}; });
 }
 }

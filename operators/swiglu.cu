@@ -3,9 +3,6 @@
 
 namespace pith::cuda {
 namespace {
-// Relative error about 1e-6: exact forms would take as long as the memory.
-__device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-
 // From column on: of two blocks, or alternating.
 template <class T, int N, bool ALTERNATING> struct Pairs {
   Vec<T, N> half[2];
@@ -17,8 +14,6 @@ template <class T, int N, bool ALTERNATING> struct Pairs {
     return ALTERNATING ? 2 * (row * width + column) + i * N : (2 * row + i) * width + column;
   }
 };
-
-__device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; } // or NaN
 
 // out: the activation, or, BACKWARD, gate_up's gradient.
 template <class T, int N, bool ALTERNATING, bool BACKWARD> __global__ void swiglu_kernel(
@@ -33,16 +28,15 @@ template <class T, int N, bool ALTERNATING, bool BACKWARD> __global__ void swigl
   if constexpr (BACKWARD) y = load<N>(dy + row * width + column);
   for (int j = 0; j < N; ++j) {
     const float gate = to_float(in.gate(j)), up = to_float(in.up(j));
-    const float g = at_most(gate, form.limit);
-    const float u = -at_most(-at_most(up, form.limit), form.limit) + form.plus;
-    const float s = sigmoid(form.alpha * g);
+    const float g = at_most(gate, form.limit), u = clamped(up, form.limit) + form.plus;
+    const float s = inverse(1.0f + exp_minus(form.alpha * g));
     if constexpr (BACKWARD) {
       const float d = to_float(y.v[j]);
       const float dgate = d * u * s * (1.0f + form.alpha * g * (1.0f - s));
       gradient.gate(j) = from_float<T>(gate > form.limit ? 0.0f : dgate);
       gradient.up(j) = from_float<T>(fabsf(up) > form.limit ? 0.0f : d * g * s);
     } else {
-      y.v[j] = from_float<T>(g * s * u);
+      y.v[j] = from_float<T>(s * (g * u));
     }
   }
   if constexpr (BACKWARD)

@@ -15,7 +15,8 @@ const Case kCases[] = {{{0, 1, 127, 128, 129, 0}, 64, 48}, {{300, 0, 0}, 128, 26
     // The weight-gradient kernel: whole and cut tiles, steps of 64 rows and their ends, no rows.
     // The product kernel: tiles of 128 rows and 256 columns, whole, cut, and of one row.
     {{700, 129, 0, 5, 128}, 72, 328}, {{64, 0, 200, 63, 65, 1}, 256, 128},
-    {{128, 1, 500}, 264, 136}, {{0, 320, 7}, 520, 392}};
+    {{128, 1, 500}, 264, 136}, {{0, 320, 7}, 520, 392}, {{300, 0, 0}, 128, 272}, {{0, 320, 7}, 520, 416},
+    {{700, 129, 0, 5, 128}, 72, 336}};
 
 TEST(GroupedLinearGpu, MatchesTheReference) {
   for (const Case& c : kCases) {
@@ -38,16 +39,42 @@ TEST(GroupedLinearGpu, MatchesTheReference) {
     };
     // The reference rounds the product before the bias is added: a second half unit.
     check_on_gpu(affine, {x}, weights, 0x1p-8);
-    const auto permuted = [&](const std::vector<Tensor>& in, std::vector<Parameter>& p) {
-      const Tensor twice = at::cat({idx, idx.flip(0)}, 1).to(in[0].device());
-      return permuted_affine(in[0], p[0], p[1], make_expert_plan(twice, num_experts));
-    };
-    check_on_gpu(permuted, {x}, weights, 0x1p-8);
-    const auto permuted_plain = [&](const std::vector<Tensor>& in, std::vector<Parameter>& p) {
-      const Tensor twice = at::cat({idx, idx.flip(0)}, 1).to(in[0].device());
-      return permuted_linear(in[0], p[0], make_expert_plan(twice, num_experts));
-    };
-    check_on_gpu(permuted_plain, {x}, {random_tensor("w", {num_experts, c.out, c.in})});
+  }
+}
+
+// The results of its parts, bit for bit: listed rows and the activation beside the products change
+// no sum. Gradients have the same kernels.
+TEST(GroupedLinearGpu, PermutedSwigluEqualsItsParts) {
+  for (const Case& c : kCases) {
+    if (c.out % 16 != 0) continue; // others have no kernel for both
+    SCOPED_TRACE(fmt::format("rows {}, {} -> {}", fmt::join(c.counts, " "), c.in, c.out));
+    std::vector<Tensor> parts;
+    for (size_t e = 0; e < c.counts.size(); ++e)
+      parts.push_back(at::full({c.counts[e], 1}, static_cast<int64_t>(e), at::kLong));
+    const Tensor idx = at::cat(parts);
+    const auto experts = static_cast<int64_t>(c.counts.size());
+    const ExpertPlan plan = make_expert_plan(at::cat({idx, idx.flip(0)}, 1).to(kGpu), experts);
+    const SwigluForm form{1.702f, 6, 1, true};
+    for (const bool affine : {false, true}) {
+      const Operator fused = [&](const auto& x, auto& p) {
+        return affine ? permuted_swiglu(x[0], p[0], plan, form, &p[1])
+                      : permuted_swiglu(x[0], p[0], plan);
+      };
+      const Operator composed = [&](const auto& x, auto& p) {
+        const Tensor rows = permute(x[0], plan);
+        return affine ? swiglu(grouped_affine(rows, p[0], p[1], plan), form)
+                      : swiglu(grouped_linear(rows, p[0], plan));
+      };
+      const std::vector<Tensor> x{random_tensor("x", {idx.size(0), c.in})};
+      std::vector<Tensor> w{random_tensor("w", {experts, c.out, c.in})};
+      if (affine) w = {w[0].transpose(1, 2).contiguous(), random_tensor("b", {experts, c.out})};
+      const Tensor cotangent = random_tensor("dy", {plan.num_slots(), c.out / 2}, at::kBFloat16);
+      poison();
+      const Outcome a = run_operator(fused, x, w, at::kBFloat16, kGpu, cotangent);
+      const Outcome b = run_operator(composed, x, w, at::kBFloat16, kGpu, cotangent);
+      for (size_t i = 0; i < a.tensors.size(); ++i)
+        EXPECT_TRUE(at::equal(a.tensors[i], b.tensors[i])) << affine << a.names[i];
+    }
   }
 }
 

@@ -63,19 +63,20 @@ TEST(GroupedLinear, AffineEqualsLinear) {
   }
 }
 
-TEST(GroupedLinear, PermutedMapsAreTheMapsOfPermutedRows) {
+TEST(GroupedLinear, PermutedSwigluIsThatOfTheMapOfPermutedRows) {
+  const SwigluForm form{1.5f, 0.8f, 1, true};
   const Tensor idx = (at::arange(60, at::kLong) * 7).remainder(5).view({20, 3});
   const ExpertPlan plan = make_expert_plan(idx.masked_fill(idx == 3, -1), 5);
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
     std::vector<Parameter> a, b;
     for (auto* p : {&a, &b}) {
-      p->push_back(make_parameter("w", {5, 33, 17}, dtype, 0.2));
-      p->push_back(make_parameter("b", {5, 17}, dtype, 0.2));
+      p->push_back(make_parameter("w", {5, 33, 18}, dtype, 0.2));
+      p->push_back(make_parameter("b", {5, 18}, dtype, 0.2));
     }
     const Tensor rows = random_tensor("rows", {20, 33}, dtype).set_requires_grad(true);
     const Tensor again = rows.detach().clone().set_requires_grad(true);
-    const Tensor y = grouped_affine(permute(rows, plan), a[0], a[1], plan);
-    const Tensor same = permuted_affine(again, b[0], b[1], plan);
+    const Tensor y = swiglu(grouped_affine(permute(rows, plan), a[0], a[1], plan), form);
+    const Tensor same = permuted_swiglu(again, b[0], plan, form, &b[1]);
     EXPECT_TRUE(at::equal(y, same));
     const Tensor dy = random_tensor("dy", y.sizes().vec(), dtype);
     y.backward(dy);
@@ -84,12 +85,12 @@ TEST(GroupedLinear, PermutedMapsAreTheMapsOfPermutedRows) {
         relative_difference(again.grad(), rows.grad()), dtype == at::kFloat ? 1e-6 : 1.0 / 256);
     for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(a[i].grad, b[i].grad));
 
-    Parameter c = make_parameter("w", {5, 17, 33}, dtype, 0.2);
-    Parameter d = make_parameter("w", {5, 17, 33}, dtype, 0.2);
+    Parameter c = make_parameter("w", {5, 18, 33}, dtype, 0.2);
+    Parameter d = make_parameter("w", {5, 18, 33}, dtype, 0.2);
     const Tensor third = rows.detach().clone().set_requires_grad(true);
     const Tensor fourth = rows.detach().clone().set_requires_grad(true);
-    const Tensor z = grouped_linear(permute(third, plan), c, plan);
-    const Tensor same_z = permuted_linear(fourth, d, plan);
+    const Tensor z = swiglu(grouped_linear(permute(third, plan), c, plan));
+    const Tensor same_z = permuted_swiglu(fourth, d, plan);
     EXPECT_TRUE(at::equal(z, same_z));
     z.backward(dy);
     same_z.backward(dy);

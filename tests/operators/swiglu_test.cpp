@@ -6,6 +6,8 @@
 
 namespace pith::test {
 namespace {
+SwigluForm clamped(double alpha, double limit) { return {float(alpha), float(limit), 1, true}; }
+
 Tensor reference(const Tensor& gate_up) {
   const int64_t width = gate_up.size(1) / 2;
   const Tensor gate = gate_up.narrow(1, 0, width);
@@ -50,7 +52,7 @@ TEST(SwiGlu, ExtremeGates) {
 TEST(SwiGlu, ClampedValues) {
   const Tensor x = at::tensor({8.0, -9.0, -10.0, 2.0, 1.0, 0.0}, at::kDouble).view({1, 6});
   x.set_requires_grad(true);
-  const Tensor y = clamped_swiglu(x, 1.702, 7.0);
+  const Tensor y = swiglu(x, clamped(1.702, 7.0));
   EXPECT_LE(
       max_difference(y, at::tensor({-41.99972, -1.21739e-6, 0.845796}, at::kDouble).view({1, 3})),
       1e-5);
@@ -63,11 +65,11 @@ TEST(SwiGlu, ClampedValues) {
 TEST(SwiGlu, ClampedGradientsMatchFiniteDifferences) {
   for (const int64_t rows : {0, 1, 3, 7}) {
     Tensor x = random_tensor("x", {rows, 14});
-    check_gradients([&] { return clamped_swiglu(x, 1.5, 0.8); }, {x}, {});
+    check_gradients([&] { return swiglu(x, clamped(1.5, 0.8)); }, {x}, {});
     const Tensor gate = x.detach().slice(1, 0, {}, 2).clamp_max(0.8);
     const Tensor up = x.detach().slice(1, 1, {}, 2).clamp(-0.8, 0.8);
     EXPECT_LE(
-        max_difference(clamped_swiglu(x, 1.5, 0.8), (up + 1) * gate * at::sigmoid(gate * 1.5)),
+        max_difference(swiglu(x, clamped(1.5, 0.8)), (up + 1) * gate * at::sigmoid(gate * 1.5)),
         1e-6); // the limit is a float
   }
 }
@@ -75,10 +77,10 @@ TEST(SwiGlu, ClampedGradientsMatchFiniteDifferences) {
 TEST(SwiGlu, ClampedBFloat16IsRoundedOnce) {
   const Tensor x = random_tensor("x", {33, 2 * 77}, at::kBFloat16, 3.0).set_requires_grad(true);
   const Tensor dy = random_tensor("dy", {33, 77}, at::kBFloat16);
-  const Tensor y = clamped_swiglu(x, 1.702, 2.5);
+  const Tensor y = swiglu(x, clamped(1.702, 2.5));
   y.backward(dy);
   const Tensor x64 = x.detach().to(at::kDouble).set_requires_grad(true);
-  const Tensor y64 = clamped_swiglu(x64, 1.702, 2.5);
+  const Tensor y64 = swiglu(x64, clamped(1.702, 2.5));
   y64.backward(dy.to(at::kDouble));
   EXPECT_LE(relative_difference(y, y64), 0x1p-8);
   EXPECT_LE(relative_difference(x.grad(), x64.grad()), 0x1p-8 * 1.01);
@@ -87,7 +89,7 @@ TEST(SwiGlu, ClampedBFloat16IsRoundedOnce) {
 TEST(SwiGlu, Refuses) {
   EXPECT_THROW(swiglu(random_tensor("x", {3, 5})), Error);
   EXPECT_THROW(swiglu(random_tensor("x", {4})), Error);
-  EXPECT_THROW(clamped_swiglu(random_tensor("x", {3, 4}), 1.7, 0), Error);
+  EXPECT_THROW(swiglu(random_tensor("x", {3, 4}), clamped(1.7, 0)), Error);
   EXPECT_THROW(swiglu(at::zeros_like(random_tensor("x", {3, 4}).to(at::kLong))), Error);
 }
 
