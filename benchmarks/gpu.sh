@@ -8,7 +8,7 @@
 #   benchmarks/gpu.sh breakdown       one step of Qwen3 by operator: FLOPs, bytes, time at the ceilings, time measured
 #   benchmarks/gpu.sh sanitizer       compute-sanitizer over one small test of each kernel
 #   benchmarks/gpu.sh operators       operators: bytes and FLOPs over time
-#   benchmarks/gpu.sh curve           20 steps of a tiny model on CPU and GPU: the same losses
+#   benchmarks/gpu.sh curve           (steps=100: so many) 20 steps of a tiny model on CPU and GPU: the same losses
 #   benchmarks/gpu.sh transformers    50 steps of a small model of each family, here and in transformers
 #   benchmarks/gpu.sh step [KEY=VALUE...]
 #                                     the training step of the 8-layer cut of Qwen3-30B-A3B, or of
@@ -38,7 +38,8 @@ pack() {
 
 curve() {
   corpus
-  local keys=(--set training.steps=20 --set training.global_batch=4 --set training.micro_batch=2
+  local steps=${steps:-20}
+  local keys=(--set training.steps=$steps --set training.global_batch=4 --set training.micro_batch=2
     --set checkpoint.save=false --set validation.interval=0 --set training.lr=1e-3)
   rm -rf runs/curve-cpu runs/curve-cuda runs/curve-cuda-bf16
   "$bin/pithtrain" pretrain examples/demo.toml "${keys[@]}" --set run.device=cpu \
@@ -50,11 +51,11 @@ curve() {
   paste <(grep -o '"loss":[0-9.]*' runs/curve-cpu/metrics.jsonl) \
     <(grep -o '"loss":[0-9.]*' runs/curve-cuda/metrics.jsonl) \
     <(grep -o '"loss":[0-9.]*' runs/curve-cuda-bf16/metrics.jsonl) | tr -d '"a-z:' |
-    awk '{ d = ($1 - $2) / $1; if (d < 0) d = -d; if (d > worst) worst = d
+    awk -v steps="$steps" '{ d = ($1 - $2) / $1; if (d < 0) d = -d; if (d > worst) worst = d
            e = ($1 - $3) / $1; if (e < 0) e = -e; if (e > worst16) worst16 = e
            printf "step %2d  cpu fp32 %.5f  gpu fp32 %.5f  gpu bf16 %.5f\n", NR, $1, $2, $3 }
          END { printf "largest relative difference to the CPU: fp32 %.2e, bf16 %.2e over %d steps\n", worst, worst16, NR
-               exit !(NR == 20 && worst < 1e-3 && worst16 < 2e-2) }'
+               exit !(NR == steps && worst < 1e-3 && worst16 < 2e-2) }'
 }
 
 step() {

@@ -13,7 +13,7 @@ struct Problem {
   const int32_t* offsets; // (experts): the ends of their rows
   const bf16* bias; // (experts, width) or null
   bf16* y; // (rows, halves, width)
-  bf16* activation; // (rows, width / halves)
+  bf16* activation; // (rows, halves * width / 2)
   int rows, experts, in, width;
   SwigluForm form;
 };
@@ -34,7 +34,9 @@ struct Tile {
 };
 
 #if PITH_HOPPER
-// This block's tiles of so many columns; neighbours share rows.
+// This block's tiles of so many columns. Those computed at one time are about as many rows as
+// columns, at most kSideBySide: rows and weights are read from memory seldom, then from L2.
+constexpr int kSideBySide = 8;
 struct Walk {
   const Problem& p;
   const int columns;
@@ -48,8 +50,10 @@ struct Walk {
       if (++expert == p.experts) return false;
       begin = end, end = p.offsets[expert];
     }
-    const int place = i - before;
-    tile = {expert, begin + place / across * kTileM, end, place % across * columns};
+    const int of_group = kSideBySide * ((end - begin + kTileM - 1) / kTileM);
+    const int first = (i - before) / of_group * kSideBySide, place = (i - before) % of_group;
+    const int beside = min(kSideBySide, across - first);
+    tile = {expert, begin + place / beside * kTileM, end, (first + place % beside) * columns};
     i += int(gridDim.x);
     return true;
   }
@@ -125,9 +129,6 @@ __device__ inline uint32_t rounded(float low, float high) {
 __device__ inline float half_of(uint32_t pair, int i) {
   return __uint_as_float(i ? pair & 0xffff0000 : pair << 16);
 }
-__device__ inline float2 widened(uint32_t pair) {
-  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
-}
 
 // A warp's 16 rows of a tile, on their way.
 template <bool ACROSS, bool ACTIVATE> struct Results {
@@ -158,9 +159,9 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
   __device__ void round(const float (&sum)[128], const uint32_t (&bias)[kTileN / 8]) {
 #pragma unroll
     for (int i = 0; i < kTileN / 4; ++i) {
-      const float2 added = widened(bias[i / 2]);
-      pair[i] = ACROSS ? rounded(sum[2 * i] + added.x, sum[2 * i + 1] + added.y)
-                       : rounded(sum[2 * i], sum[2 * i + 1]);
+      const float* s = sum + 2 * i;
+      pair[i] = ACROSS ? rounded(s[0] + half_of(bias[i / 2], 0), s[1] + half_of(bias[i / 2], 1))
+                       : rounded(s[0], s[1]);
     }
   }
 
@@ -191,14 +192,11 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
     if (lane == 0) ptx::cp_async_bulk_commit_group();
   }
 
-  // Pairs of rows lane / 4 and of the 8th below, of columns 16 quarter on and of the next 8.
-  // stmatrix: lane l gives the address of row l % 8 of matrix l / 8, two below each other.
-  __device__ void put(
-      uint8_t* box, int lane, int quarter, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    const int unit = 2 * quarter + lane / 16;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+  // Eight columns of rows lane / 4 and of the 8th below. Lane l gives the address of row l.
+  __device__ void put(uint8_t* box, int lane, int unit, uint32_t upper, uint32_t lower) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(
                      shared_address(box + lane % 16 * kBoxRow + (unit ^ lane % 8) * 16)),
-        "r"(a), "r"(b), "r"(c), "r"(d)
+        "r"(upper), "r"(lower)
         : "memory");
   }
 
@@ -206,10 +204,8 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
     const int to = column(BOX);
     write_box(true, true, y_map, p.y, p.width, HALVES, to, half(BOX), [&](uint8_t* box, int lane) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t* of = pair + 16 * BOX + 4 * i;
-        put(box, lane, i, of[0], of[1], of[2], of[3]);
-      }
+      for (int i = 0; i < 8; ++i)
+        put(box, lane, i, pair[16 * BOX + 2 * i], pair[16 * BOX + 2 * i + 1]);
     });
   }
 
@@ -237,10 +233,7 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
     write_box(kUnit == 0, kUnit == 7, activation_map, p.activation, width, 1, to, 0,
         [&](uint8_t* box, int lane) {
       if constexpr (HALVES == 2) {
-        asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(
-                         shared_address(box + lane % 16 * kBoxRow + (kUnit ^ lane % 8) * 16)),
-            "r"(rounded(value[0], value[1])), "r"(rounded(value[2], value[3]))
-            : "memory");
+        put(box, lane, kUnit, rounded(value[0], value[1]), rounded(value[2], value[3]));
       } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
