@@ -3,15 +3,15 @@
 #include <CLI/CLI.hpp>
 
 namespace pith {
-using Clock = std::chrono::steady_clock;
+using Clock = chrono::steady_clock;
 inline double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
+  return chrono::duration<double>(Clock::now() - start).count();
 }
 
 // A subcommand that calls run(options), and its options, which live as long as it. It fails by
 // throwing, for main() to print; CLI::RuntimeError(1) where everything has been printed already.
 template <class Options, class Run> pair<CLI::App*, Options*> add_command(
-    CLI::App& app, const string& name, const string& what, Run run) {
+  CLI::App& app, const string& name, const string& what, Run run) {
   const auto options = make_shared<Options>();
   CLI::App* command = app.add_subcommand(name, what);
   command->callback([options, run] { run(*options); });
@@ -28,9 +28,8 @@ void add_generate_command(CLI::App& app);
 void add_launch_command(CLI::App& app);
 // Also as a command of another name, or of `corpus`; `quick`: it never sums data.
 void add_inspect_command(CLI::App& app, const string& name = "inspect",
-    const string& what =
-        "Explain a corpus, checkpoint, run folder, model folder or safetensors file",
-    bool quick = false);
+  const string& what = "Explain a corpus, checkpoint, run folder, model folder or safetensors file",
+  bool quick = false);
 void add_tokenizer_command(CLI::App& app);
 void add_trace_command(CLI::App& app);
 

@@ -7,8 +7,8 @@ namespace pith {
 namespace {
 using nlohmann::json;
 
-const map<string, at::ScalarType> kDtypes{
-    {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}, {"float32", at::kFloat}};
+const map<string, ScalarType> kDtypes{
+  {"bfloat16", kBFloat16}, {"float16", kHalf}, {"float32", kFloat}};
 
 struct ConvertOptions {
   string from, to, dtype, reinit;
@@ -19,8 +19,8 @@ struct ConvertOptions {
 
 // What a new folder takes over unchanged, where the old one has it.
 constexpr const char* kCopied[] = {"generation_config.json", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja"};
+  "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+  "merges.txt", "tokenizer.model", "chat_template.jinja"};
 
 template <class Model> void convert(const ConvertOptions& o) {
   typename Model::Config old = Model::Config::parse_file(o.from), config = old;
@@ -31,20 +31,20 @@ template <class Model> void convert(const ConvertOptions& o) {
   const HfFolder folder(o.from);
   const vector<string> tied{"lm_head.weight"};
   vector<ImportTarget> all; // nothing of each: the whole folder is checked first
-  for (const auto& unit : before.parameter_units())
-    for (const Parameter* parameter : unit)
-      for (const HfTensor& tensor : parameter->tensors)
-        all.push_back({&tensor, 0, at::empty({0}, at::kFloat)});
+  for (const auto& unit: before.parameter_units())
+    for (const Parameter* parameter: unit)
+      for (const HfTensor& tensor: parameter->tensors)
+        all.push_back({&tensor, 0, at::empty({0}, kFloat)});
   import_weights(folder, all, span(tied).first(old.tie_embeddings ? 1 : 0));
   const SafetensorsFile* stored = folder.file_of(all.front().tensor->name);
-  const at::ScalarType main_dtype = o.dtype.empty()
-      ? stored->header().tensors.at(all.front().tensor->name).dtype
-      : kDtypes.at(o.dtype);
+  const ScalarType main_dtype = o.dtype.empty()
+    ? stored->header().tensors.at(all.front().tensor->name).dtype
+    : kDtypes.at(o.dtype);
 
   const fs::path to = fs::path(o.to) / "", target = to.parent_path();
   PITH_CHECK(!target.empty(), "the folder to make has no name");
   PITH_CHECK(!fs::exists(target) || (fs::is_directory(target) && fs::is_empty(target)),
-      "{} exists already", target);
+    "{} exists already", target);
   PITH_CHECK(int64_t(o.shard_bytes) > 0, "--shard-size must be positive");
   PITH_CHECK(o.init_std >= 0 && o.init_std <= 100, "--init-std {} is not in [0, 100]", o.init_std);
   const regex again = name_pattern(o.reinit);
@@ -52,7 +52,7 @@ template <class Model> void convert(const ConvertOptions& o) {
   if (target.has_parent_path()) fs::create_directories(target.parent_path());
   if (!fs::create_directory(temporary))
     PITH_FAIL_HINT(
-        "another convert writes it, or one was killed: then remove it", "{} exists", temporary);
+      "another convert writes it, or one was killed: then remove it", "{} exists", temporary);
   const shared_ptr<void> discard(nullptr, [&](void*) { // what was not renamed
     std::error_code ignored;
     fs::remove_all(temporary, ignored);
@@ -66,12 +66,12 @@ template <class Model> void convert(const ConvertOptions& o) {
     written.insert(written.end(), files.begin(), files.end());
     bytes = 0;
   };
-  for (const auto& unit : after.parameter_units())
-    for (const Parameter* parameter : unit)
-      for (const HfTensor& tensor : parameter->tensors) {
+  for (const auto& unit: after.parameter_units())
+    for (const Parameter* parameter: unit)
+      for (const HfTensor& tensor: parameter->tensors) {
         const SafetensorsFile* file = folder.file_of(tensor.name);
-        const at::ScalarType dtype =
-            !o.dtype.empty() || !file ? main_dtype : file->header().tensors.at(tensor.name).dtype;
+        const ScalarType dtype =
+          !o.dtype.empty() || !file ? main_dtype : file->header().tensors.at(tensor.name).dtype;
         Tensor value = at::empty(tensor.shape, dtype);
         if (Tensor flat = value.view(-1); !o.reinit.empty() && regex_search(tensor.name, again)) {
           initialize_tensor(flat, *parameter, tensor, 0, o.seed, o.init_std, config.num_layers);
@@ -81,12 +81,12 @@ template <class Model> void convert(const ConvertOptions& o) {
           const int64_t kept = min(rows.size(0), value.size(0));
           value.narrow(0, 0, kept).copy_(rows.narrow(0, 0, kept));
           if (kept < value.size(0))
-            value.narrow(0, kept, value.size(0) - kept).copy_(rows.mean(0, true, at::kDouble));
+            value.narrow(0, kept, value.size(0) - kept).copy_(rows.mean(0, true, kDouble));
         } else {
           import_tensor(folder, {&tensor, 0, flat});
         }
         PITH_CHECK(o.dtype.empty() || !value.isinf().any().item<bool>(), "{} has numbers beyond {}",
-            tensor.name, o.dtype);
+          tensor.name, o.dtype);
         if (!shard.empty() && bytes + value.nbytes() > o.shard_bytes) write();
         bytes += value.nbytes();
         shard.emplace_back(tensor.name, std::move(value));
@@ -99,16 +99,16 @@ template <class Model> void convert(const ConvertOptions& o) {
   (text.contains("text_config") ? text["text_config"] : text)["vocab_size"] = config.vocab_size;
   write_file(temporary, "config.json", text.dump(2) + "\n");
   write_file(temporary, "generation_config.json", config.generation_json());
-  for (const char* name : kCopied)
+  for (const char* name: kCopied)
     if (fs::exists(folder.path() / name))
       write_file(temporary, name, read_file(folder.path() / name));
   sync_folder(temporary);
   fs::remove(target);
   fs::rename(temporary, target);
   fmt::print(
-      "{}: {} tensors in {} files, {} of them new\n", target, tensors, written.size(), renewed);
+    "{}: {} tensors in {} files, {} of them new\n", target, tensors, written.size(), renewed);
   const json special = json::parse(config.generation_json());
-  for (const auto& [key, id] : special.items())
+  for (const auto& [key, id]: special.items())
     if (id.is_number_integer() && id >= config.vocab_size)
       fmt::print("note: {} {} is beyond the vocabulary of {}\n", key, id.dump(), config.vocab_size);
 }
@@ -128,7 +128,7 @@ struct Difference {
 map<string, Tensor> tensors_of(const fs::path& path) {
   map<string, Tensor> tensors;
   const auto add = [&](const SafetensorsFile& file) {
-    for (const auto& [name, entry] : file.header().tensors) tensors[name] = file.tensor(name);
+    for (const auto& [name, entry]: file.header().tensors) tensors[name] = file.tensor(name);
   };
   if (fs::is_directory(path)) ranges::for_each(HfFolder(path).files(), add);
   else add(SafetensorsFile(path));
@@ -141,19 +141,19 @@ Difference difference(const string& name, const Tensor& a, const Tensor& b) {
   constexpr int64_t kPart = 1 << 22;
   for (int64_t at = 0; at < a.numel(); at += kPart) {
     const auto part = [&](const Tensor& x) {
-      return x.reshape(-1).narrow(0, at, min(kPart, a.numel() - at)).to(at::kDouble);
+      return x.reshape(-1).narrow(0, at, min(kPart, a.numel() - at)).to(kDouble);
     };
     const Tensor x = part(a), y = part(b);
     const Tensor apart = (x - y).abs().masked_fill(x.eq(y) | (x.isnan() & y.isnan()), 0);
     square += apart.square().sum().item<double>();
     whole += x.masked_fill(~x.isfinite(), 0).square().sum().item<double>();
     largest = max(largest, apart.max().item<double>());
-    if (!std::isfinite(square)) largest = square; // NaN hides in max() of some
+    if (!isfinite(square)) largest = square; // NaN hides in max() of some
   }
   const double relative = // NaN sorts first; squares of tiny numbers may be 0
-      largest == 0  ? 0
-      : square == 0 ? largest
-                    : std::sqrt(square / whole);
+    largest == 0  ? 0
+    : square == 0 ? largest
+                  : sqrt(square / whole);
   return {fmt::format("{:.3e} {:.3e}", largest, relative), name, relative};
 }
 
@@ -161,7 +161,7 @@ Difference difference(const string& name, const Tensor& a, const Tensor& b) {
 map<int64_t, json> steps_of(const fs::path& run) {
   map<int64_t, json> steps;
   ifstream file(run / "metrics.jsonl");
-  for (string text; std::getline(file, text);)
+  for (string text; getline(file, text);)
     if (json line = json::parse(text, nullptr, /*allow_exceptions=*/false); line.is_object())
       if (const json step = line.value("step", json()); step.is_number_integer())
         steps[step] = std::move(line);
@@ -171,13 +171,13 @@ map<int64_t, json> steps_of(const fs::path& run) {
 // Curves of one run over the steps that another has too.
 map<string, Tensor> curves_of(const map<int64_t, json>& steps, const map<int64_t, json>& other) {
   map<string, Tensor> curves;
-  for (const char* key : {"loss", "balance_loss", "grad_norm", "lr"}) {
+  for (const char* key: {"loss", "balance_loss", "grad_norm", "lr"}) {
     vector<double> values;
-    for (const auto& [step, line] : steps) {
+    for (const auto& [step, line]: steps) {
       const json value = line.value(key, json());
       if (other.contains(step)) values.push_back(value.is_number() ? value.get<double>() : NAN);
     }
-    curves[key] = at::tensor(values, at::kDouble);
+    curves[key] = at::tensor(values, kDouble);
   }
   return curves;
 }
@@ -199,17 +199,17 @@ void compare(const CompareOptions& o) {
     a = tensors_of(o.a), b = tensors_of(o.b);
   }
   vector<Difference> differences;
-  for (const auto& [name, x] : a) {
+  for (const auto& [name, x]: a) {
     const auto found = b.find(name);
     const bool alike = found != b.end() && x.sizes() == found->second.sizes();
     if (alike) differences.push_back(difference(name, x, found->second));
     else if (found == b.end()) differences.push_back({"only in A", name, INFINITY});
     else
       differences.push_back({fmt::format("({}) and ({})", fmt::join(x.sizes(), ", "),
-                                 fmt::join(found->second.sizes(), ", ")),
-          name, INFINITY});
+                               fmt::join(found->second.sizes(), ", ")),
+        name, INFINITY});
   }
-  for (const auto& [name, y] : b)
+  for (const auto& [name, y]: b)
     if (!a.contains(name)) differences.push_back({"only in B", name, INFINITY});
   PITH_CHECK(!differences.empty(), "{} and {} hold no tensors", o.a, o.b);
   const auto within = [&](const Difference& d) {
@@ -219,48 +219,49 @@ void compare(const CompareOptions& o) {
     return std::isnan(x.relative) > std::isnan(y.relative) || x.relative > y.relative;
   });
   fmt::print("max|A-B|  |A-B|/|A|\n");
-  for (const Difference& d : differences | std::views::take(o.limit))
+  for (const Difference& d: differences | std::views::take(o.limit))
     fmt::print("{:<20} {}\n", d.what, d.name);
   const auto same = ranges::count(differences, 0, &Difference::relative);
   const auto good = ranges::count_if(differences, within);
   fmt::print("{} {}, {} equal, {} within {}\n", differences.size(), runs ? "curves" : "tensors",
-      same, good, o.tolerance);
+    same, good, o.tolerance);
   if (good < ssize(differences)) throw CLI::RuntimeError(1);
 }
 }
 
 void add_convert_command(CLI::App& app) {
   const auto [sub, o] = add_command<ConvertOptions>(app, "convert",
-      "Write a model folder anew: other dtype or shards, fewer layers, another vocabulary",
-      [](const ConvertOptions& options) {
+    "Write a model folder anew: other dtype or shards, fewer layers, another vocabulary",
+    [](const ConvertOptions& options) {
     with_family(options.from, [&]<class Model>() { convert<Model>(options); });
   });
   sub->add_option("from", o->from, "Model folder or checkpoint")->required();
   sub->add_option("to", o->to, "Folder to make")->required();
   sub->add_option("--dtype", o->dtype, "bfloat16, float16 or float32 (default: as stored)")
-      ->check(CLI::IsMember(kDtypes));
+    ->check(CLI::IsMember(kDtypes));
   sub->add_option("--shard-size", o->shard_bytes, "Largest file (default 5GB)")
-      ->transform(CLI::AsSizeValue(true));
+    ->transform(CLI::AsSizeValue(true));
   sub->add_option("--layers", o->layers, "Keep the first N layers")->check(CLI::PositiveNumber);
-  sub->add_option("--vocabulary", o->vocabulary,
-         "Rows of embedding and head; new ones are the mean of the old")
-      ->check(CLI::PositiveNumber);
+  sub
+    ->add_option(
+      "--vocabulary", o->vocabulary, "Rows of embedding and head; new ones are the mean of the old")
+    ->check(CLI::PositiveNumber);
   sub->add_option("--reinit", o->reinit, "Draw tensors anew whose names match this expression");
   sub->add_option("--seed", o->seed, "of --reinit (default 1)");
   sub->add_option("--init-std", o->init_std, "of --reinit (default 0.02)");
   sub->footer(
-      "MXFP4 weights become bfloat16. Memory: one shard.\n"
-      "Example: pithtrain convert gpt-oss-20b cut --layers 6 --dtype bfloat16");
+    "MXFP4 weights become bfloat16. Memory: one shard.\n"
+    "Example: pithtrain convert gpt-oss-20b cut --layers 6 --dtype bfloat16");
 
   const auto [other, c] = add_command<CompareOptions>(app, "compare",
-      "Differences of two model folders or safetensors files by tensor, of two runs by curve",
-      compare);
+    "Differences of two model folders or safetensors files by tensor, of two runs by curve",
+    compare);
   other->add_option("a", c->a, "Folder or file")->required();
   other->add_option("b", c->b, "Another")->required();
   other->add_option("--tolerance", c->tolerance, "Largest |A-B|/|A| that passes (default 0)");
   other->add_option("--limit", c->limit, "Lines to print, largest first (default 20)");
   other->footer(
-      "Exit status 1 where a tensor lies beyond the tolerance or in one of both only.\n"
-      "Example: pithtrain compare runs/a runs/b --tolerance 1e-3");
+    "Exit status 1 where a tensor lies beyond the tolerance or in one of both only.\n"
+    "Example: pithtrain compare runs/a runs/b --tolerance 1e-3");
 }
 }

@@ -17,17 +17,17 @@ bool recomputes(const RunConfig& config, int64_t stage) {
   const vector<string> words = CLI::detail::split(text, ',');
   const auto known = [](const string& word) { return word == "none" || word == "layer"; };
   PITH_CHECK(
-      ranges::all_of(words, known) && (words.size() == 1 || ssize(words) == config.parallel.pp),
-      "parallel.recompute must be \"none\" or \"layer\", or {} of these with commas, it is \"{}\"",
-      config.parallel.pp, text);
+    ranges::all_of(words, known) && (words.size() == 1 || ssize(words) == config.parallel.pp),
+    "parallel.recompute must be \"none\" or \"layer\", or {} of these with commas, it is \"{}\"",
+    config.parallel.pp, text);
   return words[words.size() == 1 ? 0 : index(stage)] == "layer";
 }
 
 int64_t micro_batches_of(const RunConfig& config, int64_t dp) {
   const int64_t rows = config.training.micro_batch * dp;
   PITH_CHECK(config.training.global_batch % rows == 0,
-      "training.global_batch {} is not a multiple of micro_batch {} x data parallelism {}",
-      config.training.global_batch, config.training.micro_batch, dp);
+    "training.global_batch {} is not a multiple of micro_batch {} x data parallelism {}",
+    config.training.global_batch, config.training.micro_batch, dp);
   const int64_t count = config.training.global_batch / rows;
   (void)make_schedule(config.parallel.pp, 0, min(count, 4 * config.parallel.pp), true); // too few?
   return count;
@@ -52,25 +52,25 @@ struct StepPlan {
 
 // Of each unit of the whole model; `rules`: the optimizer's, for a person.
 template <class Model> vector<Sizes> unit_sizes(const typename Model::Config& config,
-    const RunConfig::Training& training, vector<string>& rules) {
+  const RunConfig::Training& training, vector<string>& rules) {
   Model model(config, whole_model(config.num_layers, config.num_experts));
   const Units units = model.parameter_units();
   rules = set_update_rules(units, units, training);
   const OptimizerStates kept = optimizer_states(training);
   vector<Sizes> sizes(units.size());
   for (size_t unit = 0; unit < units.size(); ++unit)
-    for (const Parameter* p : units[unit]) {
+    for (const Parameter* p: units[unit]) {
       Sizes& size = sizes[unit];
       (p->group == ParameterGroup::expert ? size.expert : size.dense) += real(p->numel());
-      for (const HfTensor& tensor : p->tensors)
+      for (const HfTensor& tensor: p->tensors)
         size.states += real(tensor.numel()) *
-            ((kept.ema ? 8 : 4) + (kept.bf16_moments ? 2 : 4) * (tensor.rule.muon ? 1 : 2));
+          ((kept.ema ? 8 : 4) + (kept.bf16_moments ? 2 : 4) * (tensor.rule.muon ? 1 : 2));
     }
   return sizes;
 }
 
 vector<Sizes> stage_sizes(const vector<Sizes>& units, const ModelConfig& config,
-    const MeshShape& shape, int64_t world, const vector<int64_t>& chunks) {
+  const MeshShape& shape, int64_t world, const vector<int64_t>& chunks) {
   vector<Sizes> sizes(index(shape.pp));
   for (int64_t stage = 0; stage < shape.pp; ++stage) {
     const MeshPlace place = mesh_place(shape, world, stage * (world / shape.pp));
@@ -81,7 +81,7 @@ vector<Sizes> stage_sizes(const vector<Sizes>& units, const ModelConfig& config,
       size.largest_unit = max(size.largest_unit, unit.dense + unit.expert / real(shape.ep));
     };
     if (part.embedding) add(units.front());
-    for (const int64_t layer : part.layers) add(units[index(layer + 1)]);
+    for (const int64_t layer: part.layers) add(units[index(layer + 1)]);
     if (part.head) add(units.back());
   }
   return sizes;
@@ -91,9 +91,9 @@ vector<Sizes> stage_sizes(const vector<Sizes>& units, const ModelConfig& config,
 // layer by layer, what a forward against it takes: one more than the larger of before and after.
 double peak_layers(const vector<Action>& actions, const array<double, 2>& layers_of_chunk) {
   double kept = 0, peak = 0;
-  for (const Action& action : actions) {
+  for (const Action& action: actions) {
     double taken = 0, given = 0;
-    for (const Pass& pass : action) {
+    for (const Pass& pass: action) {
       if (pass.kind == Pass::forward) taken += layers_of_chunk[index(pass.chunk)];
       if (pass.kind == Pass::backward || pass.kind == Pass::backward_input)
         given += layers_of_chunk[index(pass.chunk)];
@@ -106,7 +106,7 @@ double peak_layers(const vector<Action>& actions, const array<double, 2>& layers
 
 // Of config's layout, on shape.pp x dp x cp processes.
 StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const ModelSize& size,
-    int64_t dp, const vector<int64_t>& chunks, const vector<Sizes>& stages) {
+  int64_t dp, const vector<int64_t>& chunks, const vector<Sizes>& stages) {
   const MeshShape shape = mesh_shape(config.parallel);
   const int64_t pp = shape.pp, plane = dp * shape.cp;
   const int64_t micro_batches = micro_batches_of(config, dp);
@@ -114,11 +114,11 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
   const double head = 6.0 * vocabulary * real(model.hidden_size); // FLOP of a token
   const double layer_cost = (size.flops_per_token - head) / layers / 3;
   vector<StageCosts> costs;
-  for (const int64_t n : chunks)
+  for (const int64_t n: chunks)
     costs.push_back({real(n) * layer_cost, real(n) * layer_cost, real(n) * layer_cost, 0});
   const int64_t simulated = min(micro_batches, 64 * pp);
   const Simulation schedule =
-      simulate(pp, simulated, pp > 1 || shape.ep > 1, costs, {head, pp > 1 ? shape.head_share : 0});
+    simulate(pp, simulated, pp > 1 || shape.ep > 1, costs, {head, pp > 1 ? shape.head_share : 0});
 
   const double block = real(shape.hsdp ? shape.hsdp_size : plane), ep = real(shape.ep);
   const double width = real(c10::elementSize(compute_dtype(config)));
@@ -134,14 +134,14 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
     const double held = part.dense + part.expert / ep, owned = (part.dense + part.expert) / block;
     const double whole = keep ? held : owned;
     const double kept = peak_layers(schedule.actions[index(stage)],
-        {real(chunks[index(stage)]), real(chunks[index(2 * pp - 1 - stage)])});
+      {real(chunks[index(stage)]), real(chunks[index(2 * pp - 1 - stage)])});
     const bool inputs = recomputes(config, stage); // kept of all layers but one
     const double a_layer = inputs ? tokens * real(model.hidden_size) * width : layer;
     const bool has_head = stage == 0 || (stage == 1 && shape.head_share > 0);
     const double gathered = keep ? 0 : part.largest_unit * (2 * width + 3 * 4);
     plan.stages.push_back(
-        {whole * width, whole * 4, part.states / block, a_layer * kept + (inputs ? layer : 0),
-            gathered + max(has_head ? logits : 0, tokens * size.scratch_per_token), kept, a_layer});
+      {whole * width, whole * 4, part.states / block, a_layer * kept + (inputs ? layer : 0),
+        gathered + max(has_head ? logits : 0, tokens * size.scratch_per_token), kept, a_layer});
     const double travels = keep ? width + 4 : real(micro_batches) * (2 * width + 4);
     shards = max(shards, held * (1 - 1 / block) * travels / (real(plane) > 8 ? kNetwork : kLink));
     optimizer = max(optimizer, 30 * owned / kOptimizer);
@@ -150,12 +150,11 @@ StepPlan plan_step(const RunConfig& config, const ModelConfig& model, const Mode
   const double work = tokens * real(micro_batches) / kProducts;
   const bool recompute = config.parallel.recompute.find("layer") != string::npos;
   const double dispatched = 4 * work * kProducts * layers / real(pp) * real(model.hidden_size) *
-      width * min(real(model.experts_per_token), ep) * (1 - 1 / ep);
+    width * min(real(model.experts_per_token), ep) * (1 - 1 / ep);
   plan.seconds = schedule.makespan / real(simulated) * work * (recompute ? kRecompute : 1) *
-          (shape.cp > 1 ? kContext : 1) * (shape.ep > 1 ? kExperts : 1) +
-      tokens * real(micro_batches) * size.slow_seconds_per_token / real(pp) + additions +
-      optimizer + kExposedShards * shards +
-      kExposedExperts * dispatched / (shape.ep > 8 ? kNetwork : kLink);
+      (shape.cp > 1 ? kContext : 1) * (shape.ep > 1 ? kExperts : 1) +
+    tokens * real(micro_batches) * size.slow_seconds_per_token / real(pp) + additions + optimizer +
+    kExposedShards * shards + kExposedExperts * dispatched / (shape.ep > 8 ? kNetwork : kLink);
   return plan;
 }
 
@@ -167,31 +166,29 @@ template <class Model> void print_plan_of(const RunConfig& config, int64_t world
   const int64_t dp = data_parallel(shape, world), micro_batches = micro_batches_of(config, dp);
   const auto chunks = chunks_of(config, model, shape);
   fmt::print(
-      "\n# parameters  {} total, {} active per token; {} FLOP per token (forward and backward)\n"
-      "# step        {} sequences x {} tokens = {} micro-batches of {} on each of {} ranks\n",
-      human(real(size.parameters)), human(real(size.active_parameters)),
-      human(size.flops_per_token), training.global_batch, config.data.sequence_length,
-      micro_batches, training.micro_batch, dp);
+    "\n# parameters  {} total, {} active per token; {} FLOP per token (forward and backward)\n"
+    "# step        {} sequences x {} tokens = {} micro-batches of {} on each of {} ranks\n",
+    human(real(size.parameters)), human(real(size.active_parameters)), human(size.flops_per_token),
+    training.global_batch, config.data.sequence_length, micro_batches, training.micro_batch, dp);
   vector<string> rules;
   const auto units = unit_sizes<Model>(model, training, rules);
-  for (const string& rule : rules) fmt::print("# optimizer   {}\n", rule);
+  for (const string& rule: rules) fmt::print("# optimizer   {}\n", rule);
   const StepPlan plan =
-      plan_step(config, model, size, dp, chunks, stage_sizes(units, model, shape, world, chunks));
+    plan_step(config, model, size, dp, chunks, stage_sizes(units, model, shape, world, chunks));
   for (size_t stage = 0; stage < plan.stages.size(); ++stage) {
     const StageMemory& m = plan.stages[stage];
     fmt::print(
-        "# memory      stage {}: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and "
-        "moments {:.2f} + activations {:.2f} ({:.3g} layers of {:.2f}) + buffers {:.2f}; CUDA, "
-        "fragmentation: {:.1f} more\n",
-        stage, m.total() / kGiB, m.weights / kGiB, m.gradients / kGiB, m.states / kGiB,
-        m.activations / kGiB, m.layers, m.a_layer / kGiB, m.buffers / kGiB,
-        0.018 * m.total() / kGiB);
+      "# memory      stage {}: {:.2f} GiB = weights {:.2f} + gradients {:.2f} + masters and "
+      "moments {:.2f} + activations {:.2f} ({:.3g} layers of {:.2f}) + buffers {:.2f}; CUDA, "
+      "fragmentation: {:.1f} more\n",
+      stage, m.total() / kGiB, m.weights / kGiB, m.gradients / kGiB, m.states / kGiB,
+      m.activations / kGiB, m.layers, m.a_layer / kGiB, m.buffers / kGiB, 0.018 * m.total() / kGiB);
   }
   const bool overlap = shape.pp > 1 || shape.ep > 1;
   if (world > 1) fmt::print("{}", mesh_table(shape, world));
   const int64_t shown = min<int64_t>(micro_batches, 2 * shape.pp + 4);
   fmt::print("# chunks      {} layers\n# schedule    rank 0: {}{}\n", fmt::join(chunks, ", "),
-      to_string(make_schedule(shape.pp, 0, shown, overlap)), micro_batches > shown ? " ..." : "");
+    to_string(make_schedule(shape.pp, 0, shown, overlap)), micro_batches > shown ? " ..." : "");
 }
 
 struct Options {
@@ -209,7 +206,7 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
     StepPlan plan;
   };
   PITH_CHECK(o.memory > 0 && o.reserve >= 0 && o.reserve < 1,
-      "--memory {} and --reserve {} leave nothing", o.memory, o.reserve);
+    "--memory {} and --reserve {} leave nothing", o.memory, o.reserve);
   const auto model = planned_model<typename Model::Config>(given);
   const ModelSize size = model.size(given.data.sequence_length);
   vector<string> rules;
@@ -233,15 +230,15 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
       if (!problem_of([&] { sizes = stage_sizes(units, model, shape, o.gpus, chunks); }).empty())
         continue; // a stage without a layer
       for (int64_t cp = 1; cp <= plane; cp *= 2)
-        for (const char* weights : {"keep", "reshard"})
-          for (const char* recompute : {"none", "layer"})
+        for (const char* weights: {"keep", "reshard"})
+          for (const char* recompute: {"none", "layer"})
             for (int64_t rows = 1; rows <= given.training.global_batch; rows *= 2) {
               const int64_t dp = plane / cp;
               if (!divides(cp, plane) ||
-                  !divides(cp == 1 ? 1 : 2 * cp, given.data.sequence_length) ||
-                  !divides(rows * dp, given.training.global_batch) ||
-                  (plane == 1 && weights != string("keep")) || (cp > 1 && rows > 1) ||
-                  (pp > 1 && given.training.global_batch / (rows * dp) < 2 * pp))
+                !divides(cp == 1 ? 1 : 2 * cp, given.data.sequence_length) ||
+                !divides(rows * dp, given.training.global_batch) ||
+                (plane == 1 && weights != string("keep")) || (cp > 1 && rows > 1) ||
+                (pp > 1 && given.training.global_batch / (rows * dp) < 2 * pp))
                 continue;
               config.parallel.cp = cp;
               config.parallel.weights = weights;
@@ -254,38 +251,38 @@ template <class Model> void estimate(const Options& o, const RunConfig& given) {
             }
     }
   }
-  PITH_CHECK(std::isfinite(least), "no layout divides {} GPUs, global_batch {} and {} experts",
-      o.gpus, given.training.global_batch, model.num_experts);
+  PITH_CHECK(isfinite(least), "no layout divides {} GPUs, global_batch {} and {} experts", o.gpus,
+    given.training.global_batch, model.num_experts);
   if (fitting.empty())
     PITH_FAIL_HINT("more GPUs, shorter sequences, or fewer layers",
-        "no layout fits {} GPUs of {} GiB; the smallest takes {:.1f} GiB", o.gpus, o.memory,
-        least / kGiB);
+      "no layout fits {} GPUs of {} GiB; the smallest takes {:.1f} GiB", o.gpus, o.memory,
+      least / kGiB);
   ranges::stable_sort(
-      fitting, {}, [](const Candidate& candidate) { return candidate.plan.seconds; });
+    fitting, {}, [](const Candidate& candidate) { return candidate.plan.seconds; });
   fmt::print("{} layouts fit {} GPUs of {} GiB ({:.0f} % kept free); the quickest:\n\n",
-      fitting.size(), o.gpus, o.memory, 100 * o.reserve);
+    fitting.size(), o.gpus, o.memory, 100 * o.reserve);
   fmt::print("  pp  cp  ep  dp  weights  recompute  micro_batch  GiB/GPU  s/step   tok/s\n");
   const double tokens = real(given.training.global_batch * given.data.sequence_length);
-  for (const auto& [p, rows, plan] : fitting | std::views::take(o.limit))
+  for (const auto& [p, rows, plan]: fitting | std::views::take(o.limit))
     fmt::print("  {:<3} {:<3} {:<3} {:<3} {:<8} {:<10} {:>11}  {:>7.1f}  {:>6.3f}  {:>6}\n", p.pp,
-        p.cp, p.ep, o.gpus / p.pp / p.cp, p.weights, p.recompute, rows, plan.worst() / kGiB,
-        plan.seconds, human(tokens / plan.seconds));
+      p.cp, p.ep, o.gpus / p.pp / p.cp, p.weights, p.recompute, rows, plan.worst() / kGiB,
+      plan.seconds, human(tokens / plan.seconds));
 }
 }
 
 void print_plan(const RunConfig& config, int64_t processes) {
   with_family(
-      config.model.config, [&]<class Model>() { return print_plan_of<Model>(config, processes); });
+    config.model.config, [&]<class Model>() { return print_plan_of<Model>(config, processes); });
 }
 
 void add_estimate_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(app, "estimate",
-      "List the layouts of a run that fit so many GPUs, the quickest first",
-      [](const Options& options) {
+    "List the layouts of a run that fit so many GPUs, the quickest first",
+    [](const Options& options) {
     const RunConfig config =
-        parse_run_config(read_file(options.file), options.file, options.overrides);
+      parse_run_config(read_file(options.file), options.file, options.overrides);
     with_family(
-        config.model.config, [&]<class Model>() { return estimate<Model>(options, config); });
+      config.model.config, [&]<class Model>() { return estimate<Model>(options, config); });
   });
   sub->add_option("config", o->file, "Run configuration (TOML)")->required();
   sub->add_option("--set", o->overrides, "Override one key")->allow_extra_args(false);
@@ -294,8 +291,8 @@ void add_estimate_command(CLI::App& app) {
   sub->add_option("--reserve", o->reserve, "Share kept free, fragmentation and all (default 0.06)");
   sub->add_option("--limit", o->limit, "Layouts to list (default 10)");
   sub->footer(
-      "[parallel] and training.micro_batch are searched; times are those of a cost model of H200 "
-      "with NVLink.\nOne layout's memory by cause: pretrain --dry-run.\n"
-      "Example: pithtrain estimate examples/qwen3_30b_a3b.toml --gpus 8 --memory 139");
+    "[parallel] and training.micro_batch are searched; times are those of a cost model of H200 "
+    "with NVLink.\nOne layout's memory by cause: pretrain --dry-run.\n"
+    "Example: pithtrain estimate examples/qwen3_30b_a3b.toml --gpus 8 --memory 139");
 }
 }

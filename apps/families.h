@@ -18,7 +18,7 @@ template <class Use> auto with_family(const fs::path& path, Use&& use) {
   if (family == "qwen3_5_moe" || family == "qwen3_5_moe_text")
     return use.template operator()<Qwen35MoeModel>();
   PITH_FAIL_HINT("supported: qwen3_moe, deepseek_v2, gpt_oss, qwen3_5_moe",
-      "{}: model_type \"{}\" is not supported", path, family);
+    "{}: model_type \"{}\" is not supported", path, family);
 }
 
 // A whole model in one process: what generate and trace share.
@@ -27,8 +27,8 @@ struct ModelOptions {
   void add_to(CLI::App& command) {
     command.add_option("folder", folder, "Hugging Face folder or checkpoint")->required();
     command.add_option("--dtype", dtype, "fp32, bf16, or auto: fp32 on CPUs, bf16 on GPUs")
-        ->check(CLI::IsMember({"auto", "fp32", "bf16"}))
-        ->capture_default_str();
+      ->check(CLI::IsMember({"auto", "fp32", "bf16"}))
+      ->capture_default_str();
     command.add_option("--device", device, "auto, cpu, cuda")->capture_default_str();
   }
 };
@@ -39,11 +39,10 @@ template <class Model> struct LoadedModel {
         model(config, whole_model(config.num_layers, config.num_experts)) {
     mesh.device = device;
     const bool bf16 = options.dtype == "bf16" || (options.dtype == "auto" && device.is_cuda());
-    groups =
-        make_shard_groups(model.parameter_units(), bf16 ? at::kBFloat16 : at::kFloat, mesh, use);
+    groups = make_shard_groups(model.parameter_units(), bf16 ? kBFloat16 : kFloat, mesh, use);
     restore_weights(groups, options.folder, config.tie_embeddings);
   }
-  at::Device device;
+  Device device;
   typename Model::Config config;
   Model model;
   Mesh mesh;

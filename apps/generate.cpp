@@ -22,7 +22,7 @@ set<int64_t> end_ids(const fs::path& folder, const Tokenizer& tokenizer) {
   const fs::path file = folder / "generation_config.json";
   const nlohmann::json all = fs::exists(file) ? read_json(file) : nlohmann::json::object();
   const nlohmann::json eos = all.value("eos_token_id", nlohmann::json::array());
-  for (const nlohmann::json& id : eos.is_array() ? eos : nlohmann::json::array({eos}))
+  for (const nlohmann::json& id: eos.is_array() ? eos : nlohmann::json::array({eos}))
     if (id.is_number_integer()) ids.insert(id.get<int64_t>());
   return ids;
 }
@@ -36,9 +36,9 @@ struct Sequence {
 };
 
 // What is not cached of every sequence as one micro-batch, each a document.
-MicroBatch pack(const vector<Sequence>& sequences, at::Device device) {
+MicroBatch pack(const vector<Sequence>& sequences, Device device) {
   vector<Row> rows;
-  for (const Sequence& sequence : sequences) {
+  for (const Sequence& sequence: sequences) {
     Row& row = rows.emplace_back();
     const auto from = std::ptrdiff_t(sequence.cached);
     row.tokens.assign(sequence.ids.begin() + from, sequence.ids.end());
@@ -55,19 +55,19 @@ template <class Model> void generate(const GenerateOptions& options) {
   auto& [device, config, model, mesh, groups] = loaded;
   const Tokenizer tokenizer = Tokenizer::load(options.folder);
   PITH_CHECK(tokenizer.vocab_size() <= config.vocab_size, "the tokenizer has {} ids, the model {}",
-      tokenizer.vocab_size(), config.vocab_size);
+    tokenizer.vocab_size(), config.vocab_size);
 
   vector<Sequence> sequences;
   int64_t positions = 0;
-  for (const string& prompt : options.prompts) {
+  for (const string& prompt: options.prompts) {
     const vector<int32_t> ids = tokenizer.encode(prompt).ids;
     PITH_CHECK(!ids.empty(), "the prompt \"{}\" holds no token", prompt);
     positions = max(positions, ssize(ids) + options.max_tokens);
     sequences.push_back({prompt, {ids.begin(), ids.end()}, StreamingDecoder(tokenizer)});
   }
   PITH_CHECK(positions <= config.max_positions,
-      "prompt and answer would take {} positions, the model has {} (max_position_embeddings)",
-      positions, config.max_positions);
+    "prompt and answer would take {} positions, the model has {} (max_position_embeddings)",
+    positions, config.max_positions);
 
   Pipeline<Model> pipeline(model, mesh, positions, {});
   const set<int64_t> ends = end_ids(options.folder, tokenizer);
@@ -79,7 +79,7 @@ template <class Model> void generate(const GenerateOptions& options) {
   for (int64_t n = 0; n < options.max_tokens && !ranges::all_of(sequences, &Sequence::ended); ++n) {
     const vector<MicroBatch> batch{pack(sequences, device)};
     const BatchResult result = pipeline.forward_only(batch, LastTokenLogits(), caches);
-    const Tensor logits = result.per_token[0].to(at::kCPU).contiguous(); // (B, V)
+    const Tensor logits = result.per_token[0].to(kCPU).contiguous(); // (B, V)
     const auto vocab = index(logits.size(1));
     for (size_t i = 0; i < sequences.size(); ++i) {
       Sequence& sequence = sequences[i];
@@ -103,22 +103,22 @@ template <class Model> void generate(const GenerateOptions& options) {
     fmt::print("=== {}\n{}{}\n", i + 1, sequences[i].text, sequences[i].decoder.finish());
   const double seconds = seconds_since(start);
   fmt::print(stderr, "{} tokens in {:.2f} s, {:.1f} tokens/s\n", produced, seconds,
-      real(produced) / seconds);
+    real(produced) / seconds);
 }
 }
 
 void add_generate_command(CLI::App& app) {
   const auto [sub, o] = add_command<GenerateOptions>(app, "generate",
-      "Continue prompts with a model folder or checkpoint", [](const GenerateOptions& options) {
+    "Continue prompts with a model folder or checkpoint", [](const GenerateOptions& options) {
     with_family(options.folder, [&]<class Model>() { return generate<Model>(options); });
   });
   SamplingOptions& sampling = o->sampling;
   o->add_to(*sub);
   sub->add_option("--prompt", o->prompts, "Text to continue; may be given several times")
-      ->allow_extra_args(false)
-      ->required();
+    ->allow_extra_args(false)
+    ->required();
   sub->add_option("--max-tokens", o->max_tokens, "Longest answer in tokens (default 200)")
-      ->check(CLI::PositiveNumber);
+    ->check(CLI::PositiveNumber);
   sub->add_option("--temperature", sampling.temperature, "0 = greedy; default 1");
   sub->add_option("--top-k", sampling.top_k, "Keep the k likeliest tokens; 0 = all");
   sub->add_option("--top-p", sampling.top_p, "Keep the likeliest tokens of this mass");
@@ -126,7 +126,7 @@ void add_generate_command(CLI::App& app) {
   sub->add_option("--seed", sampling.seed, "Seed of the draws (default 0)");
   sub->add_flag("--no-cache", o->no_cache, "Compute all again for each token (slow; a check)");
   sub->footer(
-      "Example: pithtrain generate runs/demo/checkpoints/step-00000300 --prompt \"#include <\" "
-      "--temperature 0.7");
+    "Example: pithtrain generate runs/demo/checkpoints/step-00000300 --prompt \"#include <\" "
+    "--temperature 0.7");
 }
 }

@@ -45,17 +45,17 @@ void launch(const Options& options) {
   const fs::path own = self.parent_path() / PITH_DEPS_FROM_PROGRAM / "bin/mpirun";
   const char* chosen = std::getenv("MPIRUN");
   const string mpirun = chosen ? chosen : fs::exists(own) ? own.string() : "mpirun";
-  vector<string> words{mpirun, "-n", std::to_string(processes), "--oversubscribe", "--bind-to",
-      "none", "--output", "tag"};
+  vector<string> words{
+    mpirun, "-n", to_string(processes), "--oversubscribe", "--bind-to", "none", "--output", "tag"};
   if (processes > cores) words.insert(words.end(), {"--mca", "mpi_yield_when_idle", "1"});
   words.push_back(options.program);
   words.insert(words.end(), command.begin(), command.end());
   vector<char*> arguments;
-  for (string& word : words) arguments.push_back(word.data());
+  for (string& word: words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
   setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 0);
   setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 0);
-  setenv("OMP_NUM_THREADS", std::to_string(max<int64_t>(1, cores / processes)).c_str(), 0);
+  setenv("OMP_NUM_THREADS", to_string(max<int64_t>(1, cores / processes)).c_str(), 0);
 
   install_signal_handlers();
   array<int, 2> ends{};
@@ -79,37 +79,37 @@ void launch(const Options& options) {
   Output output;
   thread reader([&] {
     ifstream lines(fmt::format("/dev/fd/{}", ends[0]));
-    for (string line; std::getline(lines, line);) output.show(line);
+    for (string line; getline(lines, line);) output.show(line);
   });
   bool passed_on = false;
   int status = 0;
   while (waitpid(child, &status, WNOHANG) == 0) {
     // mpirun kills its ranks half a second after SIGINT or SIGTERM; SIGUSR1 it passes on to them.
     if (stop_requested() && !exchange(passed_on, true)) kill(child, SIGUSR1);
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    std::this_thread::sleep_for(chrono::milliseconds(50));
   }
   reader.join();
   if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
   const bool explain = !output.told_failure && !output.of_mpirun.empty();
   fmt::print(stderr, "pithtrain launch: the job failed{}\n{}", explain ? "; mpirun says:" : "",
-      explain ? output.of_mpirun : "");
+    explain ? output.of_mpirun : "");
   throw CLI::RuntimeError(1);
 }
 }
 
 void add_launch_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(app, "launch",
-      "Run a command as N processes on this machine, which share the work (MPI, NCCL)", launch);
+    "Run a command as N processes on this machine, which share the work (MPI, NCCL)", launch);
   o->command = sub;
   sub->add_option("processes", o->processes, "How many")
-      ->required()
-      ->check(CLI::Range(int64_t{1}, int64_t{4096}));
+    ->required()
+    ->check(CLI::Range(int64_t{1}, int64_t{4096}));
   sub->add_option("--program", o->program)->group(""); // for tests
   sub->prefix_command();
   sub->footer(
-      "Each line of output starts with its rank. Ctrl-C or SIGTERM lets every rank finish its "
-      "step\n"
-      "and save; a second one ends them at once. When one rank fails, all end.\n\n"
-      "Example: pithtrain launch 2 pretrain run.toml");
+    "Each line of output starts with its rank. Ctrl-C or SIGTERM lets every rank finish its "
+    "step\n"
+    "and save; a second one ends them at once. When one rank fails, all end.\n\n"
+    "Example: pithtrain launch 2 pretrain run.toml");
 }
 }

@@ -32,7 +32,7 @@ std::string full_name(const CLI::App* app) {
 // What is wrong with a command line: a word that no command or option of it takes, or else.
 std::string usage_problem(const CLI::App& command, const CLI::ParseError& error) {
   for (const CLI::App* app = &command; app != nullptr; app = app->get_parent())
-    for (const std::string& word : app->remaining())
+    for (const std::string& word: app->remaining())
       if (word != "--") return fmt::format("{} is not known here", word);
   return error.what();
 }
@@ -75,8 +75,8 @@ int main(int argc, char** argv) {
   app.get_formatter()->column_width(34);
   app.set_help_flag("-h,--help", "Explain and exit");
   app.set_version_flag("--version",
-      fmt::format("pithtrain {}, LibTorch {}", pith::kBuildDescription, TORCH_VERSION),
-      "Print what this program was built from and exit");
+    fmt::format("pithtrain {}, LibTorch {}", pith::kBuildDescription, TORCH_VERSION),
+    "Print what this program was built from and exit");
   pith::add_corpus_command(app);
   pith::add_pretrain_command(app);
   pith::add_generate_command(app);

@@ -5,13 +5,13 @@
 #include "engine/pipeline.h"
 
 namespace pith {
-inline at::ScalarType compute_dtype(const RunConfig& config) {
-  return config.model.dtype == "float32" ? at::kFloat : at::kBFloat16;
+inline ScalarType compute_dtype(const RunConfig& config) {
+  return config.model.dtype == "float32" ? kFloat : kBFloat16;
 }
 
 inline MeshShape mesh_shape(const RunConfig::Parallel& parallel) {
   return {parallel.pp, parallel.cp, parallel.ep, parallel.sharding == "hsdp", parallel.hsdp_size,
-      parallel.head_share};
+    parallel.head_share};
 }
 
 // The model of a run: model.config, cut.
@@ -19,8 +19,8 @@ template <class Config> Config planned_model(const RunConfig& config) {
   auto model = Config::parse_file(config.model.config);
   if (config.model.num_layers > 0) model.cut_layers(config.model.num_layers);
   PITH_CHECK(config.data.sequence_length <= model.max_positions,
-      "data.sequence_length {} is longer than the model's max_position_embeddings {}",
-      config.data.sequence_length, model.max_positions);
+    "data.sequence_length {} is longer than the model's max_position_embeddings {}",
+    config.data.sequence_length, model.max_positions);
   return model;
 }
 
@@ -31,12 +31,12 @@ vector<int64_t> chunks_of(const RunConfig& config, const Config& model, const Me
   if (text.empty()) return default_chunks(model, shape, config.data.sequence_length);
   vector<int64_t> chunks;
   bool valid = true;
-  for (const string& word : CLI::detail::split(text, ','))
+  for (const string& word: CLI::detail::split(text, ','))
     valid = valid && CLI::detail::lexical_cast(CLI::detail::trim_copy(word), chunks.emplace_back());
   PITH_CHECK(valid && ssize(chunks) == 2 * shape.pp && ranges::min(chunks) >= 0 &&
-          std::reduce(chunks.begin(), chunks.end()) == model.num_layers,
-      "parallel.chunks must be {} numbers of layers with the sum {}, it is \"{}\"", 2 * shape.pp,
-      model.num_layers, text);
+      reduce(chunks.begin(), chunks.end()) == model.num_layers,
+    "parallel.chunks must be {} numbers of layers with the sum {}, it is \"{}\"", 2 * shape.pp,
+    model.num_layers, text);
   return chunks;
 }
 

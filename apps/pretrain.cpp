@@ -15,18 +15,18 @@ BalanceKind balance_kind(const RunConfig::Training& training) {
 }
 
 vector<RowStream> open_streams(
-    const RunConfig& config, const vector<DataSource>& sources, uint64_t seed) {
+  const RunConfig& config, const vector<DataSource>& sources, uint64_t seed) {
   const Packing packing = config.data.packing == "best_fit" ? Packing::best_fit : Packing::concat;
   vector<RowStream> streams;
-  for (const DataSource& source : sources)
+  for (const DataSource& source: sources)
     streams.emplace_back(Corpus(source.path), config.data.sequence_length, seed,
-        config.data.document_mask, true, packing);
+      config.data.document_mask, true, packing);
   return streams;
 }
 
 Blend open_blend(const RunConfig& config) {
   vector<double> weights;
-  for (const DataSource& source : config.data.train) weights.push_back(source.weight);
+  for (const DataSource& source: config.data.train) weights.push_back(source.weight);
   return {open_streams(config, config.data.train, config.data.seed), weights};
 }
 
@@ -47,39 +47,39 @@ template <class Model> class Run {
         part_(model_part(chunks_, mesh.shape, mesh.place, model_config)),
         model_(model_config, part_), rules_(set_update_rules(model_, training_)),
         groups_(make_shard_groups(model_.parameter_units(), compute_dtype(config), mesh,
-            ShardGroup::Use::training,
-            config.parallel.weights == "reshard" ? ShardMode::reshard : ShardMode::keep,
-            optimizer_states(training_))),
+          ShardGroup::Use::training,
+          config.parallel.weights == "reshard" ? ShardMode::reshard : ShardMode::keep,
+          optimizer_states(training_))),
         shards_(groups_, part_, part_.head ? &model_.head_weight() : nullptr),
         pipeline_(model_, mesh_, data_.sequence_length,
-            {training_.balance_loss, training_.force_balance, balance_kind(training_),
-                training_.z_loss},
-            chunks_, &shards_, recomputes(config, mesh.place.pp)),
+          {training_.balance_loss, training_.force_balance, balance_kind(training_),
+            training_.z_loss},
+          chunks_, &shards_, recomputes(config, mesh.place.pp)),
         rows_(open_blend(config)) {
     if (config.validation.interval > 0) // seed 0: the same tokens in all runs
       validation_ = open_streams(config, data_.validation, 0);
     vector<Corpus> corpora;
-    for (const auto* streams : {&rows_.sources(), &std::as_const(validation_)})
-      for (const RowStream& stream : *streams) corpora.push_back(stream.corpus());
+    for (const auto* streams: {&rows_.sources(), &std::as_const(validation_)})
+      for (const RowStream& stream: *streams) corpora.push_back(stream.corpus());
     check_same_tokenizer(corpora);
-    for (const Corpus& corpus : corpora)
+    for (const Corpus& corpus: corpora)
       PITH_CHECK(corpus.vocab_size() <= model_config.vocab_size,
-          "the corpus {} has a vocabulary of {}, the model only {}", corpus.prefix(),
-          corpus.vocab_size(), model_config.vocab_size);
-    state_.data = {{"data.sequence_length", std::to_string(data_.sequence_length)},
-        {"data.seed", std::to_string(data_.seed)}, {"data.packing", data_.packing},
-        {"data.document_mask", fmt::to_string(data_.document_mask)}};
+        "the corpus {} has a vocabulary of {}, the model only {}", corpus.prefix(),
+        corpus.vocab_size(), model_config.vocab_size);
+    state_.data = {{"data.sequence_length", to_string(data_.sequence_length)},
+      {"data.seed", to_string(data_.seed)}, {"data.packing", data_.packing},
+      {"data.document_mask", fmt::to_string(data_.document_mask)}};
     for (size_t i = 0; i < rows_.sources().size(); ++i) // a corpus may move, not change
-      for (const auto& [what, value] : {pair{"fingerprint", corpora[i].fingerprint()},
-               {"tokenizer", corpora[i].tokenizer_hash()},
-               {"weight, as an integer ratio", std::to_string(rows_.weights()[i])}})
+      for (const auto& [what, value]:
+        {pair{"fingerprint", corpora[i].fingerprint()}, {"tokenizer", corpora[i].tokenizer_hash()},
+          {"weight, as an integer ratio", to_string(rows_.weights()[i])}})
         state_.data[fmt::format("corpus {} of data.train: {}", i + 1, what)] = value;
     state_.schedule = schedule_settings(training_);
     micro_batches_of(config, mesh.dp);
     check_same_everywhere(mesh.world,
-        {{"configuration", to_toml(config)},
-            {"model", model_.config().to_json(compute_dtype(config))}, {"corpus", state_.to_json()},
-            {"build", kBuildDescription}});
+      {{"configuration", to_toml(config)},
+        {"model", model_.config().to_json(compute_dtype(config))}, {"corpus", state_.to_json()},
+        {"build", kBuildDescription}});
   }
 
   void train(Clock::time_point launched) {
@@ -90,10 +90,10 @@ template <class Model> class Run {
       log_.emplace(folder_, state_.step, config_.log.tensorboard);
     }
     event("start", "{}; {}; weights ready {:.1f} s after launch", origin,
-        describe_device(mesh_.device), seconds_since(launched));
+      describe_device(mesh_.device), seconds_since(launched));
     event("optimizer", "{}; moments in {}{}", fmt::join(rules_, "; "), training_.moments,
-        training_.ema_decay > 0 ? fmt::format("; average of the weights, {}", training_.ema_decay)
-                                : "");
+      training_.ema_decay > 0 ? fmt::format("; average of the weights, {}", training_.ema_decay)
+                              : "");
     if (training_.force_balance)
       event("warning", "training.force_balance replaces the router: for measurements only");
     if (balance_kind(training_) == BalanceKind::micro_batch)
@@ -108,9 +108,9 @@ template <class Model> class Run {
       if (batch.empty()) batch = next_batch(0);
       if (!profiled.empty() && state_.step + 1 == profiled[0])
         profile_.emplace(ProfileOptions{folder_, mesh_.world.rank(), mesh_.device,
-            fmt::format("pp {} dp {} cp {} ep {}", mesh_.place.pp, mesh_.place.dp, mesh_.place.cp,
-                mesh_.place.ep),
-            config_.profile.tool == "capture", config_.profile.memory});
+          fmt::format("pp {} dp {} cp {} ep {}", mesh_.place.pp, mesh_.place.dp, mesh_.place.cp,
+            mesh_.place.ep),
+          config_.profile.tool == "capture", config_.profile.memory});
       StepMetrics metrics = step(batch);
       if (!profiled.empty() && state_.step == profiled[1]) profile_.reset();
       metrics.seconds = seconds_since(start);
@@ -138,7 +138,7 @@ template <class Model> class Run {
   }
   // Sums over all ranks; what a rank does not know is 0 there.
   vector<double> sum_over_ranks(vector<double> values) const {
-    Tensor sums = at::from_blob(values.data(), {ssize(values)}, at::kDouble).to(mesh_.device);
+    Tensor sums = at::from_blob(values.data(), {ssize(values)}, kDouble).to(mesh_.device);
     mesh_.world.all_reduce(sums);
     sums = sums.cpu();
     return {sums.const_data_ptr<double>(), sums.const_data_ptr<double>() + sums.numel()};
@@ -146,43 +146,43 @@ template <class Model> class Run {
 
   // What is read, and the step after which the run ends.
   void log_data() {
-    const double total = real(std::reduce(rows_.weights().begin(), rows_.weights().end()));
+    const double total = real(reduce(rows_.weights().begin(), rows_.weights().end()));
     for (size_t i = 0; i < rows_.sources().size(); ++i) {
       const RowStream& stream = rows_.sources()[i];
       event("data", "{}: {:.4g} % of the rows; an epoch is {} tokens in {} rows",
-          stream.corpus().prefix(), 100 * real(rows_.weights()[i]) / total,
-          stream.corpus().num_tokens(), stream.rows_per_epoch());
+        stream.corpus().prefix(), 100 * real(rows_.weights()[i]) / total,
+        stream.corpus().num_tokens(), stream.rows_per_epoch());
     }
     last_step_ = training_.steps;
     if (data_.exhausted == "repeat") return;
     const int64_t rows = rows_.rows_before_repeat();
     PITH_CHECK(rows >= training_.global_batch,
-        "data.exhausted = \"stop\", but the data ends after {} rows, before the first step", rows);
+      "data.exhausted = \"stop\", but the data ends after {} rows, before the first step", rows);
     const int64_t left = max<int64_t>(0, rows - state_.rows_read);
     const int64_t end = state_.step + left / training_.global_batch;
     if (end >= last_step_) return;
     last_step_ = end;
     event("data", "a corpus ends after step {} of {}, and the run with it (data.exhausted = stop)",
-        last_step_, training_.steps);
+      last_step_, training_.steps);
   }
 
   // Rows of the step after the next `ahead` ones.
   vector<MicroBatch> whole_batch(int64_t ahead) const {
     return make_batch(rows_, state_.rows_read + ahead * training_.global_batch,
-        training_.global_batch, training_.micro_batch, mesh_.place.dp, mesh_.dp,
-        data_.document_mask, whole_device());
+      training_.global_batch, training_.micro_batch, mesh_.place.dp, mesh_.dp, data_.document_mask,
+      whole_device());
   }
   vector<MicroBatch> next_batch(int64_t ahead) const {
     vector<MicroBatch> batch = whole_batch(ahead);
-    for (MicroBatch& micro : batch) micro = share_of(std::move(micro));
+    for (MicroBatch& micro: batch) micro = share_of(std::move(micro));
     return batch;
   }
   // Where whole micro-batches are made: on the CPU if they are split then.
-  at::Device whole_device() const { return mesh_.shape.cp > 1 ? at::kCPU : mesh_.device; }
+  Device whole_device() const { return mesh_.shape.cp > 1 ? kCPU : mesh_.device; }
   MicroBatch share_of(MicroBatch whole) const {
     if (mesh_.shape.cp == 1) return whole;
     return split_context(
-        whole, mesh_.place.cp, mesh_.shape.cp, mesh_.device, model_.config().window);
+      whole, mesh_.place.cp, mesh_.shape.cp, mesh_.device, model_.config().window);
   }
 
   string load_or_initialize() {
@@ -190,7 +190,7 @@ template <class Model> class Run {
     if (first_rank()) { // looks for all ranks
       vector<string> skipped;
       newest = newest_checkpoint(folder_ / "checkpoints", &skipped).value_or("").string();
-      for (const string& reason : skipped) fmt::print(stderr, "warning: {}\n", reason);
+      for (const string& reason: skipped) fmt::print(stderr, "warning: {}\n", reason);
       if (!newest.empty()) check_checkpoint(newest);
     }
     newest = mesh_.world.all_gather_strings(newest)[0];
@@ -203,7 +203,7 @@ template <class Model> class Run {
       return "weights of " + config_.model.init;
     }
     start_router({});
-    for (ShardGroup& group : groups_)
+    for (ShardGroup& group: groups_)
       group.initialize(training_.seed, training_.init_std, model_.config().num_layers);
     return fmt::format("random weights, seed {}", training_.seed);
   }
@@ -211,31 +211,31 @@ template <class Model> class Run {
   string resume(const fs::path& checkpoint) {
     if (!config_.checkpoint.resume)
       PITH_FAIL_HINT("choose another run.folder, or set checkpoint.resume = true",
-          "{} already holds checkpoints and checkpoint.resume is off", folder_);
+        "{} already holds checkpoints and checkpoint.resume is off", folder_);
     const string name = checkpoint.string();
     const fs::path file = checkpoint / "training_state.json";
     TrainingState saved = TrainingState::from_json(read_file(file), file.string());
     if (const auto other = TrainingState::differences(saved.data, state_.data); !other.empty())
       PITH_FAIL_HINT("restore these; or start a new run folder with model.init = this checkpoint",
-          "{} cannot be resumed: its position in the data would mean other rows:{}", name, other);
+        "{} cannot be resumed: its position in the data would mean other rows:{}", name, other);
     const string schedule = TrainingState::differences(saved.schedule, state_.schedule);
     if (!schedule.empty() && !config_.checkpoint.allow_schedule_change)
       PITH_FAIL_HINT("restore it, or set checkpoint.allow_schedule_change = true",
-          "{} was saved under another learning-rate schedule:{}", name, schedule);
+        "{} was saved under another learning-rate schedule:{}", name, schedule);
     const auto dtype = compute_dtype(config_);
     if (Model::Config::parse_file(checkpoint).to_json(dtype) != model_.config().to_json(dtype))
       PITH_FAIL_HINT("restore it, or choose another run.folder",
-          "{} was saved with another model.config than {}", name, config_.model.config);
+        "{} was saved with another model.config than {}", name, config_.model.config);
     if (training_.ema_decay == 0 && fs::exists(checkpoint / "ema"))
       PITH_FAIL_HINT("set training.ema_decay; or start a new run folder with model.init",
-          "{} keeps an average of the weights, which this run would lose", name);
+        "{} keeps an average of the weights, which this run would lose", name);
     start_router(Model::Config::parse_file(checkpoint).router_state);
     restore_state(groups_, checkpoint);
     saved.schedule = state_.schedule;
     state_ = std::move(saved);
     saved_step_ = state_.step;
     return fmt::format("resumed from {} at step {}{}{}", name, state_.step,
-        schedule.empty() ? "" : ", with another learning-rate schedule:", schedule);
+      schedule.empty() ? "" : ", with another learning-rate schedule:", schedule);
   }
 
   // One update. The next batch is made while the device works; `batch` holds it afterwards.
@@ -254,8 +254,8 @@ template <class Model> class Run {
     metrics.grad_norm = norm.item<double>();
     const auto value = [](const Tensor& sum) { return sum.defined() ? sum.item<double>() : 0.0; };
     const vector<double> sums = sum_over_ranks({value(result.loss_sum), value(result.balance_sum),
-        real(result.num_moe_layers) / real(mesh_.plane.size()), stop_requested() ? 1.0 : 0.0,
-        value(result.z_sum)});
+      real(result.num_moe_layers) / real(mesh_.plane.size()), stop_requested() ? 1.0 : 0.0,
+      value(result.z_sum)});
     metrics.loss = sums[0] / real(max<int64_t>(metrics.trained_tokens, 1));
     const bool update = update_is_finite(current, metrics);
     use_counts(result, metrics, update);
@@ -280,8 +280,8 @@ template <class Model> class Run {
   // The bias of the next step, from the choices of this one's tokens, if they are to be used.
   void use_counts(const BatchResult& result, StepMetrics& metrics, bool update) {
     const auto& config = model_.config();
-    Tensor counts = at::zeros({config.num_layers, config.num_experts},
-        at::TensorOptions(mesh_.device).dtype(at::kDouble));
+    Tensor counts = at::zeros(
+      {config.num_layers, config.num_experts}, TensorOptions(mesh_.device).dtype(kDouble));
     if (result.expert_counts.defined()) counts.copy_(result.expert_counts);
     mesh_.world.all_reduce(counts);
     const Tensor total = counts.sum(1, /*keepdim=*/true);
@@ -299,14 +299,14 @@ template <class Model> class Run {
     const auto& config = model_.config();
     const vector<int64_t> shape{config.num_layers, config.num_experts};
     auto& [bias, shares] = pipeline_.router_state();
-    const auto options = at::TensorOptions(mesh_.device);
-    for (const Tensor* table : {&saved.bias, &saved.shares})
+    const auto options = TensorOptions(mesh_.device);
+    for (const Tensor* table: {&saved.bias, &saved.shares})
       if (table->defined())
         check_shape(*table, "router_state of the weights", {shape[0], shape[1]});
     bias = saved.bias.defined() ? saved.bias.to(mesh_.device) : Tensor(); // not model.config's
     if (training_.router_bias_rate > 0 && !bias.defined()) bias = at::zeros(shape, options);
     if (balance_kind(training_) != BalanceKind::global_batch) return;
-    const Tensor even = at::full(shape, 1 / real(shape[1]), options.dtype(at::kDouble));
+    const Tensor even = at::full(shape, 1 / real(shape[1]), options.dtype(kDouble));
     shares = saved.shares.defined() ? saved.shares.to(mesh_.device) : even;
   }
 
@@ -333,20 +333,20 @@ template <class Model> class Run {
   // Whether this step updates anything; the same on all ranks, as loss and norm are.
   bool update_is_finite(const vector<MicroBatch>& batch, const StepMetrics& metrics) {
     const double loss = metrics.loss, norm = metrics.grad_norm;
-    const bool finite = std::isfinite(loss) && std::isfinite(norm);
+    const bool finite = isfinite(loss) && isfinite(norm);
     if (finite) state_.skipped_in_row = 0;
     if (finite || (!config_.log.check_finite && training_.skip_non_finite == 0)) return true;
     if (++state_.skipped_in_row <= training_.skip_non_finite) {
       event("skipped", "step {}: loss {}, gradient norm {}: no update; {} in a row, {} in all",
-          metrics.step, loss, norm, state_.skipped_in_row, metrics.step - state_.updates);
+        metrics.step, loss, norm, state_.skipped_in_row, metrics.step - state_.updates);
       return false;
     }
     const string first = non_finite(batch);
     PITH_FAIL_HINT("this step changed no weights; lower the learning rate or look at its data",
-        "step {}: loss {} and gradient norm {} are not finite; first NaN or Inf in {} (rows {} to "
-        "{})",
-        state_.step + 1, loss, norm, first.empty() ? "the loss" : first, state_.rows_read,
-        state_.rows_read + training_.global_batch - 1);
+      "step {}: loss {} and gradient norm {} are not finite; first NaN or Inf in {} (rows {} to "
+      "{})",
+      state_.step + 1, loss, norm, first.empty() ? "the loss" : first, state_.rows_read,
+      state_.rows_read + training_.global_batch - 1);
   }
 
   // Loss and perplexity by corpus, mean loss of all tokens; each time of the same rows, once each.
@@ -366,7 +366,7 @@ template <class Model> class Run {
           if (row >= rows) ranges::fill(part.back().labels, -100);
         }
         const vector<MicroBatch> batch{
-            share_of(make_microbatch(part, data_.document_mask, 1, 1, whole_device()))};
+          share_of(make_microbatch(part, data_.document_mask, 1, 1, whole_device()))};
         const Tensor loss = pipeline_.forward_only(batch, NextTokenLoss()).loss_sum;
         if (!loss.defined()) continue;
         sum += loss.item<double>();
@@ -392,11 +392,11 @@ template <class Model> class Run {
     content.step = state_.step;
     content.training_state = state_.to_json();
     content.files = {
-        {"config.json",
-            with_router_state(model.to_json(compute_dtype(config_)), pipeline_.router_state())},
-        {"generation_config.json", model.generation_json()}, {"run.toml", to_toml(config_)}};
+      {"config.json",
+        with_router_state(model.to_json(compute_dtype(config_)), pipeline_.router_state())},
+      {"generation_config.json", model.generation_json()}, {"run.toml", to_toml(config_)}};
     collect_state(groups_, content, mesh_.expert);
-    for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
+    for (const char* name: {"tokenizer.json", "tokenizer_config.json"}) {
       const fs::path file = fs::path(data_.train.front().path + ".tokenizer") / name;
       if (fs::exists(file)) content.files.emplace_back(name, read_file(file));
     }
@@ -404,7 +404,7 @@ template <class Model> class Run {
     writer_.start(root, std::move(content), config_.checkpoint.keep_last, mesh_.world);
     saved_step_ = state_.step;
     event("save", "checkpoint of step {} on its way to {} (copied in {:.2f} s)", state_.step, root,
-        seconds_since(start));
+      seconds_since(start));
   }
 
   const RunConfig& config_;
@@ -432,7 +432,7 @@ template <class Model> class Run {
 template <class Model>
 void pretrain(const RunConfig& config, const World& world, Clock::time_point launched) {
   if (config.run.threads > 0) at::set_num_threads(int(config.run.threads));
-  const at::Device device = select_device(config.run.device);
+  const Device device = select_device(config.run.device);
   if (config.training.deterministic) {
     // cuBLAS sums in one order only with a fixed workspace.
     setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
@@ -472,34 +472,35 @@ void add_pretrain_command(CLI::App& app) {
     pair<int64_t, int64_t> rows{0, -1};
   };
   const auto [sub, o] = add_command<Options>(app, "pretrain",
-      "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder",
-      [](const Options& options) {
+    "Train a model on a corpus; resumes from the newest complete checkpoint of the run folder",
+    [](const Options& options) {
     const auto launched = Clock::now();
     // First of all, so that what goes wrong in a job of many ranks is told once.
     const bool plans = options.dry_run || options.rows.second >= 0;
     const auto world = plans ? nullptr : make_unique<World>();
     const RunConfig config =
-        parse_run_config(read_file(options.file), options.file, options.overrides);
+      parse_run_config(read_file(options.file), options.file, options.overrides);
     if (options.rows.second >= 0) return print_rows(config, options.rows);
     if (!world) {
       fmt::print("{}", to_toml(config));
       return print_plan(config, options.processes);
     }
     with_family(config.model.config,
-        [&]<class Model>() { return pretrain<Model>(config, *world, launched); });
+      [&]<class Model>() { return pretrain<Model>(config, *world, launched); });
   });
   sub->add_option("config", o->file, "Run configuration (TOML); see examples/")->required();
   sub->add_option("--set", o->overrides, "Override one key, e.g. --set training.lr=1e-4")
-      ->allow_extra_args(false);
+    ->allow_extra_args(false);
   sub->add_flag("--dry-run", o->dry_run,
-      "Print the resolved configuration, parameter counts, memory and schedule, then exit");
+    "Print the resolved configuration, parameter counts, memory and schedule, then exit");
   sub->add_option("--processes", o->processes, "--dry-run: of a job of this many")
-      ->check(CLI::PositiveNumber);
-  sub->add_option("--rows", o->rows,
-         "FIRST COUNT: print these rows of the data as JSON, as `trace --tokens` reads it, then "
-         "exit")
-      ->check(CLI::Range(int64_t{0}, int64_t{1'000'000'000})); // tokens before it fit int64
+    ->check(CLI::PositiveNumber);
+  sub
+    ->add_option("--rows", o->rows,
+      "FIRST COUNT: print these rows of the data as JSON, as `trace --tokens` reads it, then "
+      "exit")
+    ->check(CLI::Range(int64_t{0}, int64_t{1'000'000'000})); // tokens before it fit int64
   sub->footer("Example: pithtrain pretrain examples/demo.toml --set training.steps=20\n\nKeys:\n" +
-      describe_config_keys());
+    describe_config_keys());
 }
 }

@@ -119,18 +119,18 @@ runs.forEach((run, i) => {
 // What the page needs of one run folder.
 json run_data(const fs::path& run) {
   PITH_CHECK(fs::is_regular_file(run / "metrics.jsonl"),
-      "{} is no run folder: it holds no metrics.jsonl", run);
+    "{} is no run folder: it holds no metrics.jsonl", run);
   ifstream lines(run / "metrics.jsonl");
   json data = {{"name", run.string()}, {"steps", json::array()}, {"events", ""}};
-  for (string text; std::getline(lines, text);) {
+  for (string text; getline(lines, text);) {
     json line = json::parse( // half a line: killed
-        text, [](int depth, auto, auto&) { return depth < 8; }, /*allow_exceptions=*/false);
+      text, [](int depth, auto, auto&) { return depth < 8; }, /*allow_exceptions=*/false);
     if (!line.is_object()) continue;
     if (line["step"].is_number()) data["steps"].push_back(line);
     if (line["event"].is_string() && line["text"].is_string())
       data["events"].get_ref<string&>() +=
-          fmt::format("after step {:>6}  {}: {}\n", line["after_step"].dump(),
-              line["event"].get_ref<string&>(), line["text"].get_ref<string&>());
+        fmt::format("after step {:>6}  {}: {}\n", line["after_step"].dump(),
+          line["event"].get_ref<string&>(), line["text"].get_ref<string&>());
   }
   PITH_CHECK(!data["steps"].empty(), "{}: no step is in metrics.jsonl", run);
   const auto text_of = [&](const char* name) {
@@ -148,13 +148,13 @@ json run_data(const fs::path& run) {
 
 void report(const Options& options) {
   json runs = json::array();
-  for (const string& run : options.runs) runs.push_back(run_data(run));
+  for (const string& run: options.runs) runs.push_back(run_data(run));
   string data = runs.dump(-1, ' ', true, json::error_handler_t::replace);
   data = std::regex_replace(data, regex("<"), "\\u003c"); // no </script>, no <!-- ends it
   const fs::path out =
-      options.out.empty() ? fs::path(options.runs[0]) / "report.html" : fs::path(options.out);
+    options.out.empty() ? fs::path(options.runs[0]) / "report.html" : fs::path(options.out);
   PITH_CHECK(!fs::exists(out) || read_file(out).starts_with("<!doctype html>"),
-      "{} exists and is no report", out);
+    "{} exists and is no report", out);
   const string part = out.filename().string() + ".part";
   const WrittenFile file = write_file(out.parent_path(), part, kHead + data + kPage);
   fs::rename(out.parent_path() / part, out);
@@ -164,8 +164,7 @@ void report(const Options& options) {
 
 void add_report_command(CLI::App& app) {
   const auto [sub, o] = add_command<Options>(app, "report",
-      "Write a page of curves, expert loads, schedule and kernels of runs, to open offline",
-      report);
+    "Write a page of curves, expert loads, schedule and kernels of runs, to open offline", report);
   sub->add_option("runs", o->runs, "Run folders; several are drawn together")->required();
   sub->add_option("--out", o->out, "File to write (default: report.html in the first run)");
   sub->footer("Example: pithtrain report runs/demo runs/other --out compare.html");

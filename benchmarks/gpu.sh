@@ -7,7 +7,7 @@
 #   benchmarks/gpu.sh record          the same, and the result becomes benchmarks/record.json
 #   benchmarks/gpu.sh breakdown       one step of Qwen3 by operator: FLOPs, bytes, time at the ceilings, time measured
 #   benchmarks/gpu.sh sanitizer       compute-sanitizer over one small test of each kernel
-#   benchmarks/gpu.sh operators       operators: bytes and FLOPs over time
+#   benchmarks/gpu.sh operators       operators (ONLY="MoE layer": whose name has this): bytes and FLOPs over time
 #   benchmarks/gpu.sh curve           (steps=100: so many) 20 steps of a tiny model on CPU and GPU: the same losses
 #   benchmarks/gpu.sh transformers    50 steps of a small model of each family, here and in transformers
 #   benchmarks/gpu.sh step [KEY=VALUE...]
@@ -144,7 +144,7 @@ breakdown() {
 # Each tool over one test of every kernel with small sizes. Without LibTorch's cache of allocations, whose blocks are larger
 # than tensors and written before, memcheck and initcheck see every tensor's own borders and first use.
 sanitizer() {
-  local tool program failed=0 tests="AdamWGpu.ShardsEqualTheWhole:SumOfSquaresGpu.AgreesWithCpu:GroupedLinearGpu.*"
+  local tool program failed=0 tests="AdamWGpu.ShardsEqualTheWhole:SumOfSquaresGpu.AgreesWithCpu:GroupedLinearGpu.P*"
   tests+=":LinearCrossEntropyGpu.*:PermuteGpu.MatchesTheReference:RmsNormGpu.StridedHeads:RmsNormGpu.ZeroCentred"
   tests+=":RotaryGpu.StridedHeads:RotaryGpu.NeighboursBehindPlainElements:RouterGpu.RouteMatchesTheReference"
   tests+=":RouterGpu.TopKEqualsTheReference:SwiGluGpu.AgreesWithCpu:RandomGpu.AgreesWithCpu"
@@ -239,7 +239,7 @@ case "${1:-}" in
       echo "== $word"
       case "$word" in
         tests) "$bin/test_gpu" --gtest_brief=1 2>&1 | tee "$out/tests.log" | tail -n 60; [ "${PIPESTATUS[0]}" = 0 ] || status=1 ;;
-        operators) "$bin/bench_operators_gpu" 2>&1 | tee "$out/operators.log" || status=1 ;;
+        operators) "$bin/bench_operators_gpu" ${ONLY:+--only "$ONLY"} 2>&1 | tee "$out/operators.log" || status=1 ;;
         curve) curve || status=1 ;;
         step) step || status=1 ;;
         transformers) corpus && python3 benchmarks/transformers_curve.py --program "$bin/pithtrain" 2>&1 | tee "$out/transformers.log" |

@@ -1,7 +1,8 @@
 // Times of single operators on a GPU, with the sizes of Qwen3-30B-A3B and 8192 tokens (65536 where
 // bytes bind, or the launch would be timed, and the L2 cache): a table of
 // name, shape, milliseconds (median), the time that bytes and FLOPs take at the measured ceilings,
-// and the rate of the one that takes longer. `--json FILE` also writes a JSON object a row:
+// and the rate of the one that takes longer. `--only TEXT`: rows whose name has it. `--json FILE`
+// also writes a JSON object a row:
 //   name, shape, ms, bytes, flop (at least to be moved and computed), ceiling_ms, bound ("bytes",
 //   "flop", or "none" where neither is counted), gb_per_s, tflop_per_s
 #include <ATen/Context.h>
@@ -69,12 +70,14 @@ struct Work {
 };
 
 std::FILE* json = nullptr; // of --json
+std::string_view only; // of --only
 
 // BF16 elements; what a weight's gradient takes: FP32 read and written.
 double bf16(auto... elements) { return (2.0 * ... * static_cast<double>(elements)); }
 double gradient(auto... elements) { return (8.0 * ... * static_cast<double>(elements)); }
 
 void report(const char* name, const char* shape, Work work, const std::function<void()>& f) {
+  if (std::string_view(name).find(only) == std::string_view::npos) return;
   const double time = seconds(f), rate = work.bytes / time / 1e9, flops = work.flop / time / 1e12;
   const double moving = work.bytes / kBytesPerSecond, computing = work.flop / kFlopPerSecond;
   const double ceiling = std::max(moving, computing);
@@ -87,16 +90,16 @@ void report(const char* name, const char* shape, Work work, const std::function<
   if (json == nullptr) return;
   const char* bound = ceiling == 0 ? "none" : moving > computing ? "bytes" : "flop";
   std::fprintf(json,
-      R"({"name": "%s", "shape": "%s", "ms": %.5g, "bytes": %.5g, "flop": %.5g, )"
-      R"("ceiling_ms": %.5g, "bound": "%s", "gb_per_s": %.5g, "tflop_per_s": %.5g})"
-      "\n",
-      name, shape, time * 1e3, work.bytes, work.flop, ceiling * 1e3, bound, rate, flops);
+    R"({"name": "%s", "shape": "%s", "ms": %.5g, "bytes": %.5g, "flop": %.5g, )"
+    R"("ceiling_ms": %.5g, "bound": "%s", "gb_per_s": %.5g, "tflop_per_s": %.5g})"
+    "\n",
+    name, shape, time * 1e3, work.bytes, work.flop, ceiling * 1e3, bound, rate, flops);
   std::fflush(json);
 }
 
 // The forward without recording, then the backward of one recorded call, repeated.
 void report_both(const char* name, const char* shape, Work forward, Work backward,
-    const std::vector<Tensor>& inputs, const std::function<Tensor()>& f) {
+  const std::vector<Tensor>& inputs, const std::function<Tensor()>& f) {
   {
     const at::NoGradGuard no_grad;
     report(name, shape, forward, f);
@@ -108,7 +111,7 @@ void report_both(const char* name, const char* shape, Work forward, Work backwar
 }
 
 Tensor random(const char* name, std::vector<int64_t> shape, at::ScalarType dtype = at::kBFloat16,
-    double std = 1.0) {
+  double std = 1.0) {
   Tensor out = at::empty(shape, at::TensorOptions(dtype).device(device));
   fill_normal(out, 1, name, std);
   return out.set_requires_grad(true);
@@ -125,36 +128,36 @@ void bench_router() {
   const double table = 4.0 * kMany * kExperts;
   report("topk_lowest_id", "65536 x 128, top 8", {table}, [&] { topk_lowest_id(logits, kTopK); });
   report_both("route", "65536 x 128, top 8", {2 * table}, {2 * table}, {logits},
-      [&] { return route(logits, kTopK, true).topk_weight; });
+    [&] { return route(logits, kTopK, true).topk_weight; });
   const Routing routing = route(logits, kTopK, true);
   const Tensor probabilities = routing.probabilities.detach().set_requires_grad(true);
   const Tensor row_id =
-      at::arange(kMany, at::TensorOptions(device)).div(4096, "floor").to(at::kInt);
+    at::arange(kMany, at::TensorOptions(device)).div(4096, "floor").to(at::kInt);
   report_both("sequence_balance_loss", "65536 x 128, 16 rows", {table}, {table}, {probabilities},
-      [&] { return start_balance_loss(probabilities, routing.topk_idx, row_id, 16)().loss; });
+    [&] { return start_balance_loss(probabilities, routing.topk_idx, row_id, 16)().loss; });
 }
 
 void bench_permute() {
   const Tensor logits = random("logits", {kMany, kExperts}, at::kFloat);
   const Routing routing = route(logits, kTopK, true);
   report("make_expert_plan (waits for it)", "65536 x 8 of 128", {},
-      [&] { make_expert_plan(routing.topk_idx, kExperts); });
+    [&] { make_expert_plan(routing.topk_idx, kExperts); });
   report("make_expert_plan", "65536 x 8 of 128", {16.0 * kMany * kTopK},
-      [&] { make_expert_plan(routing.topk_idx, kExperts, kMany * kTopK); });
+    [&] { make_expert_plan(routing.topk_idx, kExperts, kMany * kTopK); });
   const ExpertPlan plan = make_expert_plan(routing.topk_idx, kExperts);
   const Tensor rows = random("rows", {kMany, kHidden}),
                slots = random("slots", {kMany * kTopK, kHidden});
   const Tensor weight = routing.topk_weight.detach().set_requires_grad(true);
   const double few = 2.0 * kMany * kHidden, many = 2.0 * kMany * kTopK * kHidden;
   report_both("permute", "65536 -> 524288 x 2048", {few + many}, {few + many}, {rows},
-      [&] { return permute(rows, plan); });
+    [&] { return permute(rows, plan); });
   report_both("unpermute", "524288 -> 65536 x 2048", {few + many}, {few + 2 * many},
-      {slots, weight}, [&] { return unpermute(slots, weight, plan); });
+    {slots, weight}, [&] { return unpermute(slots, weight, plan); });
 }
 
 void bench_grouped_linear() {
   const ExpertPlan plan =
-      make_expert_plan(balanced_routes(kTokens, kTopK, kExperts, device), kExperts);
+    make_expert_plan(balanced_routes(kTokens, kTopK, kExperts, device), kExperts);
   auto run = [&](const char* name, const char* shape, int64_t in, int64_t out) {
     Parameter weight(name, {kExperts, out, in}, ParameterGroup::expert, Init::normal);
     fill_weight(weight, 0.02);
@@ -162,8 +165,8 @@ void bench_grouped_linear() {
     const double flop = 2.0 * kSlots * static_cast<double>(in * out);
     const double rows = bf16(kSlots, in + out), elements = static_cast<double>(kExperts * in * out);
     report_both(name, shape, {rows + bf16(elements), flop},
-        {2 * rows + bf16(elements) + gradient(elements), 2 * flop}, {x, weight.value},
-        [&] { return grouped_linear(x, weight, plan); });
+      {2 * rows + bf16(elements) + gradient(elements), 2 * flop}, {x, weight.value},
+      [&] { return grouped_linear(x, weight, plan); });
   };
   run("grouped_linear gate, up", "65536 x 2048 -> 1536", kHidden, 2 * kExpertHidden);
   run("grouped_linear down", "65536 x 768 -> 2048", kExpertHidden, kHidden);
@@ -172,18 +175,18 @@ void bench_grouped_linear() {
 // A whole MoE layer of 16,384 tokens: router, experts, combine; loads as even as they can be.
 // clamped: GPT-OSS' activation and biases.
 void bench_moe_layer(const char* name, int64_t hidden, int64_t width, int64_t experts, int64_t k,
-    bool normalize, bool clamped) {
+  bool normalize, bool clamped) {
   constexpr int64_t kRows = 16384;
   Parameter router("router", {experts, hidden}, ParameterGroup::router, Init::normal);
   Parameter gate_up = clamped
-      ? Parameter("gate_up", {experts, hidden, 2 * width}, ParameterGroup::expert, Init::normal)
-      : Parameter("gate_up", {experts, 2 * width, hidden}, ParameterGroup::expert, Init::normal);
+    ? Parameter("gate_up", {experts, hidden, 2 * width}, ParameterGroup::expert, Init::normal)
+    : Parameter("gate_up", {experts, 2 * width, hidden}, ParameterGroup::expert, Init::normal);
   Parameter down = clamped
-      ? Parameter("down", {experts, width, hidden}, ParameterGroup::expert, Init::normal)
-      : Parameter("down", {experts, hidden, width}, ParameterGroup::expert, Init::normal);
+    ? Parameter("down", {experts, width, hidden}, ParameterGroup::expert, Init::normal)
+    : Parameter("down", {experts, hidden, width}, ParameterGroup::expert, Init::normal);
   Parameter gate_up_bias("gate_up_bias", {experts, 2 * width}, ParameterGroup::expert, Init::zeros);
   Parameter down_bias("down_bias", {experts, hidden}, ParameterGroup::expert, Init::zeros);
-  for (Parameter* weight : {&router, &gate_up, &down, &gate_up_bias, &down_bias})
+  for (Parameter* weight: {&router, &gate_up, &down, &gate_up_bias, &down_bias})
     fill_weight(*weight, 0.02);
   const Tensor rows = random("rows", {kRows, hidden});
   const Tensor forced = balanced_routes(kRows, k, experts, device);
@@ -208,8 +211,8 @@ void bench_moe_layer(const char* name, int64_t hidden, int64_t width, int64_t ex
   }
   const Tensor dy = at::full({kRows, hidden}, 0.5, rows.options());
   report((title + " both").c_str(), "16384 tokens",
-      {3 * io + 2 * bf16(weights) + gradient(weights), 3 * flop},
-      [&] { torch::autograd::grad({layer()}, {rows}, {dy}, false, false, /*allow_unused=*/true); });
+    {3 * io + 2 * bf16(weights) + gradient(weights), 3 * flop},
+    [&] { torch::autograd::grad({layer()}, {rows}, {dy}, false, false, /*allow_unused=*/true); });
 }
 
 AttentionSpan span_of(const std::vector<int32_t>& cu) {
@@ -241,7 +244,7 @@ void bench_attention() {
     const double rows = bf16(kTokens, kHeadDim, 2 * kHeads + 2 * kKvHeads);
     const double sums = 4.0 * kTokens * kHeads;
     report_both("attention 32/4 d128", shape, {rows + sums, flop}, {2 * rows + sums, 2.5 * flop},
-        {q, k, v}, [&] { return attention(q, k, v, span, 0.088); });
+      {q, k, v}, [&] { return attention(q, k, v, span, 0.088); });
   };
   run("2 x 4096", {0, 4096, 8192});
   run("3000 + 4000 + 1192", {0, 3000, 7000, 8192});
@@ -263,29 +266,29 @@ void bench_cross_entropy() {
   {
     const at::NoGradGuard no_grad;
     report("linear_cross_entropy, no gradient", "8192 x 2048 -> 151936",
-        {rows + 2 * logits + 2 * bf16(elements), flop},
-        [&] { linear_cross_entropy(hidden, weight, labels, 1e-4); });
+      {rows + 2 * logits + 2 * bf16(elements), flop},
+      [&] { linear_cross_entropy(hidden, weight, labels, 1e-4); });
   }
-  for (int64_t chunk : {0, 1024, 2048, 4096, 8192}) {
+  for (int64_t chunk: {0, 1024, 2048, 4096, 8192}) {
     const std::string shape = chunk == 0 ? "chunk by budget" : "chunk " + std::to_string(chunk);
     const auto chunks = static_cast<double>(kTokens / (chunk == 0 ? 4096 : chunk));
     const double weights = chunks * (2 * bf16(elements) + gradient(elements));
     report("linear_cross_entropy, gradient", shape.c_str(),
-        {3 * rows + 5 * logits + weights, 3 * flop},
-        [&] { linear_cross_entropy(hidden, weight, labels, 1e-4, chunk); });
+      {3 * rows + 5 * logits + weights, 3 * flop},
+      [&] { linear_cross_entropy(hidden, weight, labels, 1e-4, chunk); });
   }
 #if PITH_CUDA
   const int64_t count = 4096;
   Tensor block = random("logits", {count, kVocabulary});
   Tensor logprobs = at::empty({count}, block.options().dtype(at::kFloat));
   const double bytes = bf16(block.numel());
-  for (bool backward : {false, true}) {
+  for (bool backward: {false, true}) {
     // At least: reads the logits once and writes the gradient once. (Repeats read what the call
     // before has left there, which costs the same.)
     report("cross_entropy_rows", backward ? "4096 x 151936, gradient" : "4096 x 151936",
-        {backward ? 2 * bytes : bytes}, [&] {
+      {backward ? 2 * bytes : bytes}, [&] {
       cuda::cross_entropy_rows({block.mutable_data_ptr(), true}, labels.const_data_ptr<int64_t>(),
-          logprobs.mutable_data_ptr<float>(), count, kVocabulary, backward);
+        logprobs.mutable_data_ptr<float>(), count, kVocabulary, backward);
     });
   }
 #endif
@@ -295,10 +298,10 @@ void bench_embedding() {
   Parameter weight("embedding", {kVocabulary, kHidden}, ParameterGroup::embedding, Init::normal);
   fill_weight(weight, 0.02);
   const Tensor tokens =
-      at::randint(kVocabulary, {kMany}, at::TensorOptions(at::kLong).device(device));
+    at::randint(kVocabulary, {kMany}, at::TensorOptions(at::kLong).device(device));
   const double rows = 2.0 * kMany * kHidden; // bytes of BF16 rows
   report_both("embedding", "65536 of 151936 x 2048", {2 * rows}, {5 * rows}, {weight.value},
-      [&] { return embedding(tokens, weight); });
+    [&] { return embedding(tokens, weight); });
 }
 
 void bench_linear() {
@@ -311,8 +314,8 @@ void bench_linear() {
     const double result = (fp32 ? 2 : 1) * bf16(kTokens, out),
                  elements = static_cast<double>(in * out);
     report_both(name, shape, {bf16(kTokens, in) + result + bf16(elements), flop},
-        {2 * bf16(kTokens, in) + result + bf16(elements) + gradient(elements), 2 * parts * flop},
-        {x, weight.value}, [&] { return fp32 ? linear_fp32(x, weight) : linear(x, weight); });
+      {2 * bf16(kTokens, in) + result + bf16(elements) + gradient(elements), 2 * parts * flop},
+      {x, weight.value}, [&] { return fp32 ? linear_fp32(x, weight) : linear(x, weight); });
   };
   const int64_t q = kHeads * kHeadDim, qkv = q + 2 * kKvHeads * kHeadDim;
   run("linear", "8192 x 2048 -> 5120", kHidden, qkv, false);
@@ -328,22 +331,22 @@ void bench_norm_and_rotary() {
   const Tensor x = random("x", {kMany, kHidden});
   const double bytes = 2.0 * kMany * kHidden;
   report_both("rms_norm", "65536 x 2048", {2 * bytes}, {3 * bytes}, {x, wide.value},
-      [&] { return rms_norm(x, wide, 1e-6); });
+    [&] { return rms_norm(x, wide, 1e-6); });
   // Queries and keys lie in a fused projection of q, k and v; the time of their backward holds no
   // slice's backward.
   const int64_t qkv_heads = kHeads + 2 * kKvHeads;
   const Tensor qkv = random("qkv", {kMany, qkv_heads, kHeadDim}).detach();
   const RotaryTable table = make_rotary_table(4096, kHeadDim, 1e6, device);
   const Tensor positions =
-      at::arange(kMany, at::TensorOptions(device)).remainder(4096).to(at::kInt);
-  for (const int64_t heads : {kHeads, kKvHeads}) {
+    at::arange(kMany, at::TensorOptions(device)).remainder(4096).to(at::kInt);
+  for (const int64_t heads: {kHeads, kKvHeads}) {
     const std::string shape = "65536 x " + std::to_string(heads) + " of 40 x 128";
     const Tensor q = qkv.narrow(1, heads == kHeads ? 0 : kHeads, heads).requires_grad_();
     const double size = bf16(kMany, heads, kHeadDim);
     report_both("rms_norm of heads", shape.c_str(), {2 * size}, {3 * size}, {q, narrow.value},
-        [&] { return rms_norm(q, narrow, 1e-6); });
+      [&] { return rms_norm(q, narrow, 1e-6); });
     report_both("rotary", shape.c_str(), {2 * size}, {2 * size}, {q},
-        [&] { return rotary(q, positions, table); });
+      [&] { return rotary(q, positions, table); });
   }
   const Tensor a = x.detach(), b = a.clone();
   report("addition of rows", "65536 x 2048", {3 * bytes}, [&] { at::add(a, b); });
@@ -352,8 +355,8 @@ void bench_norm_and_rotary() {
 void bench_swiglu() {
   const Tensor gate_up = random("gate_up", {kSlots, 2 * kExpertHidden});
   const double bytes = 2.0 * kSlots * kExpertHidden;
-  report_both("swiglu", "65536 x 768", {3 * bytes}, {5 * bytes}, {gate_up},
-      [&] { return swiglu(gate_up); });
+  report_both(
+    "swiglu", "65536 x 768", {3 * bytes}, {5 * bytes}, {gate_up}, [&] { return swiglu(gate_up); });
 }
 
 void bench_optimizer() {
@@ -376,19 +379,25 @@ void bench_optimizer() {
 
 int main(int argc, char** argv) {
   using namespace pith;
-  if (argc != 1 && (argc != 3 || std::string_view(argv[1]) != "--json")) {
-    std::fprintf(stderr, "usage: bench_operators_gpu [--json FILE]\n");
-    return 2;
+  const char* file = nullptr;
+  for (int i = 1; i < argc; i += 2) {
+    const std::string_view option = argv[i];
+    if (i + 1 == argc || (option != "--json" && option != "--only")) {
+      std::fprintf(stderr, "usage: bench_operators_gpu [--json FILE] [--only TEXT]\n");
+      return 2;
+    }
+    if (option == "--json") file = argv[i + 1];
+    else only = argv[i + 1];
   }
   try {
     device = select_device("cuda");
     std::printf("%s\n", describe_device(device).c_str());
   } catch (const Error& error) {
     std::printf("bench_operators_gpu: nothing measured: %s\n", error.what());
-    return argc == 1 ? 0 : 1; // who wants a file must not take its absence for a result
+    return file == nullptr ? 0 : 1; // who wants a file must not take its absence for a result
   }
-  if (argc == 3 && (json = std::fopen(argv[2], "w")) == nullptr) {
-    std::perror(argv[2]);
+  if (file != nullptr && (json = std::fopen(file, "w")) == nullptr) {
+    std::perror(file);
     return 1;
   }
   bench_embedding();

@@ -54,7 +54,7 @@ class Comm {
   // from it, in order. Any may be zero. On CUDA this holds the group's stream until its partners
   // have called theirs: never start to receive what its sender sends by a later call in this group.
   [[nodiscard]] Work all_to_all_async(Tensor& out, const Tensor& in,
-      span<const int64_t> recv_splits, span<const int64_t> send_splits) const;
+    span<const int64_t> recv_splits, span<const int64_t> send_splits) const;
 
   void all_reduce(Tensor& tensor) const { all_reduce_async(tensor).wait(); }
 

@@ -13,10 +13,10 @@
 namespace pith {
 namespace {
 #if PITH_CUDA
-cudaDeviceProp properties_of(at::Device device) {
+cudaDeviceProp properties_of(Device device) {
   cudaDeviceProp properties;
   PITH_CHECK(cudaGetDeviceProperties(&properties, device.index()) == cudaSuccess,
-      "the GPU's properties cannot be read");
+    "the GPU's properties cannot be read");
   return properties;
 }
 
@@ -35,10 +35,10 @@ string load_cuda() { return "this program was built without CUDA (no nvcc was fo
 #endif
 }
 
-at::Device select_device(const string& wanted) {
-  if (wanted == "cpu") return at::kCPU;
+Device select_device(const string& wanted) {
+  if (wanted == "cpu") return kCPU;
   PITH_CHECK(
-      wanted == "auto" || wanted == "cuda", "unknown device '{}': auto, cpu or cuda", wanted);
+    wanted == "auto" || wanted == "cuda", "unknown device '{}': auto, cpu or cuda", wanted);
   static const string problem = load_cuda();
   if (problem.empty()) {
     // Sums of a split product: FP32, rounded once, not BF16 (LibTorch's default).
@@ -48,30 +48,30 @@ at::Device select_device(const string& wanted) {
     cudaGetDeviceCount(&count);
     const auto index = int(launch_info().local_rank % count);
     PITH_CHECK(cudaSetDevice(index) == cudaSuccess, "GPU {} cannot be used", index);
-    return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index));
+    return Device(kCUDA, static_cast<at::DeviceIndex>(index));
 #endif
   }
   if (wanted == "cuda")
     PITH_FAIL_HINT(
-        "use --set run.device=cpu, or check the driver and that LibTorch's CUDA libraries are "
-        "on LD_LIBRARY_PATH (./pith setup --cuda)",
-        "device 'cuda' was asked for but cannot be used: {}", problem);
-  return at::kCPU;
+      "use --set run.device=cpu, or check the driver and that LibTorch's CUDA libraries are "
+      "on LD_LIBRARY_PATH (./pith setup --cuda)",
+      "device 'cuda' was asked for but cannot be used: {}", problem);
+  return kCPU;
 }
 
-string describe_device(at::Device device) {
+string describe_device(Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
     const cudaDeviceProp properties = properties_of(device);
     return fmt::format("{}, {:.0f} GiB, compute capability {}.{}; own kernels, cuBLAS, cuDNN",
-        properties.name, real(properties.totalGlobalMem) / (1 << 30), properties.major,
-        properties.minor);
+      properties.name, real(properties.totalGlobalMem) / (1 << 30), properties.major,
+      properties.minor);
   }
 #endif
   return device.is_cpu() ? "CPU; reference operators (ATen)" : device.str();
 }
 
-double peak_flops([[maybe_unused]] at::Device device) {
+double peak_flops([[maybe_unused]] Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
     const string name = properties_of(device).name;
@@ -83,7 +83,7 @@ double peak_flops([[maybe_unused]] at::Device device) {
   return 0;
 }
 
-double peak_memory_gib([[maybe_unused]] at::Device device) {
+double peak_memory_gib([[maybe_unused]] Device device) {
 #if PITH_CUDA
   if (device.is_cuda()) {
     constexpr auto kAll = size_t(c10::CachingAllocator::StatType::AGGREGATE);
@@ -96,12 +96,12 @@ double peak_memory_gib([[maybe_unused]] at::Device device) {
   return real(usage.ru_maxrss) / (1 << 20);
 }
 
-void synchronize([[maybe_unused]] at::Device device) {
+void synchronize([[maybe_unused]] Device device) {
 #if PITH_CUDA
   if (device.is_cuda())
     PITH_CHECK(
-        cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream(device.index())) == cudaSuccess,
-        "the GPU reports an error: {}", cudaGetErrorString(cudaGetLastError()));
+      cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream(device.index())) == cudaSuccess,
+      "the GPU reports an error: {}", cudaGetErrorString(cudaGetLastError()));
 #endif
 }
 }

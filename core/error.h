@@ -7,7 +7,7 @@ namespace pith {
 class Error : public std::runtime_error {
  public:
   Error(const char* file, int line, string_view statement, const string& message,
-      string_view hint = "");
+    string_view hint = "");
   const string& message() const { return message_; }
  private:
   string message_;
@@ -23,8 +23,8 @@ void set_error_context(string context);
 #define PITH_FAIL_HINT(advice, ...) \
   throw ::pith::Error(__FILE__, __LINE__, "", ::fmt::format(__VA_ARGS__), advice)
 // PITH_CHECK(a == b, "rows {} differ from {}", a, b): throws unless it holds.
-#define PITH_CHECK(condition, ...)                                                     \
-  do {                                                                                 \
-    if (!(condition)) [[unlikely]]                                                     \
+#define PITH_CHECK(condition, ...) \
+  do { \
+    if (!(condition)) [[unlikely]] \
       throw ::pith::Error(__FILE__, __LINE__, #condition, ::fmt::format(__VA_ARGS__)); \
   } while (false)

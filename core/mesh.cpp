@@ -13,7 +13,7 @@ string problem(const MeshShape& shape, int64_t world) {
     return fmt::format("ep {} does not divide the plane of DP x CP = {} ranks", ep, plane);
   if (hsdp && (block < 1 || block % ep != 0 || plane % block != 0))
     return fmt::format(
-        "hsdp_size {} must be a multiple of ep {} and divide DP x CP = {}", block, ep, plane);
+      "hsdp_size {} must be a multiple of ep {} and divide DP x CP = {}", block, ep, plane);
   if (head_share < 0 || head_share >= 1 || (head_share > 0 && pp == 1))
     return fmt::format("head_share {} needs two stages, and lies below 1", head_share);
   return "";
@@ -21,7 +21,7 @@ string problem(const MeshShape& shape, int64_t world) {
 
 string to_text(const MeshShape& shape, int64_t world) {
   return fmt::format("pp {} dp {} cp {} ep {}{}", shape.pp, world / (shape.pp * shape.cp), shape.cp,
-      shape.ep, shape.hsdp ? fmt::format(" hsdp_size {}", shape.hsdp_size) : "");
+    shape.ep, shape.hsdp ? fmt::format(" hsdp_size {}", shape.hsdp_size) : "");
 }
 
 // The possible layouts that change the chosen sizes least, counted in factors.
@@ -33,15 +33,15 @@ string nearest(const MeshShape& wanted, int64_t world) {
     return std::abs(std::log2(real(max<int64_t>(a, 1)) / real(max<int64_t>(b, 1))));
   };
   vector<pair<double, string>> found;
-  for (const int64_t pp : sizes)
-    for (const int64_t cp : sizes)
-      for (const int64_t ep : sizes)
-        for (const int64_t block : wanted.hsdp ? sizes : vector<int64_t>{0}) {
+  for (const int64_t pp: sizes)
+    for (const int64_t cp: sizes)
+      for (const int64_t ep: sizes)
+        for (const int64_t block: wanted.hsdp ? sizes : vector<int64_t>{0}) {
           const MeshShape shape{pp, cp, ep, wanted.hsdp, block};
           if (!problem(shape, world).empty()) continue;
           found.emplace_back(factor(pp, wanted.pp) + factor(cp, wanted.cp) + factor(ep, wanted.ep) +
-                  factor(block, wanted.hsdp_size),
-              to_text(shape, world));
+              factor(block, wanted.hsdp_size),
+            to_text(shape, world));
         }
   ranges::sort(found);
   found.resize(min<size_t>(found.size(), 3));
@@ -52,8 +52,8 @@ string nearest(const MeshShape& wanted, int64_t world) {
 int64_t data_parallel(const MeshShape& shape, int64_t world) {
   if (const string text = problem(shape, world); !text.empty())
     PITH_FAIL_HINT(nearest(shape, world),
-        "{} processes cannot be laid out as pp {} cp {} ep {}: {}", world, shape.pp, shape.cp,
-        shape.ep, text);
+      "{} processes cannot be laid out as pp {} cp {} ep {}: {}", world, shape.pp, shape.cp,
+      shape.ep, text);
   return world / (shape.pp * shape.cp);
 }
 
@@ -80,21 +80,21 @@ MeshGroups mesh_groups(const MeshShape& shape, int64_t world, int64_t rank) {
     for (int64_t i = 0; i < block; ++i) head.push_back(head[index(i)] + plane);
   }
   return {
-      .pipeline = strided(in_plane, plane, shape.pp),
-      .plane = strided(first, 1, plane),
-      .context = strided(first + in_plane / cp * cp, 1, cp),
-      .expert = strided(first + in_plane / ep * ep, 1, ep),
-      .expert_data = strided(first + in_plane % ep, ep, plane / ep),
-      .dense_shard = strided(block_begin, 1, block),
-      .head_shard = head,
-      .expert_shard = strided(block_begin + in_plane % ep, ep, block / ep),
-      .replicate = strided(first + in_plane % block, block, plane / block),
+    .pipeline = strided(in_plane, plane, shape.pp),
+    .plane = strided(first, 1, plane),
+    .context = strided(first + in_plane / cp * cp, 1, cp),
+    .expert = strided(first + in_plane / ep * ep, 1, ep),
+    .expert_data = strided(first + in_plane % ep, ep, plane / ep),
+    .dense_shard = strided(block_begin, 1, block),
+    .head_shard = head,
+    .expert_shard = strided(block_begin + in_plane % ep, ep, block / ep),
+    .replicate = strided(first + in_plane % block, block, plane / block),
   };
 }
 
 string mesh_table(const MeshShape& shape, int64_t world) {
   string text = fmt::format("{} processes: {}\n{:>5} {:>4} {:>4} {:>4} {:>4}  {:16} {}\n", world,
-      to_text(shape, world), "rank", "pp", "dp", "cp", "ep", "expert group", "same experts");
+    to_text(shape, world), "rank", "pp", "dp", "cp", "ep", "expert group", "same experts");
   for (int64_t rank = 0; rank < world; ++rank) {
     const MeshPlace place = mesh_place(shape, world, rank);
     const MeshGroups groups = mesh_groups(shape, world, rank);
@@ -102,15 +102,15 @@ string mesh_table(const MeshShape& shape, int64_t world) {
       if (ranks.size() == 1) return fmt::format("{}", ranks[0]);
       const int64_t step = ranks[1] - ranks[0];
       return fmt::format(
-          "{}..{}{}", ranks.front(), ranks.back(), step == 1 ? "" : fmt::format(" by {}", step));
+        "{}..{}{}", ranks.front(), ranks.back(), step == 1 ? "" : fmt::format(" by {}", step));
     };
     text += fmt::format("{:5} {:4} {:4} {:4} {:4}  {:16} {}\n", rank, place.pp, place.dp, place.cp,
-        place.ep, range(groups.expert), range(groups.expert_data));
+      place.ep, range(groups.expert), range(groups.expert_data));
   }
   return text;
 }
 
-Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device) {
+Mesh make_mesh(const MeshShape& shape, const World& world, Device device) {
   Mesh mesh;
   mesh.shape = shape;
   mesh.dp = data_parallel(shape, world.size());
@@ -123,7 +123,7 @@ Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device) {
     const vector<int64_t> pair{groups.pipeline[i - 1], groups.pipeline[i]};
     const bool first = pair[0] == world.rank();
     if (!first && pair[1] != world.rank()) continue;
-    for (Comm& link : first ? mesh.next : mesh.previous) link = world.group(pair, "stage link");
+    for (Comm& link: first ? mesh.next : mesh.previous) link = world.group(pair, "stage link");
   }
   mesh.context = world.group(groups.context, "context");
   mesh.expert = world.group(groups.expert, "expert");

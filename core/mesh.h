@@ -22,7 +22,7 @@ struct MeshPlace {
 // World ranks of one rank's groups, itself among them.
 struct MeshGroups {
   vector<int64_t> pipeline, plane, context, expert, expert_data, dense_shard, head_shard,
-      expert_shard, replicate;
+    expert_shard, replicate;
 };
 
 // DP for this many processes. Throws for an impossible layout, naming the nearest ones.
@@ -48,9 +48,9 @@ struct Mesh {
   Comm head_shard; // head: the same, of both stages that share it
   Comm expert_shard; // experts: MeshGroups::expert_data, the holders of the same ones
   Comm dense_replicate, expert_replicate; // of the same shard; one group: ep divides blocks
-  at::Device device = at::kCPU;
+  Device device = kCPU;
 };
 
 // Collective over the world.
-Mesh make_mesh(const MeshShape& shape, const World& world, at::Device device);
+Mesh make_mesh(const MeshShape& shape, const World& world, Device device);
 }

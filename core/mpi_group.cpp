@@ -10,8 +10,8 @@ Symbol find_symbol(const char* library, const char* name) {
   void* address = handle == nullptr ? nullptr : dlsym(handle, name);
   if (address == nullptr)
     PITH_FAIL_HINT(
-        "./pith setup [--cuda] puts the right one into .deps/; LD_LIBRARY_PATH is searched first",
-        "{} cannot be used: {}", library, dlerror());
+      "./pith setup [--cuda] puts the right one into .deps/; LD_LIBRARY_PATH is searched first",
+      "{} cannot be used: {}", library, dlerror());
   return {address};
 }
 
@@ -49,7 +49,7 @@ void check(int code) {
 
 // The parts (n, size) summed over n, in that order; BF16 in FP32.
 Tensor sum_in_order(const Tensor& parts) {
-  Tensor sum = parts.scalar_type() == at::kBFloat16 ? parts[0].to(at::kFloat) : parts[0];
+  Tensor sum = parts.scalar_type() == kBFloat16 ? parts[0].to(kFloat) : parts[0];
   for (int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts[i]);
   return sum;
 }
@@ -71,8 +71,8 @@ void mpi_start() {
   const Launch& launch = launch_info();
   if (rank != launch.rank || size != launch.size)
     PITH_FAIL_HINT("start with the mpirun of .deps/bin (pithtrain launch) or srun --mpi=pmix",
-        "MPI says rank {} of {}, the launcher's environment rank {} of {}", rank, size, launch.rank,
-        launch.size);
+      "MPI says rank {} of {}, the launcher's environment rank {} of {}", rank, size, launch.rank,
+      launch.size);
 }
 
 void mpi_finish() { mpi().finalize(); }
@@ -121,19 +121,19 @@ void mpi_send(Operation& operation, const vector<int64_t>& ranks, int64_t rank, 
 }
 
 void mpi_wait(Operation& operation) {
-  using Clock = std::chrono::steady_clock;
+  using Clock = chrono::steady_clock;
   const auto start = Clock::now();
   shared_ptr<void> watched;
   for (int done = 0;;) {
     check(mpi().test_all(
-        int(operation.requests.size()), operation.requests.data(), &done, MPI_STATUSES_IGNORE));
+      int(operation.requests.size()), operation.requests.data(), &done, MPI_STATUSES_IGNORE));
     if (done != 0) return;
-    if (Clock::now() - start < std::chrono::milliseconds(2)) {
+    if (Clock::now() - start < chrono::milliseconds(2)) {
       std::this_thread::yield();
       continue;
     }
     if (!watched) watched = watch(operation.what, operation.limit_s);
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    std::this_thread::sleep_for(chrono::microseconds(50));
   }
 }
 }

@@ -11,7 +11,7 @@ namespace {
 struct UniqueId {
   char bytes[128];
 };
-enum Type : int { kInt8 = 0, kInt32 = 2, kInt64 = 4, kFloat = 7, kDouble = 8 };
+enum class Type : int { i8 = 0, i32 = 2, i64 = 4, f32 = 7, f64 = 8 };
 enum Op : int { kSum = 0 };
 constexpr int kSuccess = 0, kInProgress = 7;
 
@@ -26,10 +26,10 @@ struct Nccl {
   int (*group_start)() = find("ncclGroupStart");
   int (*group_end)() = find("ncclGroupEnd");
   int (*all_reduce)(const void* from, void* to, size_t, Type, Op, Comm, cudaStream_t) = find(
-      "ncclAllReduce");
+    "ncclAllReduce");
   int (*all_gather)(const void*, void*, size_t, Type, Comm, cudaStream_t) = find("ncclAllGather");
   int (*reduce_scatter)(const void*, void*, size_t, Type, Op, Comm, cudaStream_t) = find(
-      "ncclReduceScatter");
+    "ncclReduceScatter");
   int (*send)(const void*, size_t, Type, int peer, Comm, cudaStream_t) = find("ncclSend");
   int (*recv)(void*, size_t, Type, int peer, Comm, cudaStream_t) = find("ncclRecv");
 };
@@ -41,7 +41,7 @@ const Nccl& nccl() {
 
 void check(int code) {
   PITH_CHECK(
-      code == kSuccess, "NCCL: {}: {}", nccl().error_string(code), nccl().last_error(nullptr));
+    code == kSuccess, "NCCL: {}: {}", nccl().error_string(code), nccl().last_error(nullptr));
 }
 
 void check(cudaError_t code) {
@@ -58,16 +58,16 @@ shared_ptr<CUevent_st> record_event(cudaStream_t stream) {
 
 Type sum_type(const Tensor& tensor) {
   const auto type = tensor.scalar_type();
-  return type == at::kDouble ? kDouble
-      : type == at::kLong    ? kInt64
-      : type == at::kInt     ? kInt32
-                             : kFloat;
+  return type == kDouble ? Type::f64
+    : type == kLong      ? Type::i64
+    : type == kInt       ? Type::i32
+                         : Type::f32;
 }
 }
 
 void nccl_wait(Operation& operation) {
   const cudaStream_t current =
-      c10::cuda::getCurrentCUDAStream(operation.in.device().index()).stream();
+    c10::cuda::getCurrentCUDAStream(operation.in.device().index()).stream();
   check(cudaStreamWaitEvent(current, operation.done.get()));
 }
 
@@ -77,7 +77,7 @@ string nccl_new_id() {
   return {id.bytes, sizeof(id)};
 }
 
-NcclLink nccl_connect(const string& id, int64_t rank, int64_t size, at::Device device) {
+NcclLink nccl_connect(const string& id, int64_t rank, int64_t size, Device device) {
   UniqueId copy{};
   PITH_CHECK(id.size() == sizeof(copy), "the group's NCCL id arrived damaged");
   std::memcpy(copy.bytes, id.data(), sizeof(copy));
@@ -97,7 +97,7 @@ void nccl_send(Operation& operation, const NcclLink& link) {
   const auto& [comm, stream] = link;
   Tensor out = operation.out, in = operation.in;
   if (operation.recv.empty()) { // sums, not of BF16
-    if (in.scalar_type() == at::kBFloat16) in = in.to(at::kFloat);
+    if (in.scalar_type() == kBFloat16) in = in.to(kFloat);
     if (operation.send.empty()) out = in;
     else if (out.scalar_type() != in.scalar_type()) out = at::empty(out.sizes(), in.options());
   }
@@ -112,15 +112,15 @@ void nccl_send(Operation& operation, const NcclLink& link) {
   if (recv.empty() && send.empty()) {
     check(nccl().all_reduce(from, to, in.numel(), sum_type(in), kSum, comm, stream));
   } else if (send.empty()) {
-    check(nccl().all_gather(from, to, in.nbytes(), kInt8, comm, stream));
+    check(nccl().all_gather(from, to, in.nbytes(), Type::i8, comm, stream));
   } else if (recv.empty()) {
     check(nccl().reduce_scatter(from, to, out.numel(), sum_type(in), kSum, comm, stream));
   } else {
     for (size_t i = 0; i < send.size(); ++i) {
       const size_t sent = index(send[i]) * width, received = index(recv[i]) * width;
       const int peer = int(i);
-      if (sent > 0) check(nccl().send(from, sent, kInt8, peer, comm, stream));
-      if (received > 0) check(nccl().recv(to, received, kInt8, peer, comm, stream));
+      if (sent > 0) check(nccl().send(from, sent, Type::i8, peer, comm, stream));
+      if (received > 0) check(nccl().recv(to, received, Type::i8, peer, comm, stream));
       from += sent;
       to += received;
     }

@@ -59,8 +59,8 @@ struct Parameter {
   Parameter() = default;
   // One Hugging Face tensor, or several concatenated along the first dimension.
   Parameter(string hf_name, vector<int64_t> shape, ParameterGroup group, Init init);
-  Parameter(string name, vector<int64_t> shape, vector<HfTensor> tensors, ParameterGroup group,
-      Init init);
+  Parameter(
+    string name, vector<int64_t> shape, vector<HfTensor> tensors, ParameterGroup group, Init init);
   Parameter(Parameter&&) = default;
   Parameter& operator=(Parameter&&) = default;
 

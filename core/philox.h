@@ -22,7 +22,7 @@ PITH_HOST_DEVICE inline Philox4 philox_4x32_10(Philox4 counter, uint64_t key) {
     const uint64_t product0 = uint64_t{0xD2511F53} * c[0];
     const uint64_t product1 = uint64_t{0xCD9E8D57} * c[2];
     counter = {{uint32_t(product1 >> 32) ^ c[1] ^ key0, uint32_t(product1),
-        uint32_t(product0 >> 32) ^ c[3] ^ key1, uint32_t(product0)}};
+      uint32_t(product0 >> 32) ^ c[3] ^ key1, uint32_t(product0)}};
     key0 += 0x9E3779B9;
     key1 += 0xBB67AE85;
   }

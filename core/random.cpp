@@ -11,7 +11,7 @@ namespace pith {
 namespace cuda {
 // random.cu; out (n) float32, or bfloat16 where bf16.
 void fill_normal(
-    void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16, CUstream_st* stream);
+  void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16, CUstream_st* stream);
 }
 #endif
 
@@ -38,22 +38,22 @@ int64_t permuted(uint64_t key, int64_t index, int64_t size) {
 
 void fill_normal(Tensor& out, uint64_t seed, string_view name, double std, int64_t first) {
   PITH_CHECK(out.defined() && out.is_contiguous() && first >= 0,
-      "fill_normal needs a contiguous tensor and an index >= 0; {}, index {}", describe(out, name),
-      first);
+    "fill_normal needs a contiguous tensor and an index >= 0; {}, index {}", describe(out, name),
+    first);
   const uint64_t key = stream_key(seed, name);
   const int64_t n = out.numel();
-  const at::ScalarType dtype = out.scalar_type();
+  const ScalarType dtype = out.scalar_type();
 #if PITH_CUDA
-  if (out.is_cuda() && (dtype == at::kFloat || dtype == at::kBFloat16)) {
+  if (out.is_cuda() && (dtype == kFloat || dtype == kBFloat16)) {
     const c10::cuda::CUDAGuard guard(out.device());
-    cuda::fill_normal(out.data_ptr(), n, first, key, float(std), dtype == at::kBFloat16,
-        c10::cuda::getCurrentCUDAStream());
+    cuda::fill_normal(out.data_ptr(), n, first, key, float(std), dtype == kBFloat16,
+      c10::cuda::getCurrentCUDAStream());
     return;
   }
 #endif
-  PITH_CHECK(out.is_cpu() && out.is_floating_point(), "fill_normal has no path for {}",
-      describe(out, name));
-  Tensor wide = dtype == at::kFloat ? out : at::empty(out.sizes(), at::kFloat);
+  PITH_CHECK(
+    out.is_cpu() && out.is_floating_point(), "fill_normal has no path for {}", describe(out, name));
+  Tensor wide = dtype == kFloat ? out : at::empty(out.sizes(), kFloat);
   float* values = wide.data_ptr<float>();
   const auto std32 = float(std);
   Normal4 normal;

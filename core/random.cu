@@ -17,7 +17,7 @@ __global__ void fill_kernel(T* out, int64_t n, int64_t first, uint64_t key, floa
 }
 
 void fill_normal(
-    void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16, CUstream_st* stream) {
+  void* out, int64_t n, int64_t first, uint64_t key, float std, bool bf16, CUstream_st* stream) {
   if (n == 0) return;
   const int64_t blocks = (first + n + 3) / 4 - first / 4;
   const auto grid = unsigned((blocks + 255) / 256);

@@ -44,7 +44,7 @@ struct NcclLink {
   CUstream_st* stream; // of its own, so that groups overlap with compute and each other
 };
 string nccl_new_id(); // by one member for all
-NcclLink nccl_connect(const string& id, int64_t rank, int64_t size, at::Device device);
+NcclLink nccl_connect(const string& id, int64_t rank, int64_t size, Device device);
 void nccl_send(Operation& operation, const NcclLink& link);
 void nccl_wait(Operation& operation); // the current stream waits
 #endif
@@ -58,7 +58,7 @@ void watch(string what, double limit_s, function<bool()> done);
 
 // The texts of all members, in order, through the store. One round each.
 vector<string> store_gather(
-    const string& place, int64_t round, int64_t rank, int64_t size, const string& mine);
+  const string& place, int64_t round, int64_t rank, int64_t size, const string& mine);
 
 string comm_context(); // "" or ", step 12"
 void note_operation(const string& what); // the heartbeat tells it

@@ -21,17 +21,17 @@ template <class Number> Number number_in(const char* name, Number fallback) {
   const string text = environment(name);
   if (text.empty()) return fallback;
   Number value{};
-  const auto end = std::from_chars(text.data(), text.data() + text.size(), value);
+  const auto end = from_chars(text.data(), text.data() + text.size(), value);
   PITH_CHECK(end.ec == std::errc() && end.ptr == text.data() + text.size() && value >= 0,
-      "environment variable {}='{}' is not a number", name, text);
+    "environment variable {}='{}' is not a number", name, text);
   return value;
 }
 
 Launch read_launch() {
   const auto is_set = [](const char* name) { return !environment(name).empty(); };
   const auto read = [](const char* rank, const char* size, const char* local, bool mpi) {
-    const Launch launch{number_in<int64_t>(rank, 0), number_in<int64_t>(size, 1),
-        number_in<int64_t>(local, 0), mpi};
+    const Launch launch{
+      number_in<int64_t>(rank, 0), number_in<int64_t>(size, 1), number_in<int64_t>(local, 0), mpi};
     PITH_CHECK(launch.rank < launch.size, "rank {} of {} processes", launch.rank, launch.size);
     return launch.size > 1 ? launch : Launch{};
   };
@@ -40,7 +40,7 @@ Launch read_launch() {
   if (is_set("RANK") && is_set("WORLD_SIZE")) { // torchrun
     const Launch launch = read("RANK", "WORLD_SIZE", "LOCAL_RANK", false);
     PITH_CHECK(launch.size == 1 || (is_set("MASTER_ADDR") && is_set("MASTER_PORT")),
-        "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT");
+      "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT");
     return launch;
   }
   const Launch launch = read("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", true); // srun
@@ -83,9 +83,9 @@ struct Job {
 Job* job = nullptr;
 
 constexpr const char* kStoreLost =
-    "rank 0 has ended or lost its connection: its store does not answer";
+  "rank 0 has ended or lost its connection: its store does not answer";
 
-std::chrono::duration<double> seconds(double count) { return std::chrono::duration<double>(count); }
+chrono::duration<double> seconds(double count) { return chrono::duration<double>(count); }
 
 void print_failure(const string& text) {
   const string line = fmt::format("FAILED rank {}: {}\n", job->rank, text);
@@ -95,7 +95,7 @@ void print_failure(const string& text) {
 // Without rank 0's store the lowest rank left speaks; the launcher ends the others meanwhile.
 [[noreturn]] void leave_without_store(const string& text) {
   std::this_thread::sleep_for(
-      std::chrono::milliseconds(500 * std::clamp<int64_t>(job->rank - 1, 0, 10)));
+    chrono::milliseconds(500 * std::clamp<int64_t>(job->rank - 1, 0, 10)));
   print_failure(text);
   _exit(1);
 }
@@ -119,7 +119,7 @@ void write_beat(int64_t beat) {
     const vector<string> keys = job->keys("beat");
     for (size_t rank = 0; rank < min<size_t>(keys.size(), 64); ++rank)
       text +=
-          fmt::format("\n  rank {} was last seen at: {}", rank, job->beats->get_to_str(keys[rank]));
+        fmt::format("\n  rank {} was last seen at: {}", rank, job->beats->get_to_str(keys[rank]));
   }
   const string mine = fmt::format("{}|{}", job->rank, text);
   if (job->beats->compareSet("failure", string(), mine) == mine) print_failure(text);
@@ -153,7 +153,7 @@ void run_heartbeat() {
       std::unique_lock lock(job->mutex);
       job->since_heartbeat_s = 0;
       job->changed.wait_for(
-          lock, seconds(job->tick_s), [] { return job->stopping || !job->failure.empty(); });
+        lock, seconds(job->tick_s), [] { return job->stopping || !job->failure.empty(); });
       if (job->stopping) return;
       failure = job->failure;
       watches.swap(job->watches);
@@ -177,11 +177,11 @@ void run_heartbeat() {
         seen[rank] = now;
         if (ages_s[rank] <= job->heartbeat_s) continue;
         fail_through_store(
-            fmt::format("rank {} has given no sign of life for {:.0f} s (stopped, killed or its "
-                        "machine lost); it was last seen at: {}",
-                rank, job->heartbeat_s, now));
+          fmt::format("rank {} has given no sign of life for {:.0f} s (stopped, killed or its "
+                      "machine lost); it was last seen at: {}",
+            rank, job->heartbeat_s, now));
       }
-    } catch (const std::exception&) { leave_without_store(failure.empty() ? kStoreLost : failure); }
+    } catch (const exception&) { leave_without_store(failure.empty() ? kStoreLost : failure); }
   }
 }
 
@@ -194,9 +194,9 @@ void run_guard() {
     lock.unlock();
     if (failure.empty())
       failure = fmt::format(
-          "rank 0 has not answered for {:.0f} s, or else this rank's device (stopped, or its "
-          "machine lost); last operation: {}",
-          job->heartbeat_s, last);
+        "rank 0 has not answered for {:.0f} s, or else this rank's device (stopped, or its "
+        "machine lost); last operation: {}",
+        job->heartbeat_s, last);
     leave_without_store(failure);
   }
 }
@@ -212,20 +212,20 @@ c10::intrusive_ptr<c10d::Store> open_store() {
   c10d::TCPStoreOptions options;
   options.isServer = job->rank == 0;
   options.waitWorkers = false;
-  options.timeout = std::chrono::minutes(5);
+  options.timeout = chrono::minutes(5);
   if (!launch_info().mpi) {
     options.port = narrow<uint16_t>(number_in<int64_t>("MASTER_PORT", 0));
     // torchrun's agent already serves a store here, also for earlier attempts.
     if (environment("TORCHELASTIC_USE_AGENT_STORE") == "True") options.isServer = false;
     return c10::make_intrusive<c10d::PrefixStore>(
-        "pith" + environment("TORCHELASTIC_RESTART_COUNT"),
-        c10::make_intrusive<c10d::TCPStore>(environment("MASTER_ADDR"), options));
+      "pith" + environment("TORCHELASTIC_RESTART_COUNT"),
+      c10::make_intrusive<c10d::TCPStore>(environment("MASTER_ADDR"), options));
   }
   options.port = 0;
   c10::intrusive_ptr<c10d::TCPStore> server;
   if (job->rank == 0) server = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
   const string address =
-      mpi_broadcast_text(server ? fmt::format("{} {}", server->getPort(), host_name()) : "");
+    mpi_broadcast_text(server ? fmt::format("{} {}", server->getPort(), host_name()) : "");
   if (server) return server;
   const string host = address.substr(address.find(' ') + 1);
   options.port = narrow<uint16_t>(std::stoi(address));
@@ -248,7 +248,7 @@ World::World() {
   job->store = open_store();
   job->beats = job->store->clone();
   // As long as a checkpoint of another rank; heartbeat and guard end waits.
-  job->store->setTimeout(std::chrono::hours(24 * 365));
+  job->store->setTimeout(chrono::hours(24 * 365));
   write_beat(0);
   store_gather("here", 0, job->rank, job->size, ""); // every beat stands before anyone reads it
   job->heartbeat = thread(run_heartbeat);
@@ -269,9 +269,9 @@ World::~World() {
     job->guard.join();
     const vector<string> gone = job->keys("gone");
     job->store->set(gone[index(job->rank)], string());
-    if (job->rank == 0) job->store->wait(gone, std::chrono::seconds(20)); // then the store ends
+    if (job->rank == 0) job->store->wait(gone, chrono::seconds(20)); // then the store ends
     if (launch_info().mpi) mpi_finish();
-  } catch (const std::exception& error) { leave_without_store(error.what()); }
+  } catch (const exception& error) { leave_without_store(error.what()); }
 }
 
 void end_all_ranks(const string& text) {
@@ -319,7 +319,7 @@ shared_ptr<void> watch(string what, double limit_s) {
 }
 
 vector<string> store_gather(
-    const string& place, int64_t round, int64_t rank, int64_t size, const string& mine) {
+  const string& place, int64_t round, int64_t rank, int64_t size, const string& mine) {
   const auto key = [&](int64_t of_round, int64_t member) {
     return fmt::format("{}/{}/{}", place, of_round, member);
   };
@@ -327,7 +327,7 @@ vector<string> store_gather(
   for (int64_t member = 0; member < size; ++member) keys.push_back(key(round, member));
   try {
     job->store->set(key(round, rank), mine);
-    for (const auto& value : job->store->multiGet(keys))
+    for (const auto& value: job->store->multiGet(keys))
       result.emplace_back(value.begin(), value.end());
     // All members are in this round: they have read the one before.
     if (round > 0) job->store->deleteKey(key(round - 1, rank));

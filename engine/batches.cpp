@@ -89,7 +89,7 @@ struct RowStream::State {
     } else {
       made->begins.reserve(order.size() + 1);
       made->begins.push_back(0);
-      for (const int64_t d : order) made->begins.push_back(made->begins.back() + corpus.length(d));
+      for (const int64_t d: order) made->begins.push_back(made->begins.back() + corpus.length(d));
     }
     kept = {number, std::move(made)};
     return kept.second;
@@ -99,7 +99,7 @@ struct RowStream::State {
   void pack(Epoch& epoch) const {
     vector<pair<int64_t, int64_t>> ends; // tokens beyond the whole rows; document
     epoch.long_begins.push_back(0);
-    for (const int64_t d : epoch.documents) {
+    for (const int64_t d: epoch.documents) {
       const int64_t whole = corpus.length(d) / sequence_length;
       if (const int64_t end = corpus.length(d) % sequence_length; end > 0)
         ends.emplace_back(end, d);
@@ -143,7 +143,7 @@ struct RowStream::State {
     int64_t number = index * sequence_length / tokens; // a row of two epochs stays in place
     const int64_t first = (number * tokens + sequence_length - 1) / sequence_length;
     const int64_t start =
-        sequence_length * shuffled(index, number, first, (number + 1) * tokens / sequence_length);
+      sequence_length * shuffled(index, number, first, (number + 1) * tokens / sequence_length);
     auto current = epoch(number);
     size_t place = holder(current->begins, start % tokens);
     int64_t skipped = start % tokens - current->begins[place]; // in rows before
@@ -182,7 +182,7 @@ struct RowStream::State {
 
   int64_t trained_tokens(int64_t index) {
     int64_t trained = 0;
-    for (const Span& span : spans(index))
+    for (const Span& span: spans(index))
       trained += min(span.count, corpus.length(span.document) - span.begin - 1);
     return document_mask ? trained : sequence_length;
   }
@@ -197,7 +197,7 @@ struct RowStream::State {
       row.document_begins.push_back(ssize(row.positions));
       for (size_t i = 0; i < count; ++i) row.positions.push_back(int64_t(i));
     };
-    for (const auto& [document, begin, count] : spans(at)) {
+    for (const auto& [document, begin, count]: spans(at)) {
       const size_t filled = row.tokens.size();
       const bool more = document_mask && begin + count < corpus.length(document);
       row.tokens.resize(filled + index(count) + (more ? 1 : 0));
@@ -213,10 +213,10 @@ struct RowStream::State {
 };
 
 RowStream::RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask,
-    bool shuffle, Packing packing) {
+  bool shuffle, Packing packing) {
   PITH_CHECK(corpus.num_tokens() > 0, "corpus {} is empty", corpus.prefix());
   state_.reset(
-      new State{std::move(corpus), sequence_length, seed, document_mask, shuffle, packing});
+    new State{std::move(corpus), sequence_length, seed, document_mask, shuffle, packing});
   if (packing == Packing::concat) return;
   const auto first = state_->epoch(0);
   state_->packed_rows = first->whole_rows() + ssize(first->begins) - 1;
@@ -224,8 +224,8 @@ RowStream::RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool
 
 int64_t RowStream::rows_per_epoch() const {
   return state_->packing == Packing::best_fit
-      ? state_->packed_rows
-      : state_->corpus.num_tokens() / state_->sequence_length;
+    ? state_->packed_rows
+    : state_->corpus.num_tokens() / state_->sequence_length;
 }
 
 const Corpus& RowStream::corpus() const { return state_->corpus; }
@@ -234,15 +234,15 @@ Row RowStream::row(int64_t index) const { return state_->row(index); }
 
 void check_same_tokenizer(const vector<Corpus>& corpora) {
   const Corpus* known = nullptr;
-  for (const Corpus& corpus : corpora) {
+  for (const Corpus& corpus: corpora) {
     if (corpus.tokenizer_hash().empty() && corpus.vocab_size() == 0) continue;
     if (known == nullptr) known = &corpus;
     PITH_CHECK(corpus.tokenizer_hash() == known->tokenizer_hash() &&
-            corpus.vocab_size() == known->vocab_size(),
-        "{} (vocabulary {}, tokenizer {}) and {} (vocabulary {}, tokenizer {}) cannot be used "
-        "together: build both with the same tokenizer",
-        known->prefix(), known->vocab_size(), known->tokenizer_hash(), corpus.prefix(),
-        corpus.vocab_size(), corpus.tokenizer_hash());
+        corpus.vocab_size() == known->vocab_size(),
+      "{} (vocabulary {}, tokenizer {}) and {} (vocabulary {}, tokenizer {}) cannot be used "
+      "together: build both with the same tokenizer",
+      known->prefix(), known->vocab_size(), known->tokenizer_hash(), corpus.prefix(),
+      corpus.vocab_size(), corpus.tokenizer_hash());
   }
 }
 
@@ -276,16 +276,16 @@ int64_t Blend::rows_before_repeat() const {
   for (int64_t slot = 0; slot < period; ++slot) {
     const auto [source, row] = slots_[index(slot)];
     const int64_t left = sources_[source].rows_per_epoch() - row; // whole periods before a repeat
-    rows = min(
-        rows, (max<int64_t>(0, left) + weights_[source] - 1) / weights_[source] * period + slot);
+    rows =
+      min(rows, (max<int64_t>(0, left) + weights_[source] - 1) / weights_[source] * period + slot);
   }
   return rows;
 }
 
-Tensor tensor_of(const vector<int64_t>& values, at::ScalarType dtype) {
+Tensor tensor_of(const vector<int64_t>& values, ScalarType dtype) {
   return at::tensor(at::ArrayRef<int64_t>(values)).to(dtype);
 }
-Tensor upload(const Tensor& host, at::Device device) {
+Tensor upload(const Tensor& host, Device device) {
   return device.is_cpu() ? host : host.pin_memory().to(device, /*non_blocking=*/true);
 }
 
@@ -296,20 +296,20 @@ vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
   const auto rows = exactly<Rows>(file.is_object() ? file.value("rows", json()) : file);
   const auto labels = labelled ? exactly<Rows>(file["labels"]) : rows;
   PITH_CHECK(rows && labels && !rows->empty() && rows->size() == labels->size(),
-      "{}: neither a list of rows, each a list of documents, each a list of ids, nor an object "
-      "with such \"rows\" and as many \"labels\"",
-      path);
+    "{}: neither a list of rows, each a list of documents, each a list of ids, nor an object "
+    "with such \"rows\" and as many \"labels\"",
+    path);
   vector<Row> out(rows->size());
   for (size_t r = 0; r < out.size(); ++r) {
     const auto &documents = (*rows)[r], &its_labels = (*labels)[r];
     for (size_t d = 0; d < max<size_t>(documents.size(), 1); ++d) {
       const string place = fmt::format("{}: row {}, document {}", path, r, d);
       PITH_CHECK(documents.size() == its_labels.size() && d < documents.size() &&
-              !documents[d].empty() && documents[d].size() == its_labels[d].size(),
-          "{}: no ids, or not as many labels", place);
+          !documents[d].empty() && documents[d].size() == its_labels[d].size(),
+        "{}: no ids, or not as many labels", place);
       const auto check = [&](int64_t id) {
         PITH_CHECK(id >= 0 && id < vocab_size, "{}: {} is not an id below the vocabulary of {}",
-            place, id, vocab_size);
+          place, id, vocab_size);
       };
       Row& row = out[r];
       row.document_begins.push_back(ssize(row.tokens));
@@ -329,12 +329,12 @@ vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size) {
 }
 
 MicroBatch make_microbatch(const vector<Row>& rows, bool document_mask,
-    int64_t global_trained_tokens, int64_t global_rows, at::Device device) {
+  int64_t global_trained_tokens, int64_t global_rows, Device device) {
   MicroBatch batch;
   vector<int64_t> tokens, labels, positions, row_id, cu_seqlens;
-  for (const Row& row : rows) {
+  for (const Row& row: rows) {
     const size_t size = row.tokens.size();
-    for (const int64_t begin : row.document_begins)
+    for (const int64_t begin: row.document_begins)
       if (document_mask || begin == 0) cu_seqlens.push_back(ssize(tokens) + begin);
     tokens.insert(tokens.end(), row.tokens.begin(), row.tokens.end());
     labels.insert(labels.end(), row.labels.begin(), row.labels.end());
@@ -349,9 +349,9 @@ MicroBatch make_microbatch(const vector<Row>& rows, bool document_mask,
     batch.max_seqlen = max(batch.max_seqlen, cu_seqlens[i] - cu_seqlens[i - 1]);
   batch.tokens = upload(tensor_of(tokens), device);
   batch.labels = upload(tensor_of(labels), device);
-  batch.positions = upload(tensor_of(positions, at::kInt), device);
-  batch.row_id = upload(tensor_of(row_id, at::kInt), device);
-  batch.cu_seqlens_host = tensor_of(cu_seqlens, at::kInt);
+  batch.positions = upload(tensor_of(positions, kInt), device);
+  batch.row_id = upload(tensor_of(row_id, kInt), device);
+  batch.cu_seqlens_host = tensor_of(cu_seqlens, kInt);
   batch.cu_seqlens = upload(batch.cu_seqlens_host, device);
   batch.global_trained_tokens = global_trained_tokens;
   batch.global_rows = global_rows;
@@ -359,7 +359,7 @@ MicroBatch make_microbatch(const vector<Row>& rows, bool document_mask,
 }
 
 vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
-    int64_t micro_batch, int64_t dp_rank, int64_t dp_size, bool document_mask, at::Device device) {
+  int64_t micro_batch, int64_t dp_rank, int64_t dp_size, bool document_mask, Device device) {
   const int64_t micro_batches = div_exact(global_batch, micro_batch * dp_size);
   int64_t trained = 0;
   for (int64_t i = 0; i < global_batch; ++i) trained += rows.trained_tokens(first + i);

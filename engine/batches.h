@@ -28,7 +28,7 @@ enum class Packing { concat, best_fit };
 class RowStream {
  public:
   RowStream(Corpus corpus, int64_t sequence_length, uint64_t seed, bool document_mask, bool shuffle,
-      Packing packing = Packing::concat);
+    Packing packing = Packing::concat);
   Row row(int64_t index) const;
   int64_t trained_tokens(int64_t index) const; // of row(index), without reading tokens
   int64_t rows_per_epoch() const; // concat: whole ones, floor(tokens / sequence_length)
@@ -79,22 +79,22 @@ class Blend {
 vector<Row> read_token_rows(const fs::path& path, int64_t vocab_size);
 
 // Vectors as tensors on the CPU, and these on a device: the copy waits for nothing.
-Tensor tensor_of(const vector<int64_t>& values, at::ScalarType dtype = at::kLong);
-Tensor upload(const Tensor& host, at::Device device);
+Tensor tensor_of(const vector<int64_t>& values, ScalarType dtype = kLong);
+Tensor upload(const Tensor& host, Device device);
 
 // Packs rows into one micro-batch on `device`. global_* counts are those of the whole batch.
 MicroBatch make_microbatch(const vector<Row>& rows, bool document_mask,
-    int64_t global_trained_tokens, int64_t global_rows, at::Device device);
+  int64_t global_trained_tokens, int64_t global_rows, Device device);
 
 // The part of rank dp_rank of dp_size in rows [first, first + global_batch): its micro-batch m of
 // micro_batch rows begins at row (m * dp_size + dp_rank) * micro_batch.
 vector<MicroBatch> make_batch(const Blend& rows, int64_t first, int64_t global_batch,
-    int64_t micro_batch, int64_t dp_rank, int64_t dp_size, bool document_mask, at::Device device);
+  int64_t micro_batch, int64_t dp_rank, int64_t dp_size, bool document_mask, Device device);
 
 // The share of rank `rank` of `size` in `whole`, which lies on the CPU. Each row is cut into
 // 2 size equal chunks (else an Error), of which it keeps numbers rank and 2 size - 1 - rank.
 // Tokens, labels, positions, row_id and trained_tokens are then local, `ring` is filled, `halo` too
 // for layers with this window, the rest is that of the unsplit rows.
 MicroBatch split_context(
-    const MicroBatch& whole, int64_t rank, int64_t size, at::Device device, int64_t window = 0);
+  const MicroBatch& whole, int64_t rank, int64_t size, Device device, int64_t window = 0);
 }

@@ -110,7 +110,7 @@ void restore_state(span<ShardGroup> groups, const fs::path& checkpoint);
 // Weights from any Hugging Face folder. `tied_head`: a stored lm_head.weight is allowed.
 // `whole_model`: parameter_units() of it, where other ranks hold parts. Collective.
 void restore_weights(span<ShardGroup> groups, const fs::path& folder, bool tied_head,
-    const vector<vector<Parameter*>>& whole_model = {});
+  const vector<vector<Parameter*>>& whole_model = {});
 
 // The first parameter with a NaN or Inf in this rank's part: "weight NAME", "gradient of NAME", "".
 string first_non_finite(span<ShardGroup> groups);

@@ -76,7 +76,7 @@ class CorpusWriter {
   // With shard_tokens > 0 a shard ends before the document that would make it longer. `resume` goes
   // on behind what sync() once returned; without it the temporary files go unless it is finished.
   CorpusWriter(string prefix, int64_t vocab_size, string tokenizer_hash, int64_t shard_tokens = 0,
-      const CorpusProgress* resume = nullptr);
+    const CorpusProgress* resume = nullptr);
   ~CorpusWriter();
   void add_document(span<const int32_t> ids);
   CorpusProgress sync(); // makes everything durable, to go on from there

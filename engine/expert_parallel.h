@@ -45,7 +45,7 @@ class ExpertExchange {
   void send(const Tensor& slots) { transfer(slots, received_, sent_); }
   void fetch(const Tensor& rows) { transfer(rows, sent_, received_); }
   void transfer(const Tensor& tensor, const vector<int64_t>& recv,
-      const vector<int64_t>& send); // rows by member
+    const vector<int64_t>& send); // rows by member
   Tensor take(); // the oldest transfer, complete
   Tensor copies(const Tensor& rows) const; // (T, N) -> (S, N)
   Tensor sum_copies(const Tensor& slots) const; // (S, N) -> (T, N)

@@ -10,7 +10,7 @@ using File = unique_ptr<std::FILE, int (*)(std::FILE*)>;
 [[noreturn]] void fail(const fs::path& path, const char* action) {
   const bool full = errno == ENOSPC || errno == EDQUOT;
   PITH_FAIL_HINT(full ? "free space on that disk or choose another folder" : "", "cannot {} {}: {}",
-      action, path, std::generic_category().message(errno));
+    action, path, std::generic_category().message(errno));
 }
 
 File open(const fs::path& path, const char* mode) {
@@ -30,9 +30,9 @@ MappedFile map_file(const fs::path& path) {
   if (size == 0) return {make_shared<char>(), 0};
   void* pages = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, ::fileno(file.get()), 0);
   if (pages == MAP_FAILED) fail(path, "map");
-  return {shared_ptr<const char>(static_cast<const char*>(pages),
-              [pages, size](const char*) { ::munmap(pages, size); }),
-      size};
+  return {shared_ptr<const char>(
+            static_cast<const char*>(pages), [pages, size](const char*) { ::munmap(pages, size); }),
+    size};
 }
 
 OutputFile::OutputFile(fs::path path, uint64_t keep)
@@ -41,9 +41,9 @@ OutputFile::OutputFile(fs::path path, uint64_t keep)
   if (keep > 0) {
     const uint64_t size = fs::file_size(path_);
     PITH_CHECK(
-        size >= keep, "{} has {} bytes, fewer than the {} that were written", path_, size, keep);
+      size >= keep, "{} has {} bytes, fewer than the {} that were written", path_, size, keep);
     if (::ftruncate(::fileno(file_.get()), off_t(keep)) != 0 ||
-        std::fseek(file_.get(), 0, SEEK_END) != 0)
+      std::fseek(file_.get(), 0, SEEK_END) != 0)
       fail(path_, "cut");
   }
   XXH3_64bits_reset(sum_.get());
@@ -82,7 +82,7 @@ nlohmann::json parse_json(string_view text, const string& source) {
     if (event == Event::object_end) keys.pop_back();
     if (event == Event::key)
       PITH_CHECK(keys.back().insert(parsed.get_ref<const string&>()).second,
-          "{}: key {} stands twice in one object", source, parsed.dump());
+        "{}: key {} stands twice in one object", source, parsed.dump());
     return true;
   };
   try {
@@ -106,7 +106,7 @@ WrittenFile write_file(const fs::path& folder, const string& name, string_view b
 vector<string> names_in(const fs::path& folder) {
   vector<string> names;
   if (fs::is_directory(folder))
-    for (const auto& entry : fs::directory_iterator(folder))
+    for (const auto& entry: fs::directory_iterator(folder))
       names.push_back(entry.path().filename().string());
   ranges::sort(names);
   return names;
@@ -127,7 +127,7 @@ string seal_json(const string& object) {
 void check_seal(string_view text, const string& source) {
   const size_t length = seal_of("").size();
   PITH_CHECK(text.size() > length &&
-          text.substr(text.size() - length) == seal_of(text.substr(0, text.size() - length)),
-      "{} is damaged: its bytes do not match the checksum on its last line", source);
+      text.substr(text.size() - length) == seal_of(text.substr(0, text.size() - length)),
+    "{} is damaged: its bytes do not match the checksum on its last line", source);
 }
 }

@@ -9,7 +9,7 @@ template <class Part> string problem_of(const Part& part) {
   try {
     part();
     return "";
-  } catch (const Error& error) { return error.message(); } catch (const std::exception& error) {
+  } catch (const Error& error) { return error.message(); } catch (const exception& error) {
     return error.what();
   }
 }

@@ -42,8 +42,8 @@ Tensor dequantize_mxfp4(const Tensor& blocks, const Tensor& scales);
 // MXFP4: NAME_blocks (E, N, K / 32, 16), NAME_scales (E, N, K / 32). One Error lists all tensors
 // missing, left over (but not in `optional_extra`), of another shape or dtype; those of vision and
 // MTP parts are listed and left out.
-void import_weights(const HfFolder& folder, span<const ImportTarget> targets,
-    span<const string> optional_extra = {});
+void import_weights(
+  const HfFolder& folder, span<const ImportTarget> targets, span<const string> optional_extra = {});
 // One of these, of which the folder is known to hold the tensor.
 void import_tensor(const HfFolder& folder, const ImportTarget& to);
 
@@ -51,7 +51,7 @@ void import_tensor(const HfFolder& folder, const ImportTarget& to);
 // of at most file_bytes or one tensor; then one names all of them, in the order of `files`,
 // model-0000i-of-0000n.safetensors and writes the index. `inside`: "ema/", in the folder.
 vector<WrittenFile> write_weights(const fs::path& folder, int64_t writer,
-    const vector<NamedTensor>& weights, uint64_t file_bytes = 5'000'000'000);
+  const vector<NamedTensor>& weights, uint64_t file_bytes = 5'000'000'000);
 WrittenFile write_weight_index(
-    const fs::path& folder, span<WrittenFile> files, const string& inside = "");
+  const fs::path& folder, span<WrittenFile> files, const string& inside = "");
 }

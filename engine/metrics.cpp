@@ -8,8 +8,8 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 double unix_seconds() {
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  return std::round(1e3 * std::chrono::duration<double>(now).count()) / 1e3;
+  const auto now = chrono::system_clock::now().time_since_epoch();
+  return std::round(1e3 * chrono::duration<double>(now).count()) / 1e3;
 }
 
 double tokens_per_second(const StepMetrics& m) {
@@ -19,16 +19,16 @@ double tokens_per_second(const StepMetrics& m) {
 // The extra values are not among them.
 Scalars scalars_of(const StepMetrics& m) {
   return {{"loss", m.loss}, {"balance_loss", m.balance_loss}, {"grad_norm", m.grad_norm},
-      {"lr", m.lr}, {"seconds", m.seconds}, {"tokens_per_second", tokens_per_second(m)},
-      {"memory_peak_gib", m.memory_peak_gib}};
+    {"lr", m.lr}, {"seconds", m.seconds}, {"tokens_per_second", tokens_per_second(m)},
+    {"memory_peak_gib", m.memory_peak_gib}};
 }
 
 Json expert_load(const Tensor& counts, bool all) {
   Json load;
   const auto list = [](const Tensor& x) {
-    const Tensor wide = x.to(at::kDouble).contiguous();
+    const Tensor wide = x.to(kDouble).contiguous();
     return vector<double>(
-        wide.const_data_ptr<double>(), wide.const_data_ptr<double>() + wide.numel());
+      wide.const_data_ptr<double>(), wide.const_data_ptr<double>() + wide.numel());
   };
   const Tensor share = counts / counts.sum(1, /*keepdim=*/true).clamp_min(1);
   load["max_over_mean"] = list(share.amax(1) * counts.size(1));
@@ -47,12 +47,12 @@ string dump(const Json& line) {
 
 string step_line(const StepMetrics& m) {
   Json line = {{"step", m.step}, {"total_steps", m.total_steps}, {"tokens", m.tokens},
-      {"trained_tokens", m.trained_tokens}, {"tokens_seen", m.tokens_seen},
-      {"time", unix_seconds()}, {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
-  for (const Scalars& values : {scalars_of(m), m.extra})
-    for (const auto& [name, value] : values) {
+    {"trained_tokens", m.trained_tokens}, {"tokens_seen", m.tokens_seen}, {"time", unix_seconds()},
+    {"mfu", m.mfu > 0 ? Json(m.mfu) : Json()}};
+  for (const Scalars& values: {scalars_of(m), m.extra})
+    for (const auto& [name, value]: values) {
       line[name] = value; // nlohmann writes null for what is not finite
-      if (!std::isfinite(value)) line["nonfinite"][name] = fmt::format("{}", value);
+      if (!isfinite(value)) line["nonfinite"][name] = fmt::format("{}", value);
     }
   if (m.expert_counts.defined()) line["expert_load"] = expert_load(m.expert_counts, m.all_counts);
   return dump(line);
@@ -63,7 +63,7 @@ uint64_t kept_bytes(const fs::path& path, int64_t resumed_step) {
   if (!fs::is_regular_file(path)) return 0;
   ifstream file(path, std::ios::binary);
   uint64_t kept = 0;
-  for (string text; std::getline(file, text) && !file.eof(); kept += text.size() + 1) {
+  for (string text; getline(file, text) && !file.eof(); kept += text.size() + 1) {
     const Json line = Json::parse(text, nullptr, /*allow_exceptions=*/false);
     const Json step = line.is_object() ? line.value("step", Json()) : Json();
     if (step.is_number_integer() && step.get<int64_t>() > resumed_step) break;
@@ -90,7 +90,7 @@ string field(uint32_t number, Wire wire, const string& value) {
 
 string record(int64_t step, const string& content) {
   const string bytes =
-      field(1, kFixed64, raw(unix_seconds())) + field(2, kVarint, varint(uint64_t(step))) + content;
+    field(1, kFixed64, raw(unix_seconds())) + field(2, kVarint, varint(uint64_t(step))) + content;
   const string length = raw(uint64_t{bytes.size()});
   return length + raw(masked_crc32c(length)) + bytes + raw(masked_crc32c(bytes));
 }
@@ -140,7 +140,7 @@ void MetricsLog::write(const StepMetrics& m) {
   lines_.append(step_line(m));
   Scalars values = m.extra;
   if (m.mfu > 0) values.emplace_back("train/mfu", m.mfu);
-  for (const auto& [name, value] : scalars_of(m)) values.emplace_back("train/" + name, value);
+  for (const auto& [name, value]: scalars_of(m)) values.emplace_back("train/" + name, value);
   events_.append(tensorboard_scalars(m.step, values));
 
   recent_seconds_.push_back(m.seconds);
@@ -151,15 +151,15 @@ void MetricsLog::write(const StepMetrics& m) {
 }
 
 void MetricsLog::event(const string& name, const string& text) {
-  lines_.append(dump(
-      {{"event", name}, {"after_step", last_step_}, {"time", unix_seconds()}, {"text", text}}));
+  lines_.append(
+    dump({{"event", name}, {"after_step", last_step_}, {"time", unix_seconds()}, {"text", text}}));
   print_line(fmt::format("{}: {}", name, text));
 }
 
 string progress_line(const StepMetrics& m, double seconds_left) {
   const string total = fmt::format("{}", m.total_steps);
   string line = fmt::format("step {:>{}}/{}  loss {:>7.4f}  grad {:>6.4g}  lr {:.2e}  {:>5} tok/s",
-      m.step, total.size(), total, m.loss, m.grad_norm, m.lr, human(tokens_per_second(m)));
+    m.step, total.size(), total, m.loss, m.grad_norm, m.lr, human(tokens_per_second(m)));
   if (m.mfu > 0) line += fmt::format("  mfu {:4.1f} %", 100 * m.mfu);
   line += fmt::format("  mem {:5.1f} GiB", m.memory_peak_gib);
   if (seconds_left >= 0) line += fmt::format("  left {}", human_time(seconds_left));
@@ -168,7 +168,7 @@ string progress_line(const StepMetrics& m, double seconds_left) {
 
 string human(double value) {
   if (!(value >= 999.5)) return fmt::format("{:.0f}", value);
-  for (const char* unit : {"k", "M", "G"}) {
+  for (const char* unit: {"k", "M", "G"}) {
     value /= 1000;
     if (value < 999.5)
       return fmt::format("{:.{}f}{}", value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0, unit);
@@ -187,19 +187,19 @@ string human_time(double seconds) {
 string tensorboard_start(int64_t resumed_step) {
   // Its version; then a session_log with status START: what older files hold from here on is void.
   return record(0, field(3, kBytes, "brain.Event:2")) +
-      record(resumed_step + 1, field(7, kBytes, field(1, kVarint, varint(1))));
+    record(resumed_step + 1, field(7, kBytes, field(1, kVarint, varint(1))));
 }
 
 string tensorboard_scalars(int64_t step, const Scalars& values) {
   string summary;
-  for (const auto& [tag, value] : values)
+  for (const auto& [tag, value]: values)
     summary += field(1, kBytes, field(1, kBytes, tag) + field(2, kFixed32, raw(float(value))));
   return record(step, field(5, kBytes, summary));
 }
 
 uint32_t crc32c(string_view bytes) {
   uint32_t crc = ~0u;
-  for (const char byte : bytes) {
+  for (const char byte: bytes) {
     crc ^= uint8_t(byte);
     for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82F63B78u : 0u);
   }

@@ -84,7 +84,7 @@ uint32_t masked_crc32c(string_view bytes);
 struct ProfileOptions {
   fs::path folder;
   int64_t rank;
-  at::Device device;
+  Device device;
   string place; // in the mesh: stands in the name of each range
   bool capture, memory;
 };

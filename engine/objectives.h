@@ -17,7 +17,7 @@ struct NextTokenLoss {
     // A batch without a trained token has loss 0 and no gradient, not 0 / 0.
     const auto count = real(batch.global_trained_tokens);
     const CrossEntropy result =
-        linear_cross_entropy(hidden, head, batch.labels, count > 0 ? 1 / count : 0);
+      linear_cross_entropy(hidden, head, batch.labels, count > 0 ? 1 / count : 0);
     return {result.loss, result.loss_sum, result.logprobs};
   }
 };
@@ -25,7 +25,7 @@ struct NextTokenLoss {
 // Logits (float32) of the last token of each document, for sampling: per_token (D, V).
 struct LastTokenLogits {
   ObjectiveResult operator()(const Tensor& hidden, Parameter& head, const MicroBatch& batch) const {
-    const Tensor last = batch.cu_seqlens.slice(0, 1).to(at::kLong) - 1; // (D)
+    const Tensor last = batch.cu_seqlens.slice(0, 1).to(kLong) - 1; // (D)
     return {{}, {}, head_logits(hidden.index_select(0, last), head)};
   }
 };

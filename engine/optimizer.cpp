@@ -20,23 +20,23 @@ struct Directions {
 };
 
 Directions gather_directions(
-    ShardGroup& group, const RunConfig::Training& training, const Tensor& scale) {
+  ShardGroup& group, const RunConfig::Training& training, const Tensor& scale) {
   vector<pair<size_t, const HfTensor*>> tensors;
   for (size_t i = 0; i < group.parameters().size(); ++i)
-    for (const HfTensor& tensor : group.parameters()[i]->tensors)
+    for (const HfTensor& tensor: group.parameters()[i]->tensors)
       if (tensor.rule.muon) tensors.emplace_back(i, &tensor);
   if (tensors.empty()) return {};
   Directions out{
-      at::empty(group.values.sizes(), group.values.options()), at::zeros_like(group.value_part)};
-  for (const auto& [i, tensor] : tensors)
+    at::empty(group.values.sizes(), group.values.options()), at::zeros_like(group.value_part)};
+  for (const auto& [i, tensor]: tensors)
     ranges::move(
-        muon_matrices(Parameter::view_of(group.slice(out.whole, i), *tensor), tensor->fused),
-        std::back_inserter(out.matrices));
-  for (const auto& [rule, begin, end, second] : group.segments()) {
+      muon_matrices(Parameter::view_of(group.slice(out.whole, i), *tensor), tensor->fused),
+      std::back_inserter(out.matrices));
+  for (const auto& [rule, begin, end, second]: group.segments()) {
     if (!rule.muon) continue;
     Tensor momentum = group.exp_avg.slice(0, begin, end);
     muon_momentum(momentum, group.grad_part.slice(0, begin, end), scale, training.muon_momentum,
-        out.part.slice(0, begin, end));
+      out.part.slice(0, begin, end));
   }
   out.gather = group.shard().all_gather_async(out.whole, out.part);
   return out;
@@ -47,7 +47,7 @@ Tensor muon_updates(const ShardGroup& group, Directions& directions) {
   auto& [whole, part, matrices, gather] = directions;
   map<pair<int64_t, int64_t>, vector<Tensor>> alike; // this rank's, by size
   vector<int64_t> work(index(group.shard().size())); // each goes to the least busy rank
-  for (const Tensor& matrix : matrices) {
+  for (const Tensor& matrix: matrices) {
     const int64_t n = matrix.size(0), m = matrix.size(1);
     const auto least = ranges::min_element(work);
     *least += n * n * (2 * m + n);
@@ -55,28 +55,28 @@ Tensor muon_updates(const ShardGroup& group, Directions& directions) {
   }
   gather.wait();
   vector<pair<Tensor, Tensor>> made;
-  for (const auto& [size, same] : alike) {
+  for (const auto& [size, same]: alike) {
     // One at a time on a CPU, so that the bits do not depend on the others.
     const int64_t most = whole.is_cuda() ? kBatchElements / (size.first * size.second) : 1;
     for (auto next = same.begin(); next != same.end();) {
       const auto end = next + min(max<int64_t>(most, 1), same.end() - next);
       const Tensor result =
-          newton_schulz(at::stack({&*next, index(end - next)}), 0.2 * std::sqrt(real(size.second)));
+        newton_schulz(at::stack({&*next, index(end - next)}), 0.2 * sqrt(real(size.second)));
       for (int64_t i = 0; next != end; ++i) made.emplace_back(*next++, result[i]);
     }
   }
   if (matrices.empty()) return {};
   whole.zero_(); // the sum of one number and zeros is exact
-  for (auto& [matrix, result] : made) matrix.copy_(result);
+  for (auto& [matrix, result]: made) matrix.copy_(result);
   group.shard().reduce_scatter_async(part, whole).wait();
   return part;
 }
 }
 
 vector<string> set_update_rules(
-    const Units& units, const Units& whole_model, const RunConfig::Training& training) {
+  const Units& units, const Units& whole_model, const RunConfig::Training& training) {
   vector<regex> patterns;
-  for (const TensorGroup& group : training.groups) patterns.push_back(name_pattern(group.pattern));
+  for (const TensorGroup& group: training.groups) patterns.push_back(name_pattern(group.pattern));
   vector<bool> used(patterns.size());
   map<string, pair<int64_t, int64_t>> rules; // tensors, elements
   const auto set = [&](const Parameter& parameter, HfTensor& tensor) {
@@ -92,26 +92,26 @@ vector<string> set_update_rules(
     }
     const bool plain = parameter.group != ParameterGroup::expert && tensor.shape.size() == 2;
     PITH_CHECK(!rule.muon || matrix || plain,
-        "training.groups: Muon takes matrices, {} has the shape ({})", tensor.name,
-        fmt::join(tensor.shape, ", "));
+      "training.groups: Muon takes matrices, {} has the shape ({})", tensor.name,
+      fmt::join(tensor.shape, ", "));
     auto& [count, elements] = rules[fmt::format("{}, rate x {}, decay {}",
-        rule.muon ? "muon" : "adamw", rule.lr_scale, decay_of(rule, training))];
+      rule.muon ? "muon" : "adamw", rule.lr_scale, decay_of(rule, training))];
     ++count, elements += tensor.numel();
   };
   const auto set_all = [&](const Units& model) {
-    for (const auto& unit : model)
-      for (Parameter* parameter : unit)
-        for (HfTensor& tensor : parameter->tensors) set(*parameter, tensor);
+    for (const auto& unit: model)
+      for (Parameter* parameter: unit)
+        for (HfTensor& tensor: parameter->tensors) set(*parameter, tensor);
   };
   set_all(whole_model);
   for (size_t i = 0; i < used.size(); ++i)
     PITH_CHECK(used[i],
-        "training.groups: no tensor of the model matches \"{}\"; the first one is called {}",
-        training.groups[i].pattern, whole_model.at(0).at(0)->tensors.at(0).name);
+      "training.groups: no tensor of the model matches \"{}\"; the first one is called {}",
+      training.groups[i].pattern, whole_model.at(0).at(0)->tensors.at(0).name);
   vector<string> lines;
-  for (const auto& [rule, size] : rules)
+  for (const auto& [rule, size]: rules)
     lines.push_back(
-        fmt::format("{}: {} tensors, {} parameters", rule, size.first, human(real(size.second))));
+      fmt::format("{}: {} tensors, {} parameters", rule, size.first, human(real(size.second))));
   if (&units != &whole_model) set_all(units);
   return lines;
 }
@@ -119,11 +119,11 @@ vector<string> set_update_rules(
 vector<Tensor> muon_matrices(const Tensor& tensor, Fused fused) {
   const int64_t rows = tensor.size(-2), columns = tensor.size(-1);
   const Tensor parts = fused == Fused::rows ? tensor.view({-1, 2, rows / 2, columns})
-      : fused == Fused::columns ? tensor.view({-1, rows, columns / 2, 2}).permute({0, 3, 1, 2})
-                                : tensor.view({-1, 1, rows, columns});
+    : fused == Fused::columns ? tensor.view({-1, rows, columns / 2, 2}).permute({0, 3, 1, 2})
+                              : tensor.view({-1, 1, rows, columns});
   vector<Tensor> matrices;
-  for (const Tensor& expert : parts.unbind())
-    for (const Tensor& part : expert.unbind())
+  for (const Tensor& expert: parts.unbind())
+    for (const Tensor& part: expert.unbind())
       matrices.push_back(part.size(0) > part.size(1) ? part.t() : part);
   return matrices;
 }
@@ -135,19 +135,19 @@ Tensor grad_norm(span<ShardGroup> groups, const Mesh& mesh) {
     if (const int64_t replicas = group.replicate().size(); replicas > 1)
       squares.back().div_(real(replicas));
   });
-  if (squares.empty()) squares.push_back(at::zeros({}, at::dtype(at::kDouble).device(mesh.device)));
+  if (squares.empty()) squares.push_back(at::zeros({}, at::dtype(kDouble).device(mesh.device)));
   Tensor total = at::stack(squares).sum();
   mesh.world.all_reduce(total);
   return total.sqrt();
 }
 
 void optimizer_step(span<ShardGroup> groups, const RunConfig::Training& training, double lr,
-    int64_t step, const Tensor& norm) {
+  int64_t step, const Tensor& norm) {
   // The same factor as torch.nn.utils.clip_grad_norm_, computed on the device.
   const Tensor scale = training.clip_norm > 0
-      ? (training.clip_norm / (norm + 1e-6)).clamp_max(1.0).to(at::kFloat)
-      : at::ones({}, norm.options().dtype(at::kFloat));
-  const at::NoGradGuard no_grad;
+    ? (training.clip_norm / (norm + 1e-6)).clamp_max(1.0).to(kFloat)
+    : at::ones({}, norm.options().dtype(kFloat));
+  const NoGradGuard no_grad;
   const auto directions_of = [&](size_t i) {
     return i < groups.size() ? gather_directions(groups[i], training, scale) : Directions();
   };
@@ -156,7 +156,7 @@ void optimizer_step(span<ShardGroup> groups, const RunConfig::Training& training
     ShardGroup& group = groups[i];
     Directions directions = exchange(next, directions_of(i + 1)); // gathered meanwhile
     const Tensor updates = muon_updates(group, directions);
-    for (const auto& [rule, begin, end, second] : group.segments()) {
+    for (const auto& [rule, begin, end, second]: group.segments()) {
       const auto part = [&](const Tensor& buffer) { return buffer.slice(0, begin, end); };
       const double rate = lr * rule.lr_scale, decay = decay_of(rule, training);
       Tensor master = part(group.master), value = part(group.value_part);
@@ -167,7 +167,7 @@ void optimizer_step(span<ShardGroup> groups, const RunConfig::Training& training
       Tensor exp_avg = part(group.exp_avg);
       Tensor exp_avg_sq = group.exp_avg_sq.narrow(0, second, end - begin);
       adamw_update(master, exp_avg, exp_avg_sq, part(group.grad_part), value, scale,
-          {rate, training.beta1, training.beta2, training.epsilon, decay, step});
+        {rate, training.beta1, training.beta2, training.epsilon, decay, step});
     }
     if (group.ema.defined())
       group.ema.mul_(training.ema_decay).add_(group.master * (1 - training.ema_decay));
@@ -186,7 +186,7 @@ double learning_rate(const RunConfig::Training& training, int64_t step) {
   const double floor = t.min_lr_ratio * t.lr;
   if (step >= t.steps) return floor;
   const double progress = real(step - decay_begin) / real(t.steps - decay_begin);
-  const double gone = t.decay_shape == "linear" ? progress : std::sqrt(progress); // wsd
+  const double gone = t.decay_shape == "linear" ? progress : sqrt(progress); // wsd
   const double share = wsd ? 1 - gone : 0.5 * (1 + std::cos(std::numbers::pi * progress));
   return floor + (t.lr - floor) * share;
 }

@@ -6,7 +6,7 @@
 
 namespace pith {
 inline void zero_grads(span<ShardGroup> groups) {
-  for (ShardGroup& group : groups) group.zero_grad();
+  for (ShardGroup& group: groups) group.zero_grad();
 }
 
 // finish_step(), and the Euclidean norm of all gradients, each parameter counted once -> scalar
@@ -20,7 +20,7 @@ using Units = vector<vector<Parameter*>>; // of a model's parameter_units()
 // `whole_model` may be `units`: an Error lists patterns that match nothing there, and what Muon
 // can't take. -> "muon, rate x 1, decay 0.1: 84 tensors, 1.23M parameters" for each rule.
 vector<string> set_update_rules(
-    const Units& units, const Units& whole_model, const RunConfig::Training& training);
+  const Units& units, const Units& whole_model, const RunConfig::Training& training);
 inline OptimizerStates optimizer_states(const RunConfig::Training& training) {
   return {.bf16_moments = training.moments == "bfloat16", .ema = training.ema_decay > 0};
 }
@@ -36,7 +36,7 @@ vector<Tensor> muon_matrices(const Tensor& tensor, Fused fused);
 // gather the momentum in the compute dtype and share the matrices out. Updates masters, moments,
 // averages and weights; leaves the gradients. Collective.
 void optimizer_step(span<ShardGroup> groups, const RunConfig::Training& training, double lr,
-    int64_t step, const Tensor& norm);
+  int64_t step, const Tensor& norm);
 
 // Rate of update `step`, without state, so that resuming cannot shift it (1 = the first,
 // training.steps = the last; later ones stay at the floor).

@@ -67,12 +67,12 @@ struct Run {
 };
 
 array<vector<int64_t>, 2> layers_of_rank(
-    const vector<int64_t>& chunks, int64_t ranks, int64_t rank) {
+  const vector<int64_t>& chunks, int64_t ranks, int64_t rank) {
   PITH_CHECK(ssize(chunks) == 2 * ranks,
-      "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks, chunks.size());
+    "{} pipeline stages need {} chunks of layers, {} are given", ranks, 2 * ranks, chunks.size());
   const auto layers = [&](int64_t chunk) {
     vector<int64_t> result(index(chunks[index(chunk)]));
-    const auto first = std::reduce(chunks.begin(), chunks.begin() + chunk);
+    const auto first = reduce(chunks.begin(), chunks.begin() + chunk);
     std::iota(result.begin(), result.end(), first);
     return result;
   };
@@ -91,7 +91,7 @@ Work transfer(const Comm& pair, Tensor& in, const Tensor& out) {
 // (up), a shared head; a group each, in order of micro-batches: none waits for another.
 struct StageLink {
   const Comm *from, *to; // null: not another stage
-  at::TensorOptions options;
+  TensorOptions options;
   int64_t hidden_size;
   size_t ahead; // messages that may be under way
   deque<Work> sent = {};
@@ -119,15 +119,15 @@ struct StageLink {
 };
 
 // [2 * chunk + (1 for gradients)]; a shared head is a third chunk.
-deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, at::ScalarType dtype) {
-  const auto options = at::TensorOptions(mesh.device);
+deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, ScalarType dtype) {
+  const auto options = TensorOptions(mesh.device);
   const bool first = mesh.place.pp == 0, last = mesh.place.pp + 1 == mesh.shape.pp;
   deque<StageLink> links;
   for (size_t i = 0; i < (mesh.shape.head_share > 0 ? 6U : 4U); ++i) {
     // Groups connect at their first message and wait for the other side: here, not behind one.
-    for (const Comm& group : {mesh.previous[i], mesh.next[i]}) {
+    for (const Comm& group: {mesh.previous[i], mesh.next[i]}) {
       if (group.size() == 1) continue;
-      Tensor in = at::empty({1}, options.dtype(at::kFloat));
+      Tensor in = at::empty({1}, options.dtype(kFloat));
       transfer(group, in, at::zeros_like(in)).wait();
     }
     const Comm *from = first ? nullptr : &mesh.previous[i], *to = last ? nullptr : &mesh.next[i];
@@ -141,18 +141,18 @@ deque<StageLink> stage_links(const Mesh& mesh, int64_t hidden_size, at::ScalarTy
 }
 
 ModelPart model_part(const vector<int64_t>& chunks, const MeshShape& shape, const MeshPlace& place,
-    const ModelConfig& config) {
+  const ModelConfig& config) {
   PITH_CHECK(config.num_experts % shape.ep == 0,
-      "parallel.ep {} does not divide the model's {} experts", shape.ep, config.num_experts);
+    "parallel.ep {} does not divide the model's {} experts", shape.ep, config.num_experts);
   PITH_CHECK(shape.head_share == 0 || !config.tie_embeddings,
-      "parallel.head_share {}: a head tied to the embedding stays on one stage", shape.head_share);
+    "parallel.head_share {}: a head tied to the embedding stays on one stage", shape.head_share);
   const int64_t experts = config.num_experts / shape.ep;
   const bool head = place.pp == 0 || (place.pp == 1 && shape.head_share > 0);
   ModelPart part{{}, place.pp == 0, head, experts * place.ep, experts * (place.ep + 1)};
-  for (const vector<int64_t>& layers : layers_of_rank(chunks, shape.pp, place.pp))
+  for (const vector<int64_t>& layers: layers_of_rank(chunks, shape.pp, place.pp))
     part.layers.insert(part.layers.end(), layers.begin(), layers.end());
   PITH_CHECK(place.pp == 0 || !part.layers.empty(),
-      "pipeline stage {} of {} would hold no layer; lower parallel.pp", place.pp, shape.pp);
+    "pipeline stage {} of {} would hold no layer; lower parallel.pp", place.pp, shape.pp);
   return part;
 }
 
@@ -179,7 +179,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   LayerContext context(const Run& run, LayerRun& layer) const {
     LayerCache* cache = run.caches.empty() ? nullptr : &run.caches[index(layer.layer)];
     return {*run.batch, mesh_, rotary_, router_, layer.layer, cache,
-        layer.again ? &layer.routes : run.tape};
+      layer.again ? &layer.routes : run.tape};
   }
   const UnitShards& shards_of(int64_t layer) { return shards_.layers[layer]; }
   bool grad_of(const LayerRun& layer) const { // does its forward keep what its backward needs?
@@ -219,7 +219,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     layer.joined.rows = layer.shared_rows = leaf(layer.attended.rows);
     if (layer.attended.topk_idx.defined())
       layer.exchange =
-          ExpertExchange(mesh_.expert, layer.attended.topk_idx, model_.config().num_experts);
+        ExpertExchange(mesh_.expert, layer.attended.topk_idx, model_.config().num_experts);
   }
 
   void dispatch(const Run& run, LayerRun& layer) {
@@ -269,8 +269,8 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     if (layer.attended.topk_idx.defined())
       layer.returned = leaf(layer.again ? layer.attended.residual : layer.exchange.combined());
     layer.output =
-        model_.layer(layer.layer)
-            .aggregate(context(run, layer), layer.returned, layer.joined, layer.shared_leaf);
+      model_.layer(layer.layer)
+        .aggregate(context(run, layer), layer.returned, layer.joined, layer.shared_leaf);
   }
 
   void balance(const MicroBatch& batch, LayerRun& layer) {
@@ -285,7 +285,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
     if (z.defined()) accumulate(result_.z_sum, z.detach());
     if (!result_.expert_counts.defined())
       result_.expert_counts =
-          at::zeros({model_.config().num_layers, counts.numel()}, counts.options());
+        at::zeros({model_.config().num_layers, counts.numel()}, counts.options());
     result_.expert_counts[layer.layer] += counts;
   }
 
@@ -345,8 +345,8 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   Tensor forward_begin(Run& run) {
     const MicroBatch& batch = *run.batch;
     PITH_CHECK(batch.max_seqlen <= rotary_.cos.size(0) || !run.caches.empty(),
-        "a document of {} tokens is longer than the {} positions prepared", batch.max_seqlen,
-        rotary_.cos.size(0));
+      "a document of {} tokens is longer than the {} positions prepared", batch.max_seqlen,
+      rotary_.cos.size(0));
     if (hidden_link(run).from) return hidden_link(run).receive(batch.num_tokens());
     if (run.chunk == 1) return std::move(run_of(0, run.microbatch).handed_over);
     shards_.embedding.before_forward();
@@ -370,7 +370,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   template <class Objective>
   void head(Run& run, const Tensor& hidden, int64_t first, const Objective& objective) {
     MicroBatch batch = *run.batch;
-    for (Tensor* tensor : {&batch.tokens, &batch.labels, &batch.positions, &batch.row_id})
+    for (Tensor* tensor: {&batch.tokens, &batch.labels, &batch.positions, &batch.row_id})
       *tensor = tensor->narrow(0, first, hidden.size(0));
     run.hidden = leaf(hidden);
     const bool grad = c10::GradMode::is_enabled(); // the loss adds the head's gradient at once
@@ -429,7 +429,7 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
         experts_backward(b); // and come back during what follows
       }
       dispatch(forward, f); // rows start for the experts
-      for (const WeightGradient& job : weights) add_weight_gradient(job);
+      for (const WeightGradient& job: weights) add_weight_gradient(job);
       experts(forward, f); // results come back during the next line
       grad = attend_backward(b);
       backward.layers.pop_back();
@@ -463,22 +463,22 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
   }
 
   template <class Objective> BatchResult execute(const vector<Action>& schedule,
-      span<const MicroBatch> batches, const Objective& objective, span<LayerCache> caches,
-      span<RoutingTape> tapes) {
+    span<const MicroBatch> batches, const Objective& objective, span<LayerCache> caches,
+    span<RoutingTape> tapes) {
     result_ = {};
     if (mesh_.place.pp <= 1) result_.per_token.resize(batches.size());
-    for (const int chunk : {0, 1}) {
+    for (const int chunk: {0, 1}) {
       auto& runs = runs_[index(chunk)];
       runs.clear();
       for (size_t i = 0; i < batches.size(); ++i)
         runs.push_back(
-            {&batches[i], caches, tapes.empty() ? nullptr : &tapes[i], chunk, int64_t(i)});
+          {&batches[i], caches, tapes.empty() ? nullptr : &tapes[i], chunk, int64_t(i)});
     }
-    for (RoutingTape& tape : tapes) {
+    for (RoutingTape& tape: tapes) {
       const auto layers = index(model_.config().num_layers);
       if (!tape.replay) tape.topk_idx.assign(layers, {}), tape.topk_weight.assign(layers, {});
     }
-    for (const Action& action : schedule) {
+    for (const Action& action: schedule) {
       const Pass &first = action.front(), &pass = action.back();
       Run& run = run_of(pass.chunk, pass.microbatch);
       const bool goes_forward = first.kind == Pass::forward;
@@ -496,20 +496,20 @@ template <DecoderModel Model> struct Pipeline<Model>::Impl {
       if (goes_back) finish_backward(run, grad);
       if (goes_forward) finish_forward(ahead, hidden, objective);
       if (pass.kind != Pass::weight) continue;
-      for (const WeightGradient& job : run.deferred) add_weight_gradient(job);
+      for (const WeightGradient& job: run.deferred) add_weight_gradient(job);
       run.deferred.clear();
       if (last_ && defers_) // else the backward was last
-        for (const int64_t layer : layers_of(run)) shards_of(layer).after_backward(true);
+        for (const int64_t layer: layers_of(run)) shards_of(layer).after_backward(true);
     }
-    for (StageLink& link : links_) link.finish();
-    for (auto& runs : runs_) runs.clear();
+    for (StageLink& link: links_) link.finish();
+    for (auto& runs: runs_) runs.clear();
     return std::move(result_);
   }
 };
 
 template <DecoderModel Model> Pipeline<Model>::Pipeline(Model& model, const Mesh& mesh,
-    int64_t positions, RouterTraining router, vector<int64_t> chunks, const ModelShards* shards,
-    bool recompute) {
+  int64_t positions, RouterTraining router, vector<int64_t> chunks, const ModelShards* shards,
+  bool recompute) {
   const auto& config = model.config();
   if (chunks.empty()) chunks = {config.num_layers, 0};
   if (const Tensor& bias = config.router_state.bias; bias.defined()) {
@@ -518,11 +518,11 @@ template <DecoderModel Model> Pipeline<Model>::Pipeline(Model& model, const Mesh
   }
   const auto dtype = model.parameter_units().front().front()->value.scalar_type();
   const bool resharded = shards && !shards->layers.empty() &&
-      shards->layers.begin()->second.groups.front()->mode() == ShardMode::reshard;
+    shards->layers.begin()->second.groups.front()->mode() == ShardMode::reshard;
   impl_.reset(new Impl{model, mesh, model.rotary(positions, mesh.device), router,
-      layers_of_rank(chunks, mesh.shape.pp, mesh.place.pp),
-      stage_links(mesh, config.hidden_size, dtype), shards ? *shards : ModelShards(), recompute,
-      !resharded});
+    layers_of_rank(chunks, mesh.shape.pp, mesh.place.pp),
+    stage_links(mesh, config.hidden_size, dtype), shards ? *shards : ModelShards(), recompute,
+    !resharded});
 }
 
 template <DecoderModel Model> RouterState& Pipeline<Model>::router_state() {
@@ -535,32 +535,32 @@ template <DecoderModel Model> void Pipeline<Model>::observe(StageObserver observ
 
 template <DecoderModel Model> template <class Objective>
 BatchResult Pipeline<Model>::forward_backward(
-    span<const MicroBatch> batches, const Objective& objective, span<RoutingTape> tapes) {
+  span<const MicroBatch> batches, const Objective& objective, span<RoutingTape> tapes) {
   const Mesh& mesh = impl_->mesh_;
   const bool overlap = mesh.shape.pp > 1 || mesh.expert.size() > 1;
-  const auto schedule = make_schedule(
-      mesh.shape.pp, mesh.place.pp, ssize(batches), overlap, mesh.shape.head_share > 0);
+  const auto schedule =
+    make_schedule(mesh.shape.pp, mesh.place.pp, ssize(batches), overlap, mesh.shape.head_share > 0);
   return impl_->execute(schedule, batches, objective, {}, tapes);
 }
 
 template <DecoderModel Model> template <class Objective>
 BatchResult Pipeline<Model>::forward_only(span<const MicroBatch> batches,
-    const Objective& objective, span<LayerCache> caches, span<RoutingTape> tapes) {
+  const Objective& objective, span<LayerCache> caches, span<RoutingTape> tapes) {
   PITH_CHECK(
-      caches.empty() || impl_->mesh_.world.size() == 1, "generation runs in one process only");
+    caches.empty() || impl_->mesh_.world.size() == 1, "generation runs in one process only");
   const c10::AutoGradMode no_grad(false);
   return impl_->execute(forward_schedule(ssize(batches)), batches, objective, caches, tapes);
 }
 
-#define PITH_OBJECTIVE(Model, Objective)              \
+#define PITH_OBJECTIVE(Model, Objective) \
   template BatchResult Pipeline<Model>::forward_only( \
-      span<const MicroBatch>, const Objective&, span<LayerCache>, span<RoutingTape>)
-#define PITH_FAMILY(Model)                                              \
-  template class Pipeline<Model>;                                       \
-  template BatchResult Pipeline<Model>::forward_backward(               \
-      span<const MicroBatch>, const NextTokenLoss&, span<RoutingTape>); \
-  PITH_OBJECTIVE(Model, NextTokenLoss);                                 \
-  PITH_OBJECTIVE(Model, LastTokenLogits);                               \
+    span<const MicroBatch>, const Objective&, span<LayerCache>, span<RoutingTape>)
+#define PITH_FAMILY(Model) \
+  template class Pipeline<Model>; \
+  template BatchResult Pipeline<Model>::forward_backward( \
+    span<const MicroBatch>, const NextTokenLoss&, span<RoutingTape>); \
+  PITH_OBJECTIVE(Model, NextTokenLoss); \
+  PITH_OBJECTIVE(Model, LastTokenLogits); \
   PITH_OBJECTIVE(Model, AllLogits)
 PITH_FAMILY(Qwen3MoeModel);
 PITH_FAMILY(DeepseekV2Model);

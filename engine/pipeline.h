@@ -24,7 +24,7 @@ using StageObserver = function<void(const string& name, const Tensor& tensor)>;
 // Layers of each of 2 * PP chunks, balanced by cost; on one stage without expert parallelism all in
 // the first: there is nothing to overlap with.
 template <class Config> vector<int64_t> default_chunks(
-    const Config& config, const MeshShape& shape, int64_t sequence_length) {
+  const Config& config, const MeshShape& shape, int64_t sequence_length) {
   const int64_t layers = config.num_layers;
   if (shape.pp == 1 && shape.ep == 1) return {layers, 0};
   const double head = 6.0 * real(config.vocab_size * config.hidden_size);
@@ -34,7 +34,7 @@ template <class Config> vector<int64_t> default_chunks(
 }
 // What `place` holds of a model cut so. A tied head is not shared by two stages.
 ModelPart model_part(const vector<int64_t>& chunks, const MeshShape& shape, const MeshPlace& place,
-    const ModelConfig& config);
+  const ModelConfig& config);
 
 template <DecoderModel Model> class Pipeline {
  public:
@@ -42,17 +42,17 @@ template <DecoderModel Model> class Pipeline {
   // all. `shards`: where the model is cut. `recompute`: keep only layers' inputs, compute the rest
   // again by the same routes in the backward pass (Chen et al. 2016, arXiv 1604.06174).
   Pipeline(Model& model, const Mesh& mesh, int64_t positions, RouterTraining router,
-      vector<int64_t> chunks = {}, const ModelShards* shards = nullptr, bool recompute = false);
+    vector<int64_t> chunks = {}, const ModelShards* shards = nullptr, bool recompute = false);
 
   // Adds the gradients of the mean loss over the global batch (and of balance losses) to every
   // Parameter::grad. `tapes`: one a micro-batch to record or replay routes, or empty. Collective
   // over the mesh; every stage gets the same batches.
   template <class Objective> BatchResult forward_backward(
-      span<const MicroBatch> batches, const Objective& objective, span<RoutingTape> tapes = {});
+    span<const MicroBatch> batches, const Objective& objective, span<RoutingTape> tapes = {});
 
   // Without gradients. `caches`: one a layer while generating (one process), or empty.
   template <class Objective> BatchResult forward_only(span<const MicroBatch> batches,
-      const Objective& objective, span<LayerCache> caches = {}, span<RoutingTape> tapes = {});
+    const Objective& objective, span<LayerCache> caches = {}, span<RoutingTape> tapes = {});
 
   void observe(StageObserver observer);
   RouterState& router_state(); // first the configuration's bias; each forward reads it

@@ -20,7 +20,7 @@ using Spans = vector<pair<uint64_t, uint64_t>>; // begin and end in nanoseconds
 Spans merged(Spans spans) {
   ranges::sort(spans);
   Spans result;
-  for (const auto& [begin, end] : spans) {
+  for (const auto& [begin, end]: spans) {
     if (result.empty() || begin > result.back().second) result.emplace_back(begin, end);
     result.back().second = max(result.back().second, end);
   }
@@ -29,14 +29,14 @@ Spans merged(Spans spans) {
 
 double milliseconds(const Spans& spans) {
   uint64_t sum = 0;
-  for (const auto& [begin, end] : merged(spans)) sum += end - begin;
+  for (const auto& [begin, end]: merged(spans)) sum += end - begin;
   return real(sum) * 1e-6;
 }
 
 // The part of a span that lies outside of merged ones.
 double alone(const pair<uint64_t, uint64_t>& span, const Spans& others) {
   Spans inside;
-  for (const auto& [begin, end] : others)
+  for (const auto& [begin, end]: others)
     if (begin < span.second && end > span.first)
       inside.emplace_back(max(begin, span.first), min(end, span.second));
   return milliseconds({span}) - milliseconds(inside);
@@ -46,7 +46,7 @@ constexpr string_view kStage = "stage "; // names of ranges: "stage dispatch, la
 optional<string> place_of_ranges; // of the Profile that lives
 
 // What a trace says in words. On a CPU the operators take the kernels' place.
-string summary(const vector<profiler::KinetoEvent>& events, at::Device device) {
+string summary(const vector<profiler::KinetoEvent>& events, Device device) {
   Spans computing, communicating, both;
   uint64_t first = UINT64_MAX, last = 0;
   map<string, pair<double, int64_t>> by_name; // ms, calls
@@ -56,7 +56,7 @@ string summary(const vector<profiler::KinetoEvent>& events, at::Device device) {
     pair<uint64_t, uint64_t> span;
   };
   vector<Range> ranges, transfers;
-  for (const auto& event : events) {
+  for (const auto& event: events) {
     if (event.deviceType() != device.type() || event.durationNs() == 0) continue;
     const string name = event.name();
     const bool communicates = name.starts_with("nccl");
@@ -79,29 +79,29 @@ string summary(const vector<profiler::KinetoEvent>& events, at::Device device) {
   const double talk = milliseconds(communicating), exposed = busy - work;
   const double span = milliseconds({{first, last}});
   string text = fmt::format(
-      "{:.2f} ms: computing {:.2f}, communication {:.2f} ({:.1f} % behind computing, {:.2f} ms "
-      "alone), idle {:.2f}\n",
-      span, work, talk, talk > 0 ? 100 * (1 - exposed / talk) : 0.0, exposed, span - busy);
+    "{:.2f} ms: computing {:.2f}, communication {:.2f} ({:.1f} % behind computing, {:.2f} ms "
+    "alone), idle {:.2f}\n",
+    span, work, talk, talk > 0 ? 100 * (1 - exposed / talk) : 0.0, exposed, span - busy);
   computing = merged(computing);
   map<string, double> exposed_by_stage;
-  for (const Range& transfer : transfers) {
+  for (const Range& transfer: transfers) {
     const auto owner = ranges::find_if(ranges, [&](const Range& range) {
       return range.stream == transfer.stream && range.span.first <= transfer.span.first &&
-          transfer.span.second <= range.span.second;
+        transfer.span.second <= range.span.second;
     });
     exposed_by_stage[owner == ranges.end() ? "other" : owner->stage] +=
-        alone(transfer.span, computing);
+      alone(transfer.span, computing);
   }
-  for (const auto& [stage, ms] : exposed_by_stage)
+  for (const auto& [stage, ms]: exposed_by_stage)
     text += fmt::format("  alone, started by {}: {:.2f} ms\n", stage, ms);
   text += fmt::format("  peak memory {:.2f} GiB\n", peak_memory_gib(device));
   text += "\n      ms      %   calls  name\n";
   vector<pair<double, string>> order;
-  for (const auto& [name, total] : by_name) order.emplace_back(-total.first, name);
+  for (const auto& [name, total]: by_name) order.emplace_back(-total.first, name);
   ranges::sort(order);
-  for (const auto& [ms, name] : order)
+  for (const auto& [ms, name]: order)
     text += fmt::format(
-        "{:8.2f} {:6.2f} {:7}  {:.140}\n", -ms, -100 * ms / span, by_name[name].second, name);
+      "{:8.2f} {:6.2f} {:7}  {:.140}\n", -ms, -100 * ms / span, by_name[name].second, name);
   return text;
 }
 
@@ -114,9 +114,9 @@ template <class F> F* torch_cuda(const char* name) {
 
 void record_memory(bool on) { // torch::cuda::_record_memory_history
   torch_cuda<void(bool, bool, int64_t, bool, bool, bool, bool, bool, const vector<string>&)>(
-      "_ZN5torch4cuda22_record_memory_historyEbblbbbbbRKSt6vector"
-      "INSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS"
-      "7_EE")(on, false, 1'000'000, false, false, true, false, false, {});
+    "_ZN5torch4cuda22_record_memory_historyEbblbbbbbRKSt6vector"
+    "INSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS"
+    "7_EE")(on, false, 1'000'000, false, false, true, false, false, {});
 }
 }
 
@@ -137,9 +137,8 @@ Profile::Profile(ProfileOptions options) : options_(std::move(options)) {
 
 Profile::~Profile() {
   place_of_ranges.reset();
-  const auto name = [&](const char* form) {
-    return fmt::format(fmt::runtime(form), options_.rank);
-  };
+  const auto name = [&](
+                      const char* form) { return fmt::format(fmt::runtime(form), options_.rank); };
   try {
     synchronize(options_.device);
 #if PITH_CUDA
@@ -147,15 +146,15 @@ Profile::~Profile() {
 #endif
     if (options_.memory && options_.device.is_cuda()) {
       write_file(options_.folder, name("memory-rank{}.pickle"),
-          torch_cuda<string()>("_ZN5torch4cuda24_memory_snapshot_pickledB5cxx11Ev")());
+        torch_cuda<string()>("_ZN5torch4cuda24_memory_snapshot_pickledB5cxx11Ev")());
       record_memory(false);
     }
     if (options_.capture) return;
     const auto result = profiler::disableProfiler();
     result->save((options_.folder / name("trace-rank{}.json")).string());
     write_file(
-        options_.folder, name("profile-rank{}.txt"), summary(result->events(), options_.device));
-  } catch (const std::exception& error) {
+      options_.folder, name("profile-rank{}.txt"), summary(result->events(), options_.device));
+  } catch (const exception& error) {
     fmt::print(stderr, "no profile of rank {}: {}\n", options_.rank, error);
   }
 }

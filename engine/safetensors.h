@@ -5,7 +5,7 @@
 
 namespace pith {
 struct TensorEntry {
-  at::ScalarType dtype;
+  ScalarType dtype;
   vector<int64_t> shape;
   uint64_t begin, end; // bytes in the data section
 };
@@ -18,7 +18,7 @@ struct SafetensorsHeader {
   uint64_t data_offset = 0; // in the file
 };
 SafetensorsHeader parse_safetensors_header(
-    string_view head, uint64_t file_size, const string& source);
+  string_view head, uint64_t file_size, const string& source);
 
 // A memory-mapped file; the mapping lives as long as any of its tensors.
 class SafetensorsFile {

@@ -3,18 +3,18 @@
 
 namespace pith {
 int64_t sample(span<const float> logits, const SamplingOptions& options, uint64_t draw_index) {
-  PITH_CHECK(options.temperature >= 0 && std::isfinite(options.temperature),
-      "temperature {}: must be a finite number of at least 0", options.temperature);
-  for (const auto& [name, p] : {pair{"top_p", options.top_p}, {"min_p", options.min_p}})
+  PITH_CHECK(options.temperature >= 0 && isfinite(options.temperature),
+    "temperature {}: must be a finite number of at least 0", options.temperature);
+  for (const auto& [name, p]: {pair{"top_p", options.top_p}, {"min_p", options.min_p}})
     PITH_CHECK(p >= 0 && p <= 1, "{} {}: must be in [0, 1]", name, p);
   PITH_CHECK(options.top_k >= 0, "top_k {}: must be at least 0", options.top_k);
   size_t best = 0;
   for (size_t i = 0; i < logits.size(); ++i) {
     PITH_CHECK(logits[i] < numeric_limits<float>::infinity(), // false for NaN
-        "sampling: the logit of token {} is {}", i, logits[i]);
+      "sampling: the logit of token {} is {}", i, logits[i]);
     if (logits[i] > logits[best]) best = i;
   }
-  PITH_CHECK(std::isfinite(logits[best]), "sampling: every logit is -inf");
+  PITH_CHECK(isfinite(logits[best]), "sampling: every logit is -inf");
   if (options.temperature == 0 || options.top_k == 1) return int64_t(best);
 
   // Candidates, always in an order that depends on the logits alone: ids until a filter sorts them.
@@ -30,7 +30,7 @@ int64_t sample(span<const float> logits, const SamplingOptions& options, uint64_
   };
   const auto total_weight = [&] {
     return std::accumulate(
-        ids.begin(), ids.end(), 0.0, [&](double sum, int32_t id) { return sum + weight(id); });
+      ids.begin(), ids.end(), 0.0, [&](double sum, int32_t id) { return sum + weight(id); });
   };
   if (options.top_k > 0 && options.top_k < ssize(ids)) {
     std::partial_sort(ids.begin(), ids.begin() + options.top_k, ids.end(), likelier);
@@ -55,7 +55,7 @@ int64_t sample(span<const float> logits, const SamplingOptions& options, uint64_
   const double target = real((high << 26) | low) * 0x1p-53 * total_weight();
   double sum = 0;
   int32_t drawn = int32_t(best);
-  for (const int32_t id : ids) {
+  for (const int32_t id: ids) {
     const double w = weight(id);
     if (w > 0) drawn = id; // the last one also catches a target lost to rounding
     sum += w;

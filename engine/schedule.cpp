@@ -18,7 +18,7 @@ struct Builder {
   void backward(int chunk, bool put_off_weight = false) {
     const int64_t microbatch = backwards[chunk]++;
     actions.push_back(
-        {{put_off_weight ? Pass::backward_input : Pass::backward, chunk, microbatch}});
+      {{put_off_weight ? Pass::backward_input : Pass::backward, chunk, microbatch}});
     if (put_off_weight) put_off.push_back({Pass::weight, chunk, microbatch});
   }
   void weight() {
@@ -36,10 +36,10 @@ struct Builder {
 vector<Action> with_head(const vector<Action>& actions) {
   vector<Action> all;
   optional<Pass> waiting;
-  for (const Action& action : actions) {
+  for (const Action& action: actions) {
     all.push_back(action);
     if (waiting) all.push_back({*exchange(waiting, {})});
-    for (const Pass& pass : action)
+    for (const Pass& pass: action)
       if (pass.kind == Pass::forward && pass.chunk == 1) waiting = {Pass::head, 1, pass.microbatch};
   }
   if (waiting) all.push_back({*waiting});
@@ -47,9 +47,9 @@ vector<Action> with_head(const vector<Action>& actions) {
 }
 
 double cost_of(const Action& action, const vector<StageCosts>& costs, HeadCosts head, int64_t ranks,
-    size_t rank) {
+  size_t rank) {
   double sum = 0, hidden = numeric_limits<double>::infinity();
-  for (const Pass& pass : action) {
+  for (const Pass& pass: action) {
     if (pass.kind == Pass::head) return head.cost * head.share;
     const size_t chunk = chunk_of(ranks, rank, pass);
     const StageCosts& own = costs[chunk];
@@ -65,12 +65,12 @@ double cost_of(const Action& action, const vector<StageCosts>& costs, HeadCosts 
 }
 
 vector<Action> make_schedule(
-    int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head) {
+  int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head) {
   PITH_CHECK(n >= 1, "a step needs at least one micro-batch");
   if (ranks > 1 && n < 2 * ranks)
     PITH_FAIL_HINT("raise training.global_batch or lower training.micro_batch",
-        "a pipeline of {} ranks needs at least {} micro-batches a step, there are {}", ranks,
-        2 * ranks, n);
+      "a pipeline of {} ranks needs at least {} micro-batches a step, there are {}", ranks,
+      2 * ranks, n);
   Builder b;
   if (ranks == 1 && !overlap) {
     for (int64_t i = 0; i < n; ++i) b.forward(0), b.forward(1), b.backward(1), b.backward(0);
@@ -99,23 +99,23 @@ vector<Action> make_schedule(
 vector<Action> forward_schedule(int64_t n) {
   vector<Action> actions;
   for (int64_t i = 0; i < n; ++i)
-    for (const int chunk : {0, 1}) actions.push_back({{Pass::forward, chunk, i}});
+    for (const int chunk: {0, 1}) actions.push_back({{Pass::forward, chunk, i}});
   return actions;
 }
 
 string to_string(const vector<Action>& schedule) {
   string text;
-  for (const Action& action : schedule) {
+  for (const Action& action: schedule) {
     if (!text.empty()) text += ' ';
-    for (const Pass& pass : action)
+    for (const Pass& pass: action)
       text += fmt::format("{}{:c}{}:{}", &pass == &action[0] ? "" : "|", char(pass.kind),
-          pass.chunk, pass.microbatch);
+        pass.chunk, pass.microbatch);
   }
   return text;
 }
 
 Simulation simulate(
-    int64_t ranks, int64_t n, bool overlap, const vector<StageCosts>& costs, HeadCosts head) {
+  int64_t ranks, int64_t n, bool overlap, const vector<StageCosts>& costs, HeadCosts head) {
   constexpr double kNever = numeric_limits<double>::infinity();
   const auto count = index(ranks);
   Simulation result;
@@ -142,14 +142,14 @@ Simulation simulate(
       for (; intervals.size() < result.actions[r].size(); moved = true) {
         const Action& action = result.actions[r][intervals.size()];
         double begin = free_at[r];
-        for (const Pass& pass : action) {
+        for (const Pass& pass: action) {
           if (pass.kind == Pass::weight || station(pass) == 0) continue;
           const auto& before = pass.kind == Pass::head ? at_head : left[station(pass) - 1];
           begin = max(begin, before[index(pass.microbatch)]);
         }
         if (begin == kNever) break;
         const double cost = cost_of(action, costs, head, ranks, r);
-        for (const Pass& pass : action) {
+        for (const Pass& pass: action) {
           if (pass.kind == Pass::weight) continue;
           const auto m = index(pass.microbatch);
           left[station(pass)][m] = begin + cost;
@@ -170,8 +170,8 @@ Simulation simulate(
   }
   for (size_t r = 0; r < count; ++r) {
     PITH_CHECK(result.intervals[r].size() == result.actions[r].size(),
-        "the schedules of {} ranks wait for each other: rank {} stops before {}", ranks, r,
-        to_string({result.actions[r][result.intervals[r].size()]}));
+      "the schedules of {} ranks wait for each other: rank {} stops before {}", ranks, r,
+      to_string({result.actions[r][result.intervals[r].size()]}));
     result.bubble.push_back(result.makespan - work[r]);
   }
   return result;
@@ -182,9 +182,9 @@ string draw_svg(const Simulation& simulation) {
   const double scale = kWidth / simulation.makespan;
   const double height = kRow * real(simulation.actions.size()) + 24;
   string svg = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{:.0f}\" height=\"{:.0f}\" "
-      "font-family=\"monospace\" font-size=\"9\">\n",
-      kWidth + 60, height);
+    "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{:.0f}\" height=\"{:.0f}\" "
+    "font-family=\"monospace\" font-size=\"9\">\n",
+    kWidth + 60, height);
   const auto write = [&](double x, double y, const string& text) {
     svg += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>\n", x, y, text);
   };
@@ -197,25 +197,25 @@ string draw_svg(const Simulation& simulation) {
       const double x = 55 + begin * scale, width = (end - begin) * scale;
       const double h = (kRow - 2) / real(action.size());
       double y = top;
-      for (const Pass& pass : action) {
+      for (const Pass& pass: action) {
         const bool light = pass.chunk == 1;
         const char* color = pass.kind == Pass::forward ? light ? "#f3dfa2" : "#f5c26b"
-            : pass.kind == Pass::weight                ? "#9cc79c"
-            : pass.kind == Pass::head                  ? "#f5a9a9"
-            : light                                    ? "#b3d4ea"
+          : pass.kind == Pass::weight                  ? "#9cc79c"
+          : pass.kind == Pass::head                    ? "#f5a9a9"
+          : light                                      ? "#b3d4ea"
                                                        : "#7fb3d5";
         svg += fmt::format(
-            "<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" fill=\"{}\" "
-            "stroke=\"white\"/>\n",
-            x, y, width, h, color);
-        if (width > 14) write(x + 2, y + h / 2 + 3, std::to_string(pass.microbatch));
+          "<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" fill=\"{}\" "
+          "stroke=\"white\"/>\n",
+          x, y, width, h, color);
+        if (width > 14) write(x + 2, y + h / 2 + 3, to_string(pass.microbatch));
         y += h;
       }
     }
   }
   write(55, height - 6,
-      "yellow forward, blue backward, green weight gradients, red head; dark chunk r, light chunk "
-      "2P-1-r; halves: a forward against a backward");
+    "yellow forward, blue backward, green weight gradients, red head; dark chunk r, light chunk "
+    "2P-1-r; halves: a forward against a backward");
   return svg + "</svg>\n";
 }
 
@@ -224,7 +224,7 @@ vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts head) {
   // The step of a long run takes as long as the slowest pair of the main phase and the bubble.
   const auto step = [&](const vector<int64_t>& counts) {
     vector<StageCosts> costs;
-    for (const int64_t count : counts) costs.push_back({real(count), real(count), real(count)});
+    for (const int64_t count: counts) costs.push_back({real(count), real(count), real(count)});
     return simulate(ranks, 4 * ranks, ranks > 1, costs, head);
   };
   vector<int64_t> best(chunks, 0);
@@ -234,7 +234,7 @@ vector<int64_t> balance_chunks(int64_t ranks, int64_t layers, HeadCosts head) {
     improved = false;
     const vector<int64_t> start = best;
     const auto busiest = index(ranges::min_element(now.bubble) - now.bubble.begin());
-    for (const size_t from : {busiest, chunks - 1 - busiest}) {
+    for (const size_t from: {busiest, chunks - 1 - busiest}) {
       for (size_t to = 0; to < chunks; ++to) {
         if (from == to || start[from] == 0) continue;
         vector<int64_t> moved = start;

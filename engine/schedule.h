@@ -21,7 +21,7 @@ using Action = vector<Pass>;
 // one rank finishes each micro-batch before the next begins, which keeps the activations of one.
 // `shared_head`: rank 1 does a share of the head.
 vector<Action> make_schedule(
-    int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head = false);
+  int64_t ranks, int64_t rank, int64_t n, bool overlap, bool shared_head = false);
 // The forward passes alone: validation, scoring.
 vector<Action> forward_schedule(int64_t n);
 string to_string(const vector<Action>& schedule); // "F0:0 F1:0 F0:1|B1:0 ..."
@@ -50,7 +50,7 @@ struct Simulation {
 // costs[chunk of the whole model], 2 * ranks of them. The bubble with equal costs is
 // (ranks - 1) (F&B + B - 3 W).
 Simulation simulate(
-    int64_t ranks, int64_t n, bool overlap, const vector<StageCosts>& costs, HeadCosts head = {});
+  int64_t ranks, int64_t n, bool overlap, const vector<StageCosts>& costs, HeadCosts head = {});
 
 string draw_svg(const Simulation& simulation);
 

@@ -20,17 +20,17 @@ void point_at(const Tensor& shell, const Tensor& memory) {
 }
 }
 
-ShardGroup::ShardGroup(vector<Parameter*> parameters, at::ScalarType dtype, at::Device device,
-    Use use, Comm shard, Comm replicate, ShardMode mode, int64_t unit, OptimizerStates states)
+ShardGroup::ShardGroup(vector<Parameter*> parameters, ScalarType dtype, Device device, Use use,
+  Comm shard, Comm replicate, ShardMode mode, int64_t unit, OptimizerStates states)
     : parameters_(std::move(parameters)), shard_(std::move(shard)),
       replicate_(std::move(replicate)), mode_(shard_.size() == 1 ? ShardMode::keep : mode),
       unit_(unit), reductions_(make_shared<Reductions>()) {
   ranges::stable_sort(parameters_, std::greater(),
-      [](const Parameter* parameter) { return parameter->tensors.front().rule; });
+    [](const Parameter* parameter) { return parameter->tensors.front().rule; });
   int64_t total = 0;
-  for (const Parameter* parameter : parameters_) {
+  for (const Parameter* parameter: parameters_) {
     offsets_.push_back(total);
-    for (const HfTensor& tensor : parameter->tensors) {
+    for (const HfTensor& tensor: parameter->tensors) {
       const int64_t at = total + tensor.offset;
       if (!segments_.empty()) segments_.back().end = at;
       if (segments_.empty() || segments_.back().rule != tensor.rule)
@@ -43,21 +43,21 @@ ShardGroup::ShardGroup(vector<Parameter*> parameters, at::ScalarType dtype, at::
   if (!segments_.empty()) segments_.back().end = total;
   const int64_t part = total / shard_.size(), begin = part * shard_.rank();
   int64_t second = 0;
-  for (Segment& segment : segments_) {
+  for (Segment& segment: segments_) {
     segment.begin = std::clamp<int64_t>(segment.begin - begin, 0, part);
     segment.end = std::clamp<int64_t>(segment.end - begin, 0, part);
     segment.second = second;
     if (!segment.rule.muon) second += segment.end - segment.begin;
   }
   std::erase_if(segments_, [](const Segment& segment) { return segment.begin == segment.end; });
-  const auto options = at::TensorOptions(device).dtype(dtype);
+  const auto options = TensorOptions(device).dtype(dtype);
   const auto wide = options.dtype(wide_dtype(dtype));
   values = keep ? at::zeros({total}, options) : at::empty({total}, options);
   value_part = keep ? values.narrow(0, begin, part) : at::zeros({part}, options);
   if (training) {
     grads = keep ? at::zeros({total}, wide) : at::empty({total}, wide);
     grad_part = keep ? grads.narrow(0, begin, part) : at::zeros({part}, wide);
-    const auto moments = states.bf16_moments ? options.dtype(at::kBFloat16) : wide;
+    const auto moments = states.bf16_moments ? options.dtype(kBFloat16) : wide;
     master = at::zeros({part}, wide);
     exp_avg = at::zeros({part}, moments);
     exp_avg_sq = at::zeros({second}, moments);
@@ -79,7 +79,7 @@ ShardGroup::ShardGroup(vector<Parameter*> parameters, at::ScalarType dtype, at::
 vector<ShardGroup::Piece> ShardGroup::pieces() const {
   vector<Piece> pieces;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    for (const HfTensor& tensor : parameters_[i]->tensors) {
+    for (const HfTensor& tensor: parameters_[i]->tensors) {
       const int64_t at = offsets_[i] + tensor.offset - part_begin(); // its start in the part
       const int64_t begin = max<int64_t>(at, 0);
       const int64_t end = min(at + tensor.numel(), value_part.numel());
@@ -97,10 +97,10 @@ int64_t ShardGroup::second_moment_at(int64_t begin) const {
 }
 
 void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTensor& tensor,
-    int64_t first, uint64_t seed, double init_std, int64_t num_layers) {
+  int64_t first, uint64_t seed, double init_std, int64_t num_layers) {
   const Init init = parameter.init;
   const bool output = init == Init::output_normal, decay = init == Init::log_decay;
-  const double output_std = init_std / std::sqrt(2.0 * real(num_layers));
+  const double output_std = init_std / sqrt(2.0 * real(num_layers));
   if (output || decay || init == Init::normal)
     fill_normal(target, seed, tensor.name, decay ? 1 : output ? output_std : init_std, first);
   else target.fill_(init == Init::ones ? 1 : 0);
@@ -109,7 +109,7 @@ void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTenso
 }
 
 void ShardGroup::initialize(uint64_t seed, double init_std, int64_t num_layers) {
-  for (const auto& [parameter, tensor, first, begin, count] : pieces()) {
+  for (const auto& [parameter, tensor, first, begin, count]: pieces()) {
     Tensor target = import_target().narrow(0, begin, count);
     initialize_tensor(target, *parameter, *tensor, first, seed, init_std, num_layers);
   }
@@ -129,13 +129,13 @@ void ShardGroup::show(const Tensor& part) {
 }
 
 void ShardGroup::share_values() {
-  for (Parameter* parameter : parameters_) ++parameter->version;
+  for (Parameter* parameter: parameters_) ++parameter->version;
   if (mode_ == ShardMode::keep) {
     if (shard_.size() > 1) gather_ = shard_.all_gather_async(values, value_part);
     return;
   }
   PITH_CHECK(
-      uses_ == 0, "the weights of {} change while they are in use", parameters_.front()->name);
+    uses_ == 0, "the weights of {} change while they are in use", parameters_.front()->name);
   gathered_.reset();
 }
 
@@ -195,12 +195,12 @@ Work ShardGroup::finish_reduction() {
   return replicate_.all_reduce_async(grad_part);
 }
 
-vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, at::ScalarType dtype,
-    const Mesh& mesh, ShardGroup::Use use, ShardMode mode, OptimizerStates states) {
+vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, ScalarType dtype,
+  const Mesh& mesh, ShardGroup::Use use, ShardMode mode, OptimizerStates states) {
   vector<ShardGroup> groups;
   for (size_t unit = 0; unit < units.size(); ++unit) {
     vector<Parameter*> dense, experts;
-    for (Parameter* parameter : units[unit]) {
+    for (Parameter* parameter: units[unit]) {
       const bool cut = parameter->group == ParameterGroup::expert && mesh.expert.size() > 1;
       (cut ? experts : dense).push_back(parameter);
     }
@@ -209,7 +209,7 @@ vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, at
       // What two stages share is used at different times: not gathered for each use.
       const bool shared = shard.size() > mesh.dense_shard.size();
       groups.emplace_back(std::move(parameters), dtype, mesh.device, use, shard, replicate,
-          shared ? ShardMode::keep : mode, int64_t(units.size() - 1 - unit), states);
+        shared ? ShardMode::keep : mode, int64_t(units.size() - 1 - unit), states);
       groups.back().reductions_ = groups.front().reductions_;
     };
     add(dense, unit + 1 == units.size() ? mesh.head_shard : mesh.dense_shard, mesh.dense_replicate);
@@ -219,23 +219,23 @@ vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, at
 }
 
 void finish_step(span<ShardGroup> groups, const function<void(const ShardGroup&)>& then) {
-  for (ShardGroup& group : groups) group.start_reduction();
-  for (ShardGroup& group : std::views::reverse(groups)) { // as the backward pass did
+  for (ShardGroup& group: groups) group.start_reduction();
+  for (ShardGroup& group: std::views::reverse(groups)) { // as the backward pass did
     group.finish_reduction().wait();
     then(group);
   }
 }
 
 ModelShards::ModelShards(
-    span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight) {
+  span<ShardGroup> groups, const ModelPart& part, const Parameter* head_weight) {
   if (groups.empty()) return;
   const int64_t last = groups.front().unit();
   vector<UnitShards> units(index(last + 1));
-  for (ShardGroup& group : groups) units[index(last - group.unit())].groups.push_back(&group);
+  for (ShardGroup& group: groups) units[index(last - group.unit())].groups.push_back(&group);
   if (part.head) {
     head = std::move(units.back());
     units.pop_back();
-    for (ShardGroup& group : groups) {
+    for (ShardGroup& group: groups) {
       if (group.parameters().front() != head_weight || group.unit() < last || last == 0) continue;
       head.groups.push_back(&group);
       head.tied = &group;
@@ -243,12 +243,12 @@ ModelShards::ModelShards(
   }
   size_t next = units.size() - part.layers.size();
   if (part.embedding) embedding = units.front();
-  for (const int64_t layer : part.layers) layers[layer] = std::move(units[next++]);
+  for (const int64_t layer: part.layers) layers[layer] = std::move(units[next++]);
 }
 
 vector<Parameter*> all_parameters(span<ShardGroup> groups) {
   vector<Parameter*> all;
-  for (const ShardGroup& group : groups)
+  for (const ShardGroup& group: groups)
     all.insert(all.end(), group.parameters().begin(), group.parameters().end());
   return all;
 }

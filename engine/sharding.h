@@ -41,9 +41,9 @@ class ShardGroup {
   enum class Use { training, inference }; // inference: no gradients, masters, moments
 
   // `unit`: which of the model's units it belongs to, counted from the last.
-  ShardGroup(vector<Parameter*> parameters, at::ScalarType dtype, at::Device device, Use use,
-      Comm shard = {}, Comm replicate = {}, ShardMode mode = ShardMode::keep, int64_t unit = 0,
-      OptimizerStates states = {});
+  ShardGroup(vector<Parameter*> parameters, ScalarType dtype, Device device, Use use,
+    Comm shard = {}, Comm replicate = {}, ShardMode mode = ShardMode::keep, int64_t unit = 0,
+    OptimizerStates states = {});
 
   // Random weights, the same for any layout.
   void initialize(uint64_t seed, double init_std, int64_t num_layers);
@@ -105,7 +105,7 @@ class ShardGroup {
   };
   using Reductions = deque<Reduction>;
   friend vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units,
-      at::ScalarType dtype, const Mesh& mesh, Use use, ShardMode mode, OptimizerStates states);
+    ScalarType dtype, const Mesh& mesh, Use use, ShardMode mode, OptimizerStates states);
 
   vector<Parameter*> parameters_;
   vector<int64_t> offsets_;
@@ -122,13 +122,13 @@ class ShardGroup {
 
 // Elements [first, first + target.numel()) of one tensor.
 void initialize_tensor(Tensor& target, const Parameter& parameter, const HfTensor& tensor,
-    int64_t first, uint64_t seed, double init_std, int64_t num_layers);
+  int64_t first, uint64_t seed, double init_std, int64_t num_layers);
 
 // A group for each unit over mesh.dense_*, and, where EP > 1, one for its experts over
 // mesh.expert_*.
-vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, at::ScalarType dtype,
-    const Mesh& mesh, ShardGroup::Use use, ShardMode mode = ShardMode::keep,
-    OptimizerStates states = {});
+vector<ShardGroup> make_shard_groups(const vector<vector<Parameter*>>& units, ScalarType dtype,
+  const Mesh& mesh, ShardGroup::Use use, ShardMode mode = ShardMode::keep,
+  OptimizerStates states = {});
 
 // After the last backward of a step: every grad_part becomes the sum over shard and replicate
 // groups. Calls `then` with each group whose sum is there while the next ones arrive.
@@ -144,7 +144,7 @@ struct UnitShards {
   void after_forward() const { ranges::for_each(groups, &ShardGroup::after_forward); }
   void before_backward() const { start(&ShardGroup::before_backward); }
   void after_backward(bool last = false) const {
-    for (ShardGroup* group : groups) group->after_backward(last && group != tied);
+    for (ShardGroup* group: groups) group->after_backward(last && group != tied);
   }
  private:
   void start(void (ShardGroup::*verb)()) const {

@@ -18,7 +18,7 @@ void handle_stop(int signal) {
   int64_t first = 0;
   if (first_signal_ns.compare_exchange_strong(first, now)) {
     constexpr string_view text =
-        "\nstopping: this step is finished and saved first; once more to exit at once\n";
+      "\nstopping: this step is finished and saved first; once more to exit at once\n";
     if (signal != SIGUSR1 && !in_job) [[maybe_unused]]
       const auto written = write(STDERR_FILENO, text.data(), text.size());
   } else if (signal != SIGUSR1 && now - first > kSameEvent) {
@@ -35,7 +35,7 @@ void install_signal_handlers() {
   action.sa_handler = handle_stop;
   action.sa_flags = SA_RESTART; // a read or write in progress goes on
   sigemptyset(&action.sa_mask);
-  for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
+  for (const int signal: {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
 }
 

@@ -42,7 +42,7 @@ RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn) {
   RopeFields rope;
   config.rope_theta = fields.number("rope_theta", 10000.0);
   rope.partial = fields.number("partial_rotary_factor", rope.partial);
-  for (const char* key : {"rope_scaling", "rope_parameters"}) {
+  for (const char* key: {"rope_scaling", "rope_parameters"}) {
     if (!fields.has(key)) continue;
     if (!fields[key].is_object()) {
       fields.problem(key, "must be an object");
@@ -52,7 +52,7 @@ RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn) {
     config.rope_theta = inner.number("rope_theta", config.rope_theta);
     rope.partial = inner.number("partial_rotary_factor", rope.partial);
     bool stretched = false;
-    for (const char* kind : {"rope_type", "type"}) {
+    for (const char* kind: {"rope_type", "type"}) {
       if (!inner.has(kind) || inner[kind] == "default") continue;
       stretched = yarn && inner[kind] == "yarn";
       if (!stretched) inner.problem(kind, inner[kind].dump() + " is not supported");
@@ -62,10 +62,10 @@ RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn) {
       if (!inner.has("factor")) inner.problem("factor", "is missing");
       const auto original = inner.count("original_max_position_embeddings");
       config.yarn = {.factor = factor,
-          .original_positions = real(original),
-          .beta_fast = inner.number("beta_fast", 32),
-          .beta_slow = inner.number("beta_slow", 1),
-          .truncate = inner.flag("truncate", true)};
+        .original_positions = real(original),
+        .beta_fast = inner.number("beta_fast", 32),
+        .beta_slow = inner.number("beta_slow", 1),
+        .truncate = inner.flag("truncate", true)};
       const bool all_dim = inner.has("mscale_all_dim") && inner["mscale_all_dim"] != 0;
       const double all = all_dim ? yarn_mscale(factor, inner.number("mscale_all_dim", 1)) : 1;
       const double mscale = yarn_mscale(factor, inner.number("mscale", 1));
@@ -78,7 +78,7 @@ RopeFields read_rope(Fields& fields, ModelConfig& config, bool yarn) {
 }
 
 vector<bool> layers_of_type(
-    Fields& fields, int64_t num_layers, const char* type, int64_t interval) {
+  Fields& fields, int64_t num_layers, const char* type, int64_t interval) {
   const bool stated = fields.has("layer_types");
   const json types = stated ? fields["layer_types"] : json::array();
   vector<bool> chosen(index(num_layers));
@@ -103,19 +103,19 @@ shared_ptr<const json> read_config(const fs::path& path) {
 
 string text_of(const json& object) { return object.dump(); }
 
-static Tensor table_of(const json& object, const char* key, at::ScalarType dtype) {
+static Tensor table_of(const json& object, const char* key, ScalarType dtype) {
   const auto all = object.get<map<string, vector<vector<double>>>>();
   if (!all.contains(key)) return {};
   vector<Tensor> rows;
-  for (const auto& row : all.at(key)) {
+  for (const auto& row: all.at(key)) {
     if (row.size() != all.at(key)[0].size()) throw std::invalid_argument("rows differ in length");
-    rows.push_back(at::tensor(row, at::kDouble));
+    rows.push_back(at::tensor(row, kDouble));
   }
   return rows.empty() ? Tensor() : at::stack(rows).to(dtype);
 }
 
 void read_common(Fields& fields, ModelConfig& config, const char* family, const char* num_experts,
-    const char* width) {
+  const char* width) {
   fields.only("model_type", family);
   if (!fields.has("model_type")) fields.problem("model_type", "is missing");
   config.vocab_size = fields.count("vocab_size");
@@ -132,9 +132,9 @@ void read_common(Fields& fields, ModelConfig& config, const char* family, const 
   fields.only("hidden_act", "silu");
   fields.only("attention_dropout", 0);
   if (fields.has("router_state")) try {
-      config.router_state = {table_of(fields["router_state"], "bias", at::kFloat),
-          table_of(fields["router_state"], "shares", at::kDouble)};
-    } catch (const std::exception& error) {
+      config.router_state = {table_of(fields["router_state"], "bias", kFloat),
+        table_of(fields["router_state"], "shares", kDouble)};
+    } catch (const exception& error) {
       fields.problem("router_state", fmt::format("is no object of tables: {}", error));
     }
 }
@@ -149,11 +149,11 @@ void read_heads(Fields& fields, ModelConfig& config, int64_t num_kv_heads, int64
 
 string with_router_state(const string& config_json, const RouterState& state) {
   json object = json::parse(config_json);
-  for (const auto& [name, table] : {pair("bias", state.bias), {"shares", state.shares}}) {
+  for (const auto& [name, table]: {pair("bias", state.bias), {"shares", state.shares}}) {
     if (!table.defined()) continue;
     json& part = object.contains("text_config") ? object["text_config"] : object;
     json& rows = part["router_state"][name] = json::array();
-    const Tensor wide = table.to(at::kCPU, at::kDouble);
+    const Tensor wide = table.to(kCPU, kDouble);
     for (int64_t layer = 0; layer < wide.size(0); ++layer) {
       const double* row = wide[layer].const_data_ptr<double>();
       rows.push_back(vector<double>(row, row + wide.size(1)));
@@ -164,22 +164,22 @@ string with_router_state(const string& config_json, const RouterState& state) {
 
 void ModelConfig::cut_layers(int64_t layers) {
   PITH_CHECK(layers >= 1 && layers <= num_layers, "cannot cut a model of {} layers to {}",
-      num_layers, layers);
+    num_layers, layers);
   num_layers = layers;
-  for (Tensor* table : {&router_state.bias, &router_state.shares})
+  for (Tensor* table: {&router_state.bias, &router_state.shares})
     if (table->defined()) *table = table->slice(0, 0, layers);
 }
 
 string ModelConfig::generation_json() const {
   const json whole = json::parse(source_json), object = whole.value("text_config", whole);
   json generation = json::object();
-  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
+  for (const char* key: {"bos_token_id", "eos_token_id", "pad_token_id"})
     if (object.contains(key) && !object[key].is_null()) generation[key] = object[key];
   return generation.dump(2) + "\n";
 }
 
 json config_for_export(
-    const string& source_json, const char* architecture, int64_t num_layers, at::ScalarType dtype) {
+  const string& source_json, const char* architecture, int64_t num_layers, ScalarType dtype) {
   json object = json::parse(source_json);
   object["architectures"] = {architecture};
   object["num_hidden_layers"] = num_layers;
@@ -209,17 +209,17 @@ Parameter matrix(const string& name, int64_t out, int64_t in, Init init) {
 
 Parameter qkv_weight(const string& prefix, int64_t q_size, int64_t kv_size, int64_t hidden) {
   return Parameter(prefix + "qkv_proj.weight", {q_size + 2 * kv_size, hidden},
-      {{prefix + "q_proj.weight", {q_size, hidden}, 0},
-          {prefix + "k_proj.weight", {kv_size, hidden}, q_size * hidden},
-          {prefix + "v_proj.weight", {kv_size, hidden}, (q_size + kv_size) * hidden}},
-      ParameterGroup::matrix, Init::normal);
+    {{prefix + "q_proj.weight", {q_size, hidden}, 0},
+      {prefix + "k_proj.weight", {kv_size, hidden}, q_size * hidden},
+      {prefix + "v_proj.weight", {kv_size, hidden}, (q_size + kv_size) * hidden}},
+    ParameterGroup::matrix, Init::normal);
 }
 
 SwigluMlp::SwigluMlp(const string& prefix, int64_t width, int64_t hidden)
     : gate_up(prefix + "gate_up_proj.weight", {2 * width, hidden},
-          {{prefix + "gate_proj.weight", {width, hidden}, 0},
-              {prefix + "up_proj.weight", {width, hidden}, width * hidden}},
-          ParameterGroup::matrix, Init::normal),
+        {{prefix + "gate_proj.weight", {width, hidden}, 0},
+          {prefix + "up_proj.weight", {width, hidden}, width * hidden}},
+        ParameterGroup::matrix, Init::normal),
       down(matrix(prefix + "down_proj.weight", hidden, width, Init::output_normal)) {}
 
 Tensor SwigluMlp::operator()(const Tensor& rows) {
@@ -228,7 +228,7 @@ Tensor SwigluMlp::operator()(const Tensor& rows) {
 }
 
 SwigluExperts::SwigluExperts(
-    const string& prefix, const ModelConfig& config, const ModelPart& part) {
+  const string& prefix, const ModelConfig& config, const ModelPart& part) {
   const int64_t width = config.moe_intermediate_size, hidden = config.hidden_size;
   const int64_t numel = width * hidden, held = part.expert_end - part.expert_begin;
   vector<HfTensor> gates_ups, downs;
@@ -239,21 +239,21 @@ SwigluExperts::SwigluExperts(
     downs.push_back({expert + "down_proj.weight", {hidden, width}, numel * e});
   }
   router = Parameter(
-      prefix + "gate.weight", {config.num_experts, hidden}, ParameterGroup::router, Init::normal);
+    prefix + "gate.weight", {config.num_experts, hidden}, ParameterGroup::router, Init::normal);
   gate_up = Parameter(prefix + "experts.gate_up_proj", {held, 2 * width, hidden},
-      std::move(gates_ups), ParameterGroup::expert, Init::normal);
+    std::move(gates_ups), ParameterGroup::expert, Init::normal);
   down = Parameter(prefix + "experts.down_proj", {held, hidden, width}, std::move(downs),
-      ParameterGroup::expert, Init::output_normal);
+    ParameterGroup::expert, Init::output_normal);
 }
 
 Tensor SwigluExperts::operator()(
-    const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
+  const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
   const Tensor slots = permuted_swiglu(rows, gate_up, plan);
   return unpermute(grouped_linear(slots, down, plan), row_weight, plan);
 }
 
 void choose_routes(
-    const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out) {
+  const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out) {
   const auto layer = index(context.layer);
   RoutingTape* tape = context.tape;
   Tensor forced;
@@ -261,9 +261,9 @@ void choose_routes(
   else if (context.router.force_balance)
     forced = balanced_routes(logits.size(0), choice.k, choice.num_experts, logits.device());
   else if (const Tensor& bias = context.router.state.bias;
-      bias.defined() || choice.topk_groups < choice.groups) {
+    bias.defined() || choice.topk_groups < choice.groups) {
     const Tensor scores =
-        bias.defined() ? logits.detach().softmax(1) + bias[context.layer] : logits;
+      bias.defined() ? logits.detach().softmax(1) + bias[context.layer] : logits;
     forced = group_limited_topk(scores, choice.k, choice.groups, choice.topk_groups);
   }
   const Routing routing = route(logits, choice.k, choice.normalize, forced);
@@ -276,8 +276,8 @@ void choose_routes(
   if (!context.batch.row_id.defined()) return;
   const Tensor& shares = context.router.state.shares;
   out.balance = start_balance_loss(routing.probabilities, routing.topk_idx, context.batch.row_id,
-      context.batch.num_rows, context.mesh.context, context.router.kind,
-      shares.defined() ? shares[context.layer] : Tensor());
+    context.batch.num_rows, context.mesh.context, context.router.kind,
+    shares.defined() ? shares[context.layer] : Tensor());
   if (context.router.z_loss > 0)
     out.z_sum = logits.logsumexp(1).square().masked_fill(context.batch.row_id.lt(0), 0).sum();
 }

@@ -34,7 +34,7 @@ class Fields {
 
 // Reads what all families say alike; keys of the experts' number and width.
 void read_common(Fields& fields, ModelConfig& config, const char* family,
-    const char* num_experts = "num_experts", const char* width = "moe_intermediate_size");
+  const char* num_experts = "num_experts", const char* width = "moe_intermediate_size");
 // Reads num_key_value_heads and head_dim; without them these.
 void read_heads(Fields& fields, ModelConfig& config, int64_t num_kv_heads, int64_t head_dim);
 
@@ -62,7 +62,7 @@ template <class Family> struct FamilyConfig : ModelConfig {
     Fields fields(object);
     config.read(fields);
     PITH_CHECK(fields.problems().empty(), "{}: not a usable {} configuration:{}", source,
-        Family::kName, fields.problems());
+      Family::kName, fields.problems());
     config.source_json = text_of(object);
     return config;
   }
@@ -73,7 +73,7 @@ template <class Family> struct FamilyConfig : ModelConfig {
 
 // The config.json that was read, with these changes.
 nlohmann::json config_for_export(
-    const string& source_json, const char* architecture, int64_t num_layers, at::ScalarType dtype);
+  const string& source_json, const char* architecture, int64_t num_layers, ScalarType dtype);
 // The same with the state of its router's balancing, as read_common() reads it.
 string with_router_state(const string& config_json, const RouterState& state);
 
@@ -94,7 +94,7 @@ template <class ItsConfig, class ItsLayer> class Decoder {
       embedding_ = table(config_.prefix + "embed_tokens.weight");
     if (part.head) norm_ = norm_weight(config_.prefix + "norm.weight", h, config_.zero_centred);
     if (part.head && !tied) head_ = table("lm_head.weight");
-    for (const int64_t index : part.layers) layers_.emplace_back(config_, index, part);
+    for (const int64_t index: part.layers) layers_.emplace_back(config_, index, part);
   }
   const Config& config() const { return config_; }
   Tensor embed(const Tensor& tokens) { return embedding(tokens, embedding_); }
@@ -103,14 +103,14 @@ template <class ItsConfig, class ItsLayer> class Decoder {
     return rms_norm(hidden, norm_, config_.rms_norm_eps, config_.zero_centred);
   }
   Parameter& head_weight() { return head_.shape.empty() ? embedding_ : head_; } // or tied
-  RotaryTable rotary(int64_t num_positions, at::Device device) const {
+  RotaryTable rotary(int64_t num_positions, Device device) const {
     return make_rotary_table(
-        num_positions, config_.rotary_dim, config_.rope_theta, device, config_.yarn);
+      num_positions, config_.rotary_dim, config_.rope_theta, device, config_.yarn);
   }
   vector<vector<Parameter*>> parameter_units() {
     vector<vector<Parameter*>> units;
     if (!embedding_.shape.empty()) units.push_back({&embedding_});
-    for (Layer& layer : layers_) units.push_back(layer.parameters());
+    for (Layer& layer: layers_) units.push_back(layer.parameters());
     if (!norm_.shape.empty()) units.push_back({&norm_});
     if (!head_.shape.empty()) units.back().push_back(&head_);
     return units;
@@ -128,11 +128,11 @@ ModelSize size_of(const typename Model::Config& config, double mixing, int64_t a
   Model model(config, whole_model(config.num_layers, config.num_experts));
   ModelSize size{.activations_per_token = activations};
   int64_t matrices = config.tie_embeddings ? 0 : -config.vocab_size * config.hidden_size;
-  for (const auto& unit : model.parameter_units()) {
-    for (const Parameter* p : unit) {
+  for (const auto& unit: model.parameter_units()) {
+    for (const Parameter* p: unit) {
       const bool expert = p->group == ParameterGroup::expert;
       const int64_t passed =
-          expert ? p->numel() / config.num_experts * config.experts_per_token : p->numel();
+        expert ? p->numel() / config.num_experts * config.experts_per_token : p->numel();
       size.parameters += p->numel();
       size.active_parameters += passed;
       if (p->shape.size() > (expert ? 2 : 1)) matrices += passed;
@@ -164,7 +164,7 @@ struct SwigluExperts {
   SwigluExperts() = default;
   SwigluExperts(const string& prefix, const ModelConfig& config, const ModelPart& part);
   Tensor operator()(
-      const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan);
+    const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan);
 };
 
 struct RouteChoice {
@@ -175,5 +175,5 @@ struct RouteChoice {
 };
 // Routes (or the context's: replayed, balanced), weights, balance loss of logits (T, E).
 void choose_routes(
-    const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
+  const LayerContext& context, const Tensor& logits, const RouteChoice& choice, Attended& out);
 }

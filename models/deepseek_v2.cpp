@@ -17,8 +17,7 @@ void DeepseekV2Config::read(Fields& fields) {
   dense_layers = fields.count_or("first_k_dense_replace", 0, 0);
   intermediate_size = fields.count_or("intermediate_size", 1);
   routed_scale = fields.number("routed_scaling_factor", 1);
-  softmax_scale =
-      read_rope(fields, *this, /*yarn=*/true).softmax_factor / std::sqrt(real(qk_dim()));
+  softmax_scale = read_rope(fields, *this, /*yarn=*/true).softmax_factor / sqrt(real(qk_dim()));
   groups = topk_groups = 1;
   if (fields.has("topk_method") && fields["topk_method"] == "group_limited_greedy") {
     groups = fields.count("n_group");
@@ -41,7 +40,7 @@ void DeepseekV2Config::read(Fields& fields) {
   fields.only("mlp_bias", false);
 }
 
-string DeepseekV2Config::to_json(at::ScalarType dtype) const {
+string DeepseekV2Config::to_json(ScalarType dtype) const {
   return config_for_export(source_json, "DeepseekV2ForCausalLM", num_layers, dtype).dump(2) + "\n";
 }
 
@@ -56,7 +55,7 @@ ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
     // before and after norms, queries, rotary key, attention output; of each slot: gate and
     // up, activation, result; the same of what every token passes.
     activations += 7 * h + 2 * (q_rank + kv_rank) + q + rotary_dim + out +
-        slots * (h + 3 * moe_intermediate_size) + 3 * always;
+      slots * (h + 3 * moe_intermediate_size) + 3 * always;
   }
   // 2 (length / 2) heads (Dqk + Dv) forward, three times that with the backward.
   const double attention = 3.0 * real(sequence_length * (q + out) * num_layers);
@@ -64,7 +63,7 @@ ModelSize DeepseekV2Config::size(int64_t sequence_length) const {
 }
 
 DeepseekV2Layer::DeepseekV2Layer(
-    const DeepseekV2Config& config, int64_t layer, const ModelPart& part)
+  const DeepseekV2Config& config, int64_t layer, const ModelPart& part)
     : config_(config), sparse_(layer >= config.dense_layers) {
   const string prefix = fmt::format("{}layers.{}.", config.prefix, layer);
   const string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
@@ -74,16 +73,16 @@ DeepseekV2Layer::DeepseekV2Layer(
   const int64_t kv = config.kv_rank + config.rotary_dim;
   const int64_t q = config.q_rank > 0 ? config.q_rank : heads * config.qk_dim();
   in_ = Parameter(attention + "in_proj.weight", {q + kv, h},
-      {{attention + (config.q_rank > 0 ? "q_a_proj.weight" : "q_proj.weight"), {q, h}, 0},
-          {attention + "kv_a_proj_with_mqa.weight", {kv, h}, q * h}},
-      ParameterGroup::matrix, Init::normal);
+    {{attention + (config.q_rank > 0 ? "q_a_proj.weight" : "q_proj.weight"), {q, h}, 0},
+      {attention + "kv_a_proj_with_mqa.weight", {kv, h}, q * h}},
+    ParameterGroup::matrix, Init::normal);
   if (config.q_rank > 0) {
     q_norm_ = norm_weight(attention + "q_a_layernorm.weight", config.q_rank);
     q_up_ = matrix(attention + "q_b_proj.weight", heads * config.qk_dim(), config.q_rank);
   }
   kv_norm_ = norm_weight(attention + "kv_a_layernorm.weight", config.kv_rank);
   kv_up_ = matrix(
-      attention + "kv_b_proj.weight", heads * (config.plain_dim + config.v_dim), config.kv_rank);
+    attention + "kv_b_proj.weight", heads * (config.plain_dim + config.v_dim), config.kv_rank);
   o_ = matrix(attention + "o_proj.weight", h, heads * config.v_dim, Init::output_normal);
   post_norm_ = norm_weight(prefix + "post_attention_layernorm.weight", h);
   if (!sparse_) {
@@ -97,7 +96,7 @@ DeepseekV2Layer::DeepseekV2Layer(
 
 vector<Parameter*> DeepseekV2Layer::parameters() {
   return existing({&input_norm_, &in_, &q_norm_, &q_up_, &kv_norm_, &kv_up_, &o_, &post_norm_,
-      &experts.router, &experts.gate_up, &experts.down, &mlp_.gate_up, &mlp_.down});
+    &experts.router, &experts.gate_up, &experts.down, &mlp_.gate_up, &mlp_.down});
 }
 
 // (T, H) -> (T, heads Dv)
@@ -106,7 +105,7 @@ Tensor DeepseekV2Layer::mix_tokens(const LayerContext& context, const Tensor& no
   const int64_t tokens = normed.size(0), heads = c.num_heads;
   const MicroBatch& batch = context.batch;
   const vector<Tensor> parts = at::split_with_sizes(
-      linear(normed, in_), {in_.shape[0] - c.kv_rank - c.rotary_dim, c.kv_rank, c.rotary_dim}, 1);
+    linear(normed, in_), {in_.shape[0] - c.kv_rank - c.rotary_dim, c.kv_rank, c.rotary_dim}, 1);
   // A copy is normalised: the backward pass does not keep the whole projection.
   const auto latent_norm = [](const Tensor& x, Parameter& weight) {
     return rms_norm(x.contiguous(), weight, kLatentEps);
@@ -120,9 +119,9 @@ Tensor DeepseekV2Layer::mix_tokens(const LayerContext& context, const Tensor& no
   const Tensor rotary_key = turn(parts[2].unsqueeze(1), 0).squeeze(1); // (T, Dr)
   if (context.cache == nullptr)
     return latent_attention(q, latent, rotary_key, kv_up_, c.v_dim,
-        batch.ring.empty() ? whole_ring(span_of(batch), tokens) : batch.ring, c.softmax_scale,
-        context.mesh.context)
-        .flatten(1);
+      batch.ring.empty() ? whole_ring(span_of(batch), tokens) : batch.ring, c.softmax_scale,
+      context.mesh.context)
+      .flatten(1);
   const auto [k, v] = expand_latent(latent, rotary_key, kv_up_, heads, c.v_dim);
   return attend_documents(context, q, k, v, c.softmax_scale).flatten(1);
 }
@@ -134,13 +133,13 @@ Attended DeepseekV2Layer::attend(const LayerContext& context, const Tensor& hidd
   out.rows = rms_norm(out.residual, post_norm_, eps);
   if (!sparse_) return out;
   choose_routes(context, linear_fp32(out.rows, experts.router),
-      {.k = config_.experts_per_token,
-          .num_experts = config_.num_experts,
-          .normalize = false,
-          .groups = config_.groups,
-          .topk_groups = config_.topk_groups,
-          .scale = config_.routed_scale},
-      out);
+    {.k = config_.experts_per_token,
+      .num_experts = config_.num_experts,
+      .normalize = false,
+      .groups = config_.groups,
+      .topk_groups = config_.topk_groups,
+      .scale = config_.routed_scale},
+    out);
   return out;
 }
 }

@@ -14,7 +14,7 @@ struct DeepseekV2Config : FamilyConfig<DeepseekV2Config> {
   double routed_scale, softmax_scale;
 
   void read(Fields& fields);
-  string to_json(at::ScalarType dtype) const;
+  string to_json(ScalarType dtype) const;
   ModelSize size(int64_t sequence_length) const;
 
   int64_t qk_dim() const { return plain_dim + rotary_dim; }

@@ -27,7 +27,7 @@ void GptOssConfig::read(Fields& fields) {
   }
 }
 
-string GptOssConfig::to_json(at::ScalarType dtype) const {
+string GptOssConfig::to_json(ScalarType dtype) const {
   json object = config_for_export(source_json, "GptOssForCausalLM", num_layers, dtype);
   object.erase("quantization_config"); // what is written is not packed
   return object.dump(2) + "\n";
@@ -38,7 +38,7 @@ ModelSize GptOssConfig::size(int64_t sequence_length) const {
   // hidden, norm output, residual, rows, experts' sum, output; q and k before and after rotary, v,
   // attention output; of each slot: gate and up, activation, result.
   const int64_t activations =
-      6 * h + 3 * q + 3 * kv + experts_per_token * (h + 3 * moe_intermediate_size);
+    6 * h + 3 * q + 3 * kv + experts_per_token * (h + 3 * moe_intermediate_size);
   double keys = 0; // that a token meets: mean over positions, all layers
   const double length = real(sequence_length), w = real(window);
   for (size_t i = 0; i < index(num_layers); ++i)
@@ -58,9 +58,9 @@ GptOssLayer::GptOssLayer(const GptOssConfig& config, int64_t layer, const ModelP
   input_norm_ = norm_weight(prefix + "input_layernorm.weight", h);
   qkv_ = qkv_weight(attention, q, kv, h);
   qkv_bias_ = Parameter(attention + "qkv_proj.bias", {q + 2 * kv},
-      {{attention + "q_proj.bias", {q}, 0}, {attention + "k_proj.bias", {kv}, q},
-          {attention + "v_proj.bias", {kv}, q + kv}},
-      ParameterGroup::bias, Init::zeros);
+    {{attention + "q_proj.bias", {q}, 0}, {attention + "k_proj.bias", {kv}, q},
+      {attention + "v_proj.bias", {kv}, q + kv}},
+    ParameterGroup::bias, Init::zeros);
   const auto bias = [](const string& name, int64_t size, Init init) {
     return Parameter(name, {size}, ParameterGroup::bias, init);
   };
@@ -71,11 +71,10 @@ GptOssLayer::GptOssLayer(const GptOssConfig& config, int64_t layer, const ModelP
   router_ = Parameter(router + "weight", {count, h}, ParameterGroup::router, Init::normal);
   router_bias_ = bias(router + "bias", count, Init::normal);
   const auto held = [&](const char* name, vector<int64_t> shape, Init init,
-                        Fused fused = Fused::none) {
+                      Fused fused = Fused::none) {
     shape.insert(shape.begin(), part.expert_end - part.expert_begin);
     return Parameter(experts + name, shape,
-        {{experts + name, shape, 0, part.expert_begin, count, fused}}, ParameterGroup::expert,
-        init);
+      {{experts + name, shape, 0, part.expert_begin, count, fused}}, ParameterGroup::expert, init);
   };
   gate_up_ = held("gate_up_proj", {h, 2 * width}, Init::normal, Fused::columns);
   gate_up_bias_ = held("gate_up_proj_bias", {2 * width}, Init::zeros);
@@ -85,7 +84,7 @@ GptOssLayer::GptOssLayer(const GptOssConfig& config, int64_t layer, const ModelP
 
 vector<Parameter*> GptOssLayer::parameters() {
   return {&input_norm_, &qkv_, &qkv_bias_, &sinks_, &o_, &o_bias_, &post_norm_, &router_,
-      &router_bias_, &gate_up_, &gate_up_bias_, &down_, &down_bias_};
+    &router_bias_, &gate_up_, &gate_up_bias_, &down_, &down_bias_};
 }
 
 Attended GptOssLayer::attend(const LayerContext& context, const Tensor& hidden) {
@@ -98,19 +97,19 @@ Attended GptOssLayer::attend(const LayerContext& context, const Tensor& hidden) 
     return rotary(heads(x), context.batch.positions, context.rotary);
   };
   const Tensor mixed = attend_documents(context, turned(parts[0]), turned(parts[1]),
-      heads(parts[2]), 1 / std::sqrt(real(d)), {.window = window_, .sinks = &sinks_}); // (T, Hq, D)
+    heads(parts[2]), 1 / sqrt(real(d)), {.window = window_, .sinks = &sinks_}); // (T, Hq, D)
 
   Attended out;
   out.residual = hidden + linear(mixed.reshape({tokens, q_size}), o_, &o_bias_);
   out.rows = rms_norm(out.residual, post_norm_, config_.rms_norm_eps);
   // The softmax over chosen logits is that over all, over the sum of the chosen.
   choose_routes(context, linear_fp32(out.rows, router_, &router_bias_),
-      {.k = config_.experts_per_token, .num_experts = config_.num_experts, .normalize = true}, out);
+    {.k = config_.experts_per_token, .num_experts = config_.num_experts, .normalize = true}, out);
   return out;
 }
 
 Tensor GptOssLayer::experts(
-    const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
+  const LayerContext&, const Tensor& rows, const Tensor& row_weight, const ExpertPlan& plan) {
   const SwigluForm form{float(config_.swiglu_alpha), float(config_.swiglu_limit), 1, true};
   const Tensor activated = permuted_swiglu(rows, gate_up_, plan, form, &gate_up_bias_);
   return unpermute(grouped_affine(activated, down_, down_bias_, plan), row_weight, plan);

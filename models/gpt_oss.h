@@ -11,7 +11,7 @@ struct GptOssConfig : FamilyConfig<GptOssConfig> {
   double swiglu_alpha, swiglu_limit;
 
   void read(Fields& fields);
-  string to_json(at::ScalarType dtype) const; // never of MXFP4
+  string to_json(ScalarType dtype) const; // never of MXFP4
   ModelSize size(int64_t sequence_length) const;
 };
 
@@ -22,7 +22,7 @@ class GptOssLayer {
   Attended attend(const LayerContext& context, const Tensor& hidden);
   Tensor shared(const LayerContext&, const Attended&) { return {}; }
   Tensor experts(const LayerContext& context, const Tensor& rows, const Tensor& row_weight,
-      const ExpertPlan& plan);
+    const ExpertPlan& plan);
   static constexpr auto aggregate = sum_of_parts;
   vector<Parameter*> parameters();
  private:

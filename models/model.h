@@ -58,18 +58,18 @@ struct LayerContext {
 
 inline AttentionSpan span_of(const MicroBatch& batch) {
   return {batch.cu_seqlens, batch.cu_seqlens, batch.cu_seqlens_host, batch.cu_seqlens_host,
-      batch.max_seqlen, batch.max_seqlen};
+    batch.max_seqlen, batch.max_seqlen};
 }
 
 // attention() inside documents, over context-parallel ranks or with the cache's earlier keys.
 inline Tensor attend_documents(const LayerContext& context, const Tensor& q, const Tensor& k,
-    const Tensor& v, double scale, const AttentionOptions& options = {}) {
+  const Tensor& v, double scale, const AttentionOptions& options = {}) {
   const MicroBatch& batch = context.batch;
   if (context.mesh.context.size() > 1) {
     PITH_CHECK(context.cache == nullptr,
-        "generating with a cache of keys is not possible with "
-        "context parallelism ({} ranks)",
-        context.mesh.context.size());
+      "generating with a cache of keys is not possible with "
+      "context parallelism ({} ranks)",
+      context.mesh.context.size());
     if (options.window > 0)
       return window_attention(q, k, v, batch.halo, scale, options, context.mesh.context);
     return ring_attention(q, k, v, batch.ring, scale, context.mesh.context, options.sinks);
@@ -122,7 +122,7 @@ struct ModelConfig {
 
 // Stage 5 of all families so far.
 inline Tensor sum_of_parts(
-    const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor& shared) {
+  const LayerContext&, const Tensor& returned, const Attended& attended, const Tensor& shared) {
   Tensor hidden = attended.residual;
   if (returned.defined()) hidden = hidden + returned;
   if (shared.defined()) hidden = hidden + shared;
@@ -131,15 +131,15 @@ inline Tensor sum_of_parts(
 
 template <class Layer>
 concept DecoderLayer = requires(Layer& layer, const LayerContext& context, const Tensor& tensor,
-    const Attended& attended, const ExpertPlan& plan) {
+  const Attended& attended, const ExpertPlan& plan) {
   // hidden (T, H)
-  { layer.attend(context, tensor) } -> std::same_as<Attended>;
+  { layer.attend(context, tensor) } -> same_as<Attended>;
   // (T, H), or undefined where there is none
-  { layer.shared(context, attended) } -> std::same_as<Tensor>;
+  { layer.shared(context, attended) } -> same_as<Tensor>;
   // rows (R, H), row_weight (R, K) float32, plan over local experts -> (R, H) weighted sums
-  { layer.experts(context, tensor, tensor, plan) } -> std::same_as<Tensor>;
+  { layer.experts(context, tensor, tensor, plan) } -> same_as<Tensor>;
   // returned (T, H) or undefined, attended, shared (T, H) or undefined -> hidden (T, H)
-  { layer.aggregate(context, tensor, attended, tensor) } -> std::same_as<Tensor>;
+  { layer.aggregate(context, tensor, attended, tensor) } -> same_as<Tensor>;
 };
 
 // For --dry-run, inspect and MFU.
@@ -156,23 +156,23 @@ struct ModelSize {
 
 template <class Model>
 concept DecoderModel = requires(Model& model, const Model& constant, const Tensor& tensor,
-    int64_t i, const typename Model::Config& config, const ModelPart& part, at::Device device) {
+  int64_t i, const typename Model::Config& config, const ModelPart& part, Device device) {
   requires DecoderLayer<typename Model::Layer>;
   requires std::derived_from<typename Model::Config, ModelConfig>;
   requires std::constructible_from<Model, typename Model::Config, ModelPart>;
-  { constant.config() } -> std::same_as<const typename Model::Config&>;
+  { constant.config() } -> same_as<const typename Model::Config&>;
   // tokens (T) -> hidden (T, H)
-  { model.embed(tensor) } -> std::same_as<Tensor>;
-  { model.layer(i) } -> std::same_as<typename Model::Layer&>; // i: in the whole model
+  { model.embed(tensor) } -> same_as<Tensor>;
+  { model.layer(i) } -> same_as<typename Model::Layer&>; // i: in the whole model
   // hidden (T, H) -> (T, H): the last norm; objectives multiply by the head's weight
-  { model.final_norm(tensor) } -> std::same_as<Tensor>;
-  { model.head_weight() } -> std::same_as<Parameter&>; // (V, H)
-  { constant.rotary(i, device) } -> std::same_as<RotaryTable>; // i: positions
+  { model.final_norm(tensor) } -> same_as<Tensor>;
+  { model.head_weight() } -> same_as<Parameter&>; // (V, H)
+  { constant.rotary(i, device) } -> same_as<RotaryTable>; // i: positions
   // One list a unit of sharding (embedding, each layer, head), in forward order.
-  { model.parameter_units() } -> std::same_as<vector<vector<Parameter*>>>;
-  { Model::Config::parse_file(fs::path()) } -> std::same_as<typename Model::Config>;
-  { config.to_json(at::kBFloat16) } -> std::same_as<string>; // of a checkpoint
-  { config.size(i) } -> std::same_as<ModelSize>; // i: sequence length
+  { model.parameter_units() } -> same_as<vector<vector<Parameter*>>>;
+  { Model::Config::parse_file(fs::path()) } -> same_as<typename Model::Config>;
+  { config.to_json(kBFloat16) } -> same_as<string>; // of a checkpoint
+  { config.size(i) } -> same_as<ModelSize>; // i: sequence length
 };
 
 inline ModelPart whole_model(int64_t num_layers, int64_t num_experts) {

@@ -15,7 +15,7 @@ struct Qwen35MoeConfig : FamilyConfig<Qwen35MoeConfig> {
   // names and layout, else the kind of configuration.
   void read(Fields& fields);
   static Qwen35MoeConfig parse_file(const fs::path& path);
-  string to_json(at::ScalarType dtype) const;
+  string to_json(ScalarType dtype) const;
   ModelSize size(int64_t sequence_length) const;
 
   int64_t keys() const { return key_heads * key_dim; }

@@ -14,7 +14,7 @@ vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
   const json& dense = fields["mlp_only_layers"];
   if (!dense.is_array())
     return fields.problem("mlp_only_layers", "must be a list of integers"), sparse;
-  for (const json& layer : dense) {
+  for (const json& layer: dense) {
     const bool valid = layer.is_number_integer() && layer >= 0;
     if (!valid) fields.problem("mlp_only_layers", fmt::format("holds {}", layer.dump()));
     if (valid && layer < sparse.size()) sparse[layer.get<size_t>()] = false;
@@ -25,24 +25,24 @@ vector<bool> read_sparse_layers(Fields& fields, int64_t num_layers) {
 
 void Qwen3MoeConfig::read(Fields& fields) {
   read_common(
-      fields, *this, kName, fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
+    fields, *this, kName, fields.has("num_local_experts") ? "num_local_experts" : "num_experts");
   read_heads(fields, *this, num_heads, hidden_size / num_heads);
   read_rope(fields, *this, /*yarn=*/false);
   max_positions = fields.count_or("max_position_embeddings", 32768);
   sparse = read_sparse_layers(fields, num_layers);
   const bool dense = ranges::find(sparse, false) != sparse.end();
   intermediate_size =
-      dense || fields.has("intermediate_size") ? fields.count("intermediate_size") : 1;
+    dense || fields.has("intermediate_size") ? fields.count("intermediate_size") : 1;
   norm_topk_prob = fields.flag("norm_topk_prob", false);
   fields.only("attention_bias", false);
   fields.only("use_sliding_window", false);
 }
 
-string Qwen3MoeConfig::to_json(at::ScalarType dtype) const {
+string Qwen3MoeConfig::to_json(ScalarType dtype) const {
   json object = config_for_export(source_json, "Qwen3MoeForCausalLM", num_layers, dtype);
   vector<int64_t> dense;
   if (object.contains("mlp_only_layers") && object["mlp_only_layers"].is_array()) {
-    for (const json& layer : object["mlp_only_layers"])
+    for (const json& layer: object["mlp_only_layers"])
       if (layer < num_layers) dense.push_back(layer.get<int64_t>());
     object["mlp_only_layers"] = dense;
   }
@@ -82,21 +82,21 @@ Qwen3MoeLayer::Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t layer, const 
 
 vector<Parameter*> Qwen3MoeLayer::parameters() {
   return existing({&input_norm_, &qkv_, &q_norm_, &k_norm_, &o_, &post_norm_, &experts.router,
-      &experts.gate_up, &experts.down, &mlp_.gate_up, &mlp_.down});
+    &experts.gate_up, &experts.down, &mlp_.gate_up, &mlp_.down});
 }
 
 Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden) {
   const int64_t tokens = hidden.size(0), d = config_.head_dim;
   const int64_t q_size = config_.num_heads * d, kv_size = config_.num_kv_heads * d;
   const Tensor qkv =
-      linear(rms_norm(hidden, input_norm_, config_.rms_norm_eps), qkv_); // (T, (Hq+2Hkv)D)
+    linear(rms_norm(hidden, input_norm_, config_.rms_norm_eps), qkv_); // (T, (Hq+2Hkv)D)
   const vector<Tensor> parts = at::split_with_sizes(qkv, {q_size, kv_size, kv_size}, 1);
   Tensor q = parts[0].view({tokens, config_.num_heads, d}); // (T, Hq, D)
   Tensor k = parts[1].view({tokens, config_.num_kv_heads, d}); // (T, Hkv, D)
   Tensor v = parts[2].view({tokens, config_.num_kv_heads, d});
   q = rotary(rms_norm(q, q_norm_, config_.rms_norm_eps), context.batch.positions, context.rotary);
   k = rotary(rms_norm(k, k_norm_, config_.rms_norm_eps), context.batch.positions, context.rotary);
-  const Tensor mixed = attend_documents(context, q, k, v, 1 / std::sqrt(real(d))); // (T, Hq, D)
+  const Tensor mixed = attend_documents(context, q, k, v, 1 / sqrt(real(d))); // (T, Hq, D)
 
   Attended out;
   out.residual = hidden + linear(mixed.reshape({tokens, q_size}), o_);
@@ -104,7 +104,7 @@ Attended Qwen3MoeLayer::attend(const LayerContext& context, const Tensor& hidden
   if (!sparse_) return out;
 
   choose_routes(context, linear_fp32(out.rows, experts.router),
-      {config_.experts_per_token, config_.num_experts, config_.norm_topk_prob}, out);
+    {config_.experts_per_token, config_.num_experts, config_.norm_topk_prob}, out);
   return out;
 }
 }

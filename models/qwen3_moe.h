@@ -10,7 +10,7 @@ struct Qwen3MoeConfig : FamilyConfig<Qwen3MoeConfig> {
   bool norm_topk_prob;
 
   void read(Fields& fields);
-  string to_json(at::ScalarType dtype) const;
+  string to_json(ScalarType dtype) const;
   ModelSize size(int64_t sequence_length) const;
 };
 

@@ -12,8 +12,8 @@ __device__ inline float update(float w, float& m, float& v, float g, const AdamW
 }
 
 template <class T, class M, int N> __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(float* master, M* exp_avg, M* exp_avg_sq, const float* grad, T* value, int64_t n,
-        const float* grad_scale, AdamWScalars<float> scalars) {
+  adamw_kernel(float* master, M* exp_avg, M* exp_avg_sq, const float* grad, T* value, int64_t n,
+    const float* grad_scale, AdamWScalars<float> scalars) {
   const int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * N;
   if (i >= n) return;
   Vec<float, N> w = load<N>(master + i);
@@ -44,12 +44,12 @@ __device__ double block_sum(double x) {
   __syncthreads();
   double sum = 0;
   if (threadIdx.x == 0)
-    for (double part : warp_sums) sum += part;
+    for (double part: warp_sums) sum += part;
   return sum;
 }
 
 template <int N> __global__ void __launch_bounds__(kThreads)
-    squares_kernel(const float* x, int64_t n, double* partial) {
+  squares_kernel(const float* x, int64_t n, double* partial) {
   constexpr int kUnroll = 4;
   const int64_t stride = int64_t{kSumBlocks} * kThreads * N;
   int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * N;
@@ -78,13 +78,13 @@ __global__ void __launch_bounds__(kThreads) total_kernel(const double* partial, 
 }
 
 void adamw_update(float* master, void* exp_avg, void* exp_avg_sq, const float* grad, void* value,
-    int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars, bool is_bf16,
-    bool bf16_moments, CUstream_st* stream) {
+  int64_t n, const float* grad_scale, const AdamWScalars<float>& scalars, bool is_bf16,
+  bool bf16_moments, CUstream_st* stream) {
   with_vectors<4>(is_bf16, {master, exp_avg, exp_avg_sq, grad, value}, {n}, [&]<class T, int N>() {
     const auto launch = [&]<class M>() {
       adamw_kernel<T, M, N><<<num_blocks(n, kThreads * N), kThreads, 0, stream>>>(master,
-          static_cast<M*>(exp_avg), static_cast<M*>(exp_avg_sq), grad, static_cast<T*>(value), n,
-          grad_scale, scalars);
+        static_cast<M*>(exp_avg), static_cast<M*>(exp_avg_sq), grad, static_cast<T*>(value), n,
+        grad_scale, scalars);
     };
     bf16_moments ? launch.template operator()<bf16>() : launch.template operator()<float>();
   });
@@ -94,7 +94,7 @@ void adamw_update(float* master, void* exp_avg, void* exp_avg_sq, const float* g
 int64_t sum_of_squares_blocks() { return kSumBlocks; }
 
 void sum_of_squares(
-    const float* x, int64_t n, double* partial, double* result, CUstream_st* stream) {
+  const float* x, int64_t n, double* partial, double* result, CUstream_st* stream) {
   const auto squares = aligned<float, 4>({x}, {}) ? squares_kernel<4> : squares_kernel<1>;
   squares<<<kSumBlocks, kThreads, 0, stream>>>(x, n, partial);
   total_kernel<<<1, kThreads, 0, stream>>>(partial, result);

@@ -14,7 +14,7 @@ struct AdamWStep {
 // the gradient. 30 bytes move per parameter with BF16 values, 22 with BF16 moments. On the CPU all
 // may be FP64.
 void adamw_update(Tensor& master, Tensor& exp_avg, Tensor& exp_avg_sq, const Tensor& grad,
-    Tensor& value, const Tensor& grad_scale, const AdamWStep& step);
+  Tensor& value, const Tensor& grad_scale, const AdamWStep& step);
 
 // Flat gradient -> scalar float64 on its device, the same bits every time.
 Tensor sum_of_squares(const Tensor& grad);

@@ -41,7 +41,7 @@ vector<Run> runs_of(const AttentionSpan& span, const Mask& mask, int64_t limit) 
     if (!runs.empty()) {
       Run& last = runs.back();
       if (last.n == n && last.m == m && last.first_k + last.count * m == first_k &&
-          (last.count + 1) * n * m <= limit) {
+        (last.count + 1) * n * m <= limit) {
         ++last.count;
         return;
       }
@@ -56,7 +56,7 @@ enum class Path { cudnn, flash, cpu, products };
 bool equal_documents(const AttentionSpan& span, const Mask& mask) {
   const auto runs = runs_of(span, mask, INT64_MAX);
   return runs.size() == 1 && runs[0].count == span.cu_q_host.numel() - 1 &&
-      (!mask.causal || runs[0].n == runs[0].m);
+    (!mask.causal || runs[0].n == runs[0].m);
 }
 
 bool round_length(int64_t length) { return length >= 128 && length % 128 == 0; }
@@ -64,22 +64,22 @@ bool round_length(int64_t length) { return length >= 128 && length % 128 == 0; }
 Path choose_path(const Tensor& q, const Tensor& v, const AttentionSpan& span, const Mask& mask) {
   if (q.is_cpu()) return mask.before >= 0 ? Path::products : Path::cpu;
   const int64_t dim = q.size(2), v_dim = v.size(2), widest = max(dim, v_dim);
-  const bool half = is_bf16(q) || q.scalar_type() == at::kHalf;
+  const bool half = is_bf16(q) || q.scalar_type() == kHalf;
   const bool fits = dim % 8 == 0 && v_dim % 8 == 0 && widest <= 256;
   if (!half || !fits || q.size(0) == 0) return Path::products;
   // cuDNN is the fastest, but its backward is not deterministic, and LibTorch builds a plan (about
   // 70 ms) for each new shape: only for the fixed, round lengths of packed pretraining rows. It
   // takes both head sizes of DeepSeek's latent attention.
   const bool cudnn = (widest <= 128 || (dim == 192 && v_dim == 128)) && round_length(span.max_q) &&
-      round_length(span.max_k) && equal_documents(span, mask) && mask.before < 0 &&
-      !at::globalContext().deterministicAlgorithms();
+    round_length(span.max_k) && equal_documents(span, mask) && mask.before < 0 &&
+    !at::globalContext().deterministicAlgorithms();
   return cudnn ? Path::cudnn : Path::flash;
 }
 
 // Scores a run may hold: products keep all (256 MiB in FP32), the others none.
 vector<Run> runs_for(Path path, const Tensor& q, const AttentionSpan& span, const Mask& mask) {
   return runs_of(span, mask,
-      path == Path::products ? (int64_t{1} << 26) / max<int64_t>(1, q.size(1)) : INT64_MAX);
+    path == Path::products ? (int64_t{1} << 26) / max<int64_t>(1, q.size(1)) : INT64_MAX);
 }
 
 // FlashAttention and the blocked CPU kernel know one head size: zeros fill smaller ones.
@@ -101,14 +101,14 @@ Tensor batch_heads(const Tensor& x, int64_t count, int64_t repeat = 1) {
   Tensor view = x.view({count, -1, x.size(1), x.size(2)}).transpose(1, 2);
   if (repeat == 1) return view;
   return view.unsqueeze(2)
-      .expand({-1, -1, repeat, -1, -1})
-      .reshape({count, -1, view.size(2), x.size(2)});
+    .expand({-1, -1, repeat, -1, -1})
+    .reshape({count, -1, view.size(2), x.size(2)});
 }
 
 // The inverse; repeated heads are summed.
 Tensor unbatch_heads(const Tensor& x, int64_t repeat = 1) {
   const Tensor heads =
-      repeat == 1 ? x : x.view({x.size(0), -1, repeat, x.size(2), x.size(3)}).sum(2);
+    repeat == 1 ? x : x.view({x.size(0), -1, repeat, x.size(2), x.size(3)}).sum(2);
   return heads.transpose(1, 2).reshape({-1, heads.size(1), heads.size(3)});
 }
 
@@ -129,7 +129,7 @@ Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double sc
   Tensor scores = at::matmul(q, k.transpose(2, 3)).mul_(scale);
   const int64_t n = run.n, m = run.m;
   if (run.mask.causal && (n > 1 || run.mask.before >= 0)) {
-    const Tensor all = at::ones({n, m}, q.options().dtype(at::kBool));
+    const Tensor all = at::ones({n, m}, q.options().dtype(kBool));
     Tensor hidden = all.triu(m - n + 1);
     if (run.mask.before >= 0) hidden.logical_or_(all.tril(m - n - 1 - run.mask.before));
     scores.view({-1, n, m}).masked_fill_(hidden, -numeric_limits<double>::infinity());
@@ -138,7 +138,7 @@ Tensor masked_scores(const Tensor& q, const Tensor& k, const Run& run, double sc
 }
 
 AttentionPart products_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
+  const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
   const auto stack = [&](const Tensor& x) { return stack_heads(x, run.count, k.size(1)); };
   Tensor p = masked_scores(stack(q), stack(k), run, scale);
   const Tensor lse = at::logsumexp(p, -1, true);
@@ -148,38 +148,37 @@ AttentionPart products_forward(
 
 // dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale dS^T Q.
 AttentionGradients products_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-    const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
+  const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
   const auto stack = [&](const Tensor& x) { return stack_heads(x, run.count, k.size(1)); };
   const Tensor qs = stack(q), ks = stack(k), d = stack(dout);
   const Tensor p = masked_scores(qs, ks, run, scale).sub_(stack(part.lse)).exp_();
   Tensor ds = at::matmul(d, stack(v).transpose(2, 3));
   ds.sub_((d * stack(part.out)).sum(-1, true)).mul_(p).mul_(scale);
   return {unstack_heads(at::matmul(ds, ks), q.size(1)),
-      unstack_heads(at::matmul(ds.transpose(2, 3), qs), k.size(1)),
-      unstack_heads(at::matmul(p.transpose(2, 3), d), k.size(1))};
+    unstack_heads(at::matmul(ds.transpose(2, 3), qs), k.size(1)),
+    unstack_heads(at::matmul(p.transpose(2, 3), d), k.size(1))};
 }
 
 // --- One run: LibTorch's blocked CPU kernel, cuDNN ---
 
 AttentionPart run_forward(
-    Path path, const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
+  Path path, const Tensor& q, const Tensor& k, const Tensor& v, const Run& run, double scale) {
   const int64_t count = run.count, repeat = q.size(1) / k.size(1);
   if (path == Path::cudnn) {
     const auto result = at::_cudnn_attention_forward(batch_heads(q, count), batch_heads(k, count),
-        batch_heads(v, count), {}, {}, {}, run.n, run.m, /*compute_log_sumexp=*/true, 0.0,
-        run.mask.causal, false, scale);
+      batch_heads(v, count), {}, {}, {}, run.n, run.m, /*compute_log_sumexp=*/true, 0.0,
+      run.mask.causal, false, scale);
     return {unbatch_heads(std::get<0>(result)),
-        unbatch_heads(std::get<1>(result).view({count, q.size(1), run.n, 1}))};
+      unbatch_heads(std::get<1>(result).view({count, q.size(1), run.n, 1}))};
   }
   if (!is_blocked(path, run)) return products_forward(q, k, v, run, scale);
   const auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(batch_heads(q, count),
-      batch_heads(k, count, repeat), batch_heads(v, count, repeat), 0.0, run.mask.causal, {},
-      scale);
+    batch_heads(k, count, repeat), batch_heads(v, count, repeat), 0.0, run.mask.causal, {}, scale);
   return {unbatch_heads(out), unbatch_heads(lse.unsqueeze(3))};
 }
 
 AttentionGradients run_backward(Path path, const Tensor& dout, const Tensor& q, const Tensor& k,
-    const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
+  const Tensor& v, const AttentionPart& part, const Run& run, double scale) {
   if (path != Path::cudnn && !is_blocked(path, run))
     return products_backward(dout, q, k, v, part, run, scale);
   const int64_t count = run.count, repeat = path == Path::cudnn ? 1 : q.size(1) / k.size(1);
@@ -187,14 +186,14 @@ AttentionGradients run_backward(Path path, const Tensor& dout, const Tensor& q, 
   const Tensor keys = batch_heads(k, count, repeat), values = batch_heads(v, count, repeat);
   Tensor dq, dk, dv;
   if (path == Path::cudnn) {
-    const Tensor unused = at::empty({2}, q.options().dtype(at::kLong)); // without dropout
+    const Tensor unused = at::empty({2}, q.options().dtype(kLong)); // without dropout
     std::tie(dq, dk, dv) = at::_cudnn_attention_backward(batch(dout), batch(q), keys, values,
-        batch(part.out), batch(part.lse).contiguous(), unused, unused, {}, {}, {}, run.n, run.m,
-        0.0, run.mask.causal, scale);
+      batch(part.out), batch(part.lse).contiguous(), unused, unused, {}, {}, {}, run.n, run.m, 0.0,
+      run.mask.causal, scale);
   } else {
     std::tie(dq, dk, dv) =
-        at::_scaled_dot_product_flash_attention_for_cpu_backward(batch(dout), batch(q), keys,
-            values, batch(part.out), batch(part.lse).squeeze(3), 0.0, run.mask.causal, {}, scale);
+      at::_scaled_dot_product_flash_attention_for_cpu_backward(batch(dout), batch(q), keys, values,
+        batch(part.out), batch(part.lse).squeeze(3), 0.0, run.mask.causal, {}, scale);
   }
   return {unbatch_heads(dq), unbatch_heads(dk, repeat), unbatch_heads(dv, repeat)};
 }
@@ -204,12 +203,12 @@ Tensor rows_k(const Tensor& x, const Run& r) { return x.narrow(0, r.first_k, r.c
 
 // `record`: a backward pass will follow.
 AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor& v,
-    const AttentionSpan& span, const Mask& mask, double scale, bool record) {
-  const at::NoGradGuard no_grad;
+  const AttentionSpan& span, const Mask& mask, double scale, bool record) {
+  const NoGradGuard no_grad;
   if (needs_padding(path, q, v)) {
     const int64_t dim = max(q.size(2), v.size(2));
     const AttentionPart part =
-        forward(path, pad(q, dim), pad(k, dim), pad(v, dim), span, mask, scale, record);
+      forward(path, pad(q, dim), pad(k, dim), pad(v, dim), span, mask, scale, record);
     return {cut(part.out, v.size(2)), part.lse};
   }
   if (path == Path::flash) {
@@ -217,19 +216,19 @@ AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor&
     // query in every document, and unknown to its backward.
     const bool one_each = !record && q.size(0) == span.cu_q.numel() - 1;
     const auto result = at::_flash_attention_forward(q, k, v, span.cu_q, span.cu_k,
-        one_each ? span.max_q : max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal, false,
-        scale, mask.before);
+      one_each ? span.max_q : max<int64_t>(span.max_q, 2), span.max_k, 0.0, mask.causal, false,
+      scale, mask.before);
     return {std::get<0>(result), std::get<1>(result).t().unsqueeze(2)}; // lse from (Hq, Tq)
   }
   const auto runs = runs_for(path, q, span, mask);
   if (runs.size() == 1)
     return run_forward(path, q, rows_k(k, runs[0]), rows_k(v, runs[0]), runs[0], scale);
   const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
-  AttentionPart all{at::empty({q.size(0), q.size(1), v.size(2)}, wide),
-      at::empty({q.size(0), q.size(1), 1}, wide)};
-  for (const Run& run : runs) {
+  AttentionPart all{
+    at::empty({q.size(0), q.size(1), v.size(2)}, wide), at::empty({q.size(0), q.size(1), 1}, wide)};
+  for (const Run& run: runs) {
     const AttentionPart part =
-        run_forward(path, rows_q(q, run), rows_k(k, run), rows_k(v, run), run, scale);
+      run_forward(path, rows_q(q, run), rows_k(k, run), rows_k(v, run), run, scale);
     rows_q(all.out, run).copy_(part.out);
     rows_q(all.lse, run).copy_(part.lse);
   }
@@ -237,19 +236,19 @@ AttentionPart forward(Path path, const Tensor& q, const Tensor& k, const Tensor&
 }
 
 AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, const Tensor& k,
-    const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, const Mask& mask,
-    double scale) {
+  const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, const Mask& mask,
+  double scale) {
   if (needs_padding(path, q, v)) {
     const int64_t dim = max(q.size(2), v.size(2));
     const auto [dq, dk, dv] = backward(path, pad(dout, dim), pad(q, dim), pad(k, dim), pad(v, dim),
-        {pad(whole.out, dim), whole.lse}, span, mask, scale);
+      {pad(whole.out, dim), whole.lse}, span, mask, scale);
     return {cut(dq, q.size(2)), cut(dk, q.size(2)), cut(dv, v.size(2))};
   }
   if (path == Path::flash) {
-    const Tensor unused = at::empty({2}, q.options().dtype(at::kLong)); // without dropout
+    const Tensor unused = at::empty({2}, q.options().dtype(kLong)); // without dropout
     auto [dq, dk, dv] = at::_flash_attention_backward(dout, q, k, v, whole.out,
-        whole.lse.squeeze(2).t().contiguous(), span.cu_q, span.cu_k, max<int64_t>(span.max_q, 2),
-        span.max_k, 0.0, mask.causal, unused, unused, scale, mask.before);
+      whole.lse.squeeze(2).t().contiguous(), span.cu_q, span.cu_k, max<int64_t>(span.max_q, 2),
+      span.max_k, 0.0, mask.causal, unused, unused, scale, mask.before);
     return {dq, dk, dv};
   }
   const auto runs = runs_for(path, q, span, mask);
@@ -258,10 +257,10 @@ AttentionGradients backward(Path path, const Tensor& dout, const Tensor& q, cons
   // Zeros: no run writes keys of documents without queries.
   const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
   AttentionGradients all{
-      at::empty(q.sizes(), wide), at::zeros(k.sizes(), wide), at::zeros(v.sizes(), wide)};
-  for (const Run& run : runs) {
+    at::empty(q.sizes(), wide), at::zeros(k.sizes(), wide), at::zeros(v.sizes(), wide)};
+  for (const Run& run: runs) {
     const auto part = run_backward(path, rows_q(dout, run), rows_q(q, run), rows_k(k, run),
-        rows_k(v, run), {rows_q(whole.out, run), rows_q(whole.lse, run)}, run, scale);
+      rows_k(v, run), {rows_q(whole.out, run), rows_q(whole.lse, run)}, run, scale);
     rows_q(all[0], run).copy_(part[0]);
     rows_k(all[1], run).copy_(part[1]);
     rows_k(all[2], run).copy_(part[2]);
@@ -276,35 +275,35 @@ AttentionSpan span_for(Path path, const AttentionSpan& span, bool record) {
   for_documents(span, [&](int64_t d, int64_t, int64_t n, int64_t, int64_t m) {
     if (n == 0 && m == 0) return;
     PITH_CHECK(!record || n > 0,
-        "attention: document {} has {} keys and no queries, for which there is no backward here", d,
-        m);
+      "attention: document {} has {} keys and no queries, for which there is no backward here", d,
+      m);
     cu_q.push_back(narrow<int32_t>(cu_q.back() + n));
     cu_k.push_back(narrow<int32_t>(cu_k.back() + m));
   });
   AttentionSpan kept = span;
   if (ssize(cu_q) == span.cu_q_host.numel()) return kept;
-  kept.cu_q = at::tensor(cu_q, at::kInt).to(span.cu_q.device());
-  kept.cu_k = at::tensor(cu_k, at::kInt).to(span.cu_q.device());
+  kept.cu_q = at::tensor(cu_q, kInt).to(span.cu_q.device());
+  kept.cu_k = at::tensor(cu_k, kInt).to(span.cu_q.device());
   return kept;
 }
 }
 
 void check_borders(const AttentionSpan& span, int64_t rows_q, int64_t rows_k) {
   const auto check = [&](const Tensor& cu, const char* name, int64_t rows) {
-    check_tensor(cu, "attention: cu_seqlens on the host", at::kInt, {span.cu_q_host.numel()});
+    check_tensor(cu, "attention: cu_seqlens on the host", kInt, {span.cu_q_host.numel()});
     PITH_CHECK(cu.is_cpu() && cu.numel() >= 1, "attention: {}", describe(cu, "cu_seqlens"));
     const int32_t *border = cu.const_data_ptr<int32_t>(), first = border[0];
     const int32_t last = border[cu.numel() - 1];
     PITH_CHECK(first == 0 && last == rows,
-        "attention: documents cover rows {}..{}, but {} has {} rows", first, last, name, rows);
+      "attention: documents cover rows {}..{}, but {} has {} rows", first, last, name, rows);
   };
   check(span.cu_q_host, "q", rows_q);
   check(span.cu_k_host, "k", rows_k);
   for_documents(span, [&](int64_t d, int64_t, int64_t n, int64_t, int64_t m) {
     PITH_CHECK(n >= 0 && m >= n && n <= span.max_q && m <= span.max_k,
-        "attention: document {} has {} queries and {} keys, not as many keys as queries or more; "
-        "longest said to be {} and {}",
-        d, n, m, span.max_q, span.max_k);
+      "attention: document {} has {} queries and {} keys, not as many keys as queries or more; "
+      "longest said to be {} and {}",
+      d, n, m, span.max_q, span.max_k);
   });
 }
 
@@ -315,7 +314,7 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
   check_dtype(k, "attention: k", q.scalar_type());
   check_dtype(v, "attention: v", q.scalar_type());
   PITH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
-      "attention: {} query heads over {} key heads", q.size(1), k.size(1));
+    "attention: {} query heads over {} key heads", q.size(1), k.size(1));
 }
 
 // In lse's dtype and shape (Tq, Hq, 1).
@@ -326,7 +325,7 @@ Tensor sink_logits(const Parameter& sinks, const Tensor& lse) {
 
 AttentionPart with_sinks(const AttentionPart& part, const Parameter* sinks) {
   if (sinks == nullptr) return part;
-  const at::NoGradGuard no_grad;
+  const NoGradGuard no_grad;
   const Tensor s = sink_logits(*sinks, part.lse);
   return {part.out * at::sigmoid(part.lse - s), at::logaddexp(part.lse, s)};
 }
@@ -339,20 +338,20 @@ void add_sink_gradient(const Parameter* sinks, const Tensor& dout, const Attenti
 }
 
 Tensor attention(const Tensor& given_q, const Tensor& given_k, const Tensor& given_v,
-    const AttentionSpan& given, double scale, const AttentionOptions& options) {
+  const AttentionSpan& given, double scale, const AttentionOptions& options) {
   check_attention(given_q, given_k, given_v);
   check_borders(given, given_q.size(0), given_k.size(0));
   const auto packed = [](const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
   const Tensor q = packed(given_q), k = packed(given_k), v = packed(given_v);
   const bool needed =
-      at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+    at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
   // A window as long as the longest document is none.
   const Mask mask{true, options.window < given.max_k ? options.window - 1 : -1};
   const Path path = choose_path(q, v, given, mask);
   const AttentionSpan span = span_for(path, given, needed);
   const Parameter* sinks = options.sinks;
   const AttentionPart part =
-      with_sinks(forward(path, q, k, v, span, mask, scale, needed || sinks), sinks);
+    with_sinks(forward(path, q, k, v, span, mask, scale, needed || sinks), sinks);
   const Tensor out = part.out.to(q.scalar_type());
   const AttentionPart kept{out.detach(), part.lse};
   return record(out, {q, k, v}, [=](const Tensor& dout) {
@@ -367,24 +366,24 @@ Tensor attention(const Tensor& given_q, const Tensor& given_k, const Tensor& giv
 Tensor of_part(const Tensor& x) { return x.is_cpu() ? widen(x) : x; }
 
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
-    const AttentionSpan& span, bool causal, double scale) {
+  const AttentionSpan& span, bool causal, double scale) {
   const Path path = choose_path(q, v, span, {causal});
   return forward(path, of_part(q), of_part(k), of_part(v), span_for(path, span, true), {causal},
-      scale, /*record=*/true);
+    scale, /*record=*/true);
 }
 
 AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-    const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
-    double scale) {
+  const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
+  double scale) {
   const Path path = choose_path(q, v, span, {causal});
   return backward(path, of_part(dout), of_part(q), of_part(k), of_part(v),
-      {of_part(whole.out), whole.lse}, span_for(path, span, true), {causal}, scale);
+    {of_part(whole.out), whole.lse}, span_for(path, span, true), {causal}, scale);
 }
 
 const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan& span) {
   constexpr const char* kNames[] = {"cuDNN attention, dense batches of equal documents",
-      "FlashAttention 2, packed documents", "blocked CPU attention per run of equal documents",
-      "matrix products per document"};
+    "FlashAttention 2, packed documents", "blocked CPU attention per run of equal documents",
+    "matrix products per document"};
   return kNames[size_t(choose_path(q, v, span, {true}))];
 }
 }

@@ -17,7 +17,7 @@ struct AttentionOptions {
 // views, last dimension contiguous. The CUDA backward gives the same bits only under
 // at::globalContext().deterministicAlgorithms(); the path then avoids cuDNN.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span,
-    double scale, const AttentionOptions& options = {});
+  double scale, const AttentionOptions& options = {});
 
 // Throw unless q, k and v, or the borders of documents, fit attention().
 void check_attention(const Tensor& q, const Tensor& k, const Tensor& v);
@@ -31,7 +31,7 @@ struct AttentionPart {
 
 // No autograd: causal, as many queries as keys a document, or all see all; none lacks only one.
 AttentionPart attention_part(const Tensor& q, const Tensor& k, const Tensor& v,
-    const AttentionSpan& span, bool causal, double scale);
+  const AttentionSpan& span, bool causal, double scale);
 // The part when the softmax counts the sinks s (Hq), if any, too: lse' = log(exp(lse) + exp(s)),
 // out' = out exp(lse - lse'). They replace out and lse in a backward pass; the sinks' gradient is
 // -sum over rows of exp(s - lse') <dout, out'>.
@@ -41,8 +41,8 @@ void add_sink_gradient(const Parameter* sinks, const Tensor& dout, const Attenti
 using AttentionGradients = array<Tensor, 3>; // of q, k and v
 // Through these keys. `whole`: out (q's dtype) and lse over all keys that are seen.
 AttentionGradients attention_part_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-    const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
-    double scale);
+  const Tensor& v, const AttentionPart& whole, const AttentionSpan& span, bool causal,
+  double scale);
 
 // The kernel that attention() takes, for the log.
 const char* attention_path(const Tensor& q, const Tensor& v, const AttentionSpan& span);

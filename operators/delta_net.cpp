@@ -21,7 +21,7 @@ Tensor in_order(const Tensor& own, const Comm& context) {
 // This rank's parts of it, or those `shift` places on; none there: zeros.
 Tensor own_parts(const Tensor& all, const Comm& context, int64_t shift = 0) {
   Tensors two;
-  for (const int64_t part : {context.rank(), 2 * context.size() - 1 - context.rank()}) {
+  for (const int64_t part: {context.rank(), 2 * context.size() - 1 - context.rank()}) {
     const bool there = part + shift >= 0 && part + shift < all.size(0);
     two.push_back(there ? all[part + shift] : at::zeros_like(all[0]));
   }
@@ -35,17 +35,17 @@ struct Cut {
   Tensor split(const Tensor& x) const {
     const int64_t heads = x.size(1), dim = x.size(2);
     return at::constant_pad_nd(
-        widen(x).reshape({parts, length, heads, dim}), {0, 0, 0, 0, 0, count * chunk - length})
-        .view({parts, count, chunk, heads, dim})
-        .permute({1, 0, 3, 2, 4})
-        .reshape({count, parts * heads, chunk, dim});
+      widen(x).reshape({parts, length, heads, dim}), {0, 0, 0, 0, 0, count * chunk - length})
+      .view({parts, count, chunk, heads, dim})
+      .permute({1, 0, 3, 2, 4})
+      .reshape({count, parts * heads, chunk, dim});
   }
   Tensor join(const Tensor& x) const { // the inverse
     return x.view({count, parts, x.size(1) / parts, chunk, x.size(3)})
-        .permute({1, 0, 3, 2, 4})
-        .flatten(1, 2)
-        .narrow(1, 0, length)
-        .flatten(0, 1);
+      .permute({1, 0, 3, 2, 4})
+      .flatten(1, 2)
+      .narrow(1, 0, length)
+      .flatten(0, 1);
   }
   Tensor last(const Tensor& x) const { return x.narrow(2, chunk - 1, 1); }
 };
@@ -68,7 +68,7 @@ struct Rule {
   Tensor q, k, v, a, b, a_log, dt_bias, positions;
   Cut cut;
   Comm context;
-  double scale() const { return 1 / std::sqrt(real(q.size(2))); }
+  double scale() const { return 1 / sqrt(real(q.size(2))); }
 
   Chunks chunks() const {
     Chunks c;
@@ -82,22 +82,22 @@ struct Rule {
     c.beta = cut.split(at::sigmoid(widen(b)).unsqueeze(2));
     c.g = at::softplus(widen(a) + widen(dt_bias)).mul_(widen(a_log).exp().neg_());
     // In FP64: small differences of large sums count.
-    const Tensor sum = cut.split(c.g.to(at::kDouble).unsqueeze(2)).cumsum(2);
-    const Tensor begins = positions.eq(0).to(at::kFloat).view({-1, 1, 1});
+    const Tensor sum = cut.split(c.g.to(kDouble).unsqueeze(2)).cumsum(2);
+    const Tensor begins = positions.eq(0).to(kFloat).view({-1, 1, 1});
     const Tensor document = cut.split(begins.expand({-1, v.size(1), 1})).cumsum(2); // of the chunk
     const auto wide = [&](const Tensor& x) { return x.to(c.v.scalar_type()); };
     c.decay = wide(sum - sum.transpose(2, 3))
-                  .masked_fill_(document.ne(document.transpose(2, 3)), -INFINITY)
-                  .exp_()
-                  .tril_();
+                .masked_fill_(document.ne(document.transpose(2, 3)), -INFINITY)
+                .exp_()
+                .tril_();
     c.from_start = wide(sum.exp()).mul_(document.eq(0));
     c.to_end = wide((cut.last(sum) - sum).exp_()).mul_(document.eq(cut.last(document)));
     c.keys = at::matmul(c.k, c.k.transpose(2, 3)).mul_(c.decay).tril_(-1);
     c.scores = at::matmul(c.q, c.k.transpose(2, 3)).mul_(c.decay);
     c.system = c.keys * c.beta;
     const Tensor uw = at::linalg_solve_triangular(c.system,
-        at::cat({c.v, c.k * c.from_start}, 3).mul_(c.beta), /*upper=*/false, /*left=*/true,
-        /*unitriangular=*/true);
+      at::cat({c.v, c.k * c.from_start}, 3).mul_(c.beta), /*upper=*/false, /*left=*/true,
+      /*unitriangular=*/true);
     c.u = uw.narrow(3, 0, c.v.size(3));
     c.w = uw.narrow(3, c.v.size(3), c.k.size(3));
     c.written = c.k * c.to_end;
@@ -118,7 +118,7 @@ Tensor scan(const Tensor& step, const Tensor& add, const Tensor& start, bool rev
     const int64_t i = reverse ? count - 1 - n : n;
     Tensor to = x[reverse ? i : i + 1];
     at::baddbmm_out(
-        to, add[i], reverse ? step[i].transpose(1, 2) : step[i], x[reverse ? i + 1 : i]);
+      to, add[i], reverse ? step[i].transpose(1, 2) : step[i], x[reverse ? i + 1 : i]);
   }
   return x;
 }
@@ -126,7 +126,7 @@ Tensor scan(const Tensor& step, const Tensor& add, const Tensor& start, bool rev
 // Over a rank's chunks. Where rows are split, it starts with what the parts before (in reverse:
 // behind) leave: all ranks' transitions and ends from zero are gathered and scanned.
 Tensor scan_parts(
-    const Rule& rule, const Tensor& step, const Tensor& add, Tensor start, bool reverse = false) {
+  const Rule& rule, const Tensor& step, const Tensor& add, Tensor start, bool reverse = false) {
   if (!start.defined()) start = at::zeros_like(add.sum(0));
   if (rule.context.size() == 1) return scan(step, add, start, reverse);
   const int64_t keys = start.size(1);
@@ -137,8 +137,8 @@ Tensor scan_parts(
   const Tensor all = in_order(own, rule.context).flatten(1, 2); // (2 C, rows * heads, ..)
   const Tensor ends = all.narrow(3, keys, end.size(2));
   const Tensor states = scan(all.narrow(3, 0, keys), ends, at::zeros_like(ends[0]), reverse)
-                            .narrow(0, reverse ? 1 : 0, all.size(0))
-                            .unflatten(1, {rule.cut.parts / 2, -1});
+                          .narrow(0, reverse ? 1 : 0, all.size(0))
+                          .unflatten(1, {rule.cut.parts / 2, -1});
   return scan(step, add, own_parts(states, rule.context).flatten(0, 1), reverse);
 }
 
@@ -159,10 +159,10 @@ Tensors backward(const Rule& rule, const Tensor& dout) {
 
   // Through the triangular system: of its right side x, of itself -x [u w]^T.
   const Tensor x = at::linalg_solve_triangular(
-      t(c.system), at::cat({du, dw}, 3), /*upper=*/true, /*left=*/true, /*unitriangular=*/true);
+    t(c.system), at::cat({du, dw}, 3), /*upper=*/true, /*left=*/true, /*unitriangular=*/true);
   const Tensor dsystem = at::matmul(x, t(at::cat({c.u, c.w}, 3))).neg_().tril_(-1);
   const Tensor dbeta =
-      row_sum(dsystem * c.keys).add_(row_sum(at::cat({c.v, c.k * c.from_start}, 3).mul_(x)));
+    row_sum(dsystem * c.keys).add_(row_sum(at::cat({c.v, c.k * c.from_start}, 3).mul_(x)));
   const Tensor dright = x * c.beta, dk_start = dright.narrow(3, value_dim, c.k.size(3));
   const Tensor dscores = at::matmul(d, t(values)), dq_start = at::matmul(d, t(before));
   const Tensor dkk = (dsystem * c.beta).mul_(c.decay), dqk = dscores * c.decay;
@@ -172,14 +172,14 @@ Tensors backward(const Rule& rule, const Tensor& dout) {
 
   // Of the decays' logarithms, then of g, of whose running sums they are differences. What cancels
   // (a token's decay to itself) is left out, the rest summed in FP64: strong decays leave little.
-  const auto sum = [](const Tensor& of, int64_t dim) { return of.sum(dim, true, at::kDouble); };
+  const auto sum = [](const Tensor& of, int64_t dim) { return of.sum(dim, true, kDouble); };
   const Tensor pairs = (dsystem * c.system).add_(dscores * c.scores).tril_(-1);
   const Tensor ends = sum(dwritten * c.k * c.to_end, 3);
   const Tensor dsum = sum(pairs, 3).sub_(t(sum(pairs, 2))).sub_(ends);
   dsum.add_(sum((dq_start * c.q).add_(dk_start * c.k).mul_(c.from_start), 3));
   cut.last(dsum)
-      .add_(sum(ends, 2))
-      .add_((after * before).sum(3, true).sum(2, true).mul_(cut.last(c.from_start)));
+    .add_(sum(ends, 2))
+    .add_((after * before).sum(3, true).sum(2, true).mul_(cut.last(c.from_start)));
   const auto of_tokens = [&](const Tensor& of) { // (T, Hv)
     return cut.join(of).squeeze(2).to(c.g.scalar_type());
   };
@@ -191,14 +191,14 @@ Tensors backward(const Rule& rule, const Tensor& dout) {
     return (sums - y * (sums * y).sum(-1, true)).mul_(inverse).to(raw.scalar_type());
   };
   return {of_normalised(rule.q, dq * rule.scale()), of_normalised(rule.k, dk),
-      cut.join(dright.narrow(3, 0, value_dim).contiguous()).to(rule.v.scalar_type()),
-      dg * slope * widen(rule.a_log).exp().neg_(), of_tokens(dbeta) * beta * (1 - beta),
-      (dg * c.g).sum(0)};
+    cut.join(dright.narrow(3, 0, value_dim).contiguous()).to(rule.v.scalar_type()),
+    dg * slope * widen(rule.a_log).exp().neg_(), of_tokens(dbeta) * beta * (1 - beta),
+    (dg * c.g).sum(0)};
 }
 }
 
 TokenParts token_parts(
-    const Tensor& positions, const Tensor& cu_seqlens_host, int64_t rows, const Comm& context) {
+  const Tensor& positions, const Tensor& cu_seqlens_host, int64_t rows, const Comm& context) {
   const int64_t tokens = positions.size(0) * context.size(), borders = cu_seqlens_host.numel();
   const int32_t* border = cu_seqlens_host.const_data_ptr<int32_t>();
   int64_t found = 0; // ends of rows if equally long
@@ -207,20 +207,20 @@ TokenParts token_parts(
   const bool equal = rows > 0 && tokens % rows == 0 && found == rows;
   if (context.size() == 1) return {positions, equal ? rows : 1, context};
   PITH_CHECK(equal,
-      "a delta net over {} context-parallel ranks needs rows of one length; {} rows hold {} tokens",
-      context.size(), rows, tokens);
+    "a delta net over {} context-parallel ranks needs rows of one length; {} rows hold {} tokens",
+    context.size(), rows, tokens);
   return {positions, 2 * rows, context};
 }
 
 Tensor causal_convolution(
-    const Tensor& x, Parameter& weight, const TokenParts& parts, const Tensor& state) {
+  const Tensor& x, Parameter& weight, const TokenParts& parts, const Tensor& state) {
   check_shape(weight.value, weight.name, {x.size(1), 1, -1});
-  check_tensor(parts.positions, "convolution: positions", at::kInt, {x.size(0)});
+  check_tensor(parts.positions, "convolution: positions", kInt, {x.size(0)});
   const int64_t length = div_exact(x.size(0), parts.count), kept = weight.value.size(2) - 1;
   const bool split = parts.context.size() > 1;
   PITH_CHECK(!split || length >= kept,
-      "{}: context parallelism cuts rows into parts of {} tokens; the convolution needs {}",
-      weight.name, length, kept);
+    "{}: context parallelism cuts rows into parts of {} tokens; the convolution needs {}",
+    weight.name, length, kept);
   // Parts behind the tokens before them, (parts, K - 1 + L, C).
   const auto extend = [=] {
     const Tensor own = widen(x).reshape({parts.count, length, x.size(1)});
@@ -228,7 +228,7 @@ Tensor causal_convolution(
     if (state.defined()) before = widen(state);
     if (split)
       before =
-          own_parts(in_order(own.narrow(1, length - kept, kept), parts.context), parts.context, -1);
+        own_parts(in_order(own.narrow(1, length - kept, kept), parts.context), parts.context, -1);
     return at::cat({before, own}, 1);
   };
   // The tokens j before, their weights, and whether the document is the same.
@@ -236,9 +236,8 @@ Tensor causal_convolution(
   const auto column = [=, &weight](int64_t j) {
     return widen(weight.value.detach()).select(2, kept - j).squeeze(1);
   };
-  const auto inside = [=](int64_t j) {
-    return parts.positions.view({parts.count, length, 1}).ge(j);
-  };
+  const auto inside = [=](
+                        int64_t j) { return parts.positions.view({parts.count, length, 1}).ge(j); };
   const auto convolve = [=](const Tensor& extended) {
     Tensor sum = rows(extended, 0) * column(0);
     for (int64_t j = 1; j <= kept; ++j) sum.add_((rows(extended, j) * column(j)).mul_(inside(j)));
@@ -246,7 +245,7 @@ Tensor causal_convolution(
   };
   Tensor y;
   {
-    const at::NoGradGuard no_grad;
+    const NoGradGuard no_grad;
     const Tensor extended = extend(), sum = convolve(extended);
     y = at::sigmoid(sum).mul_(sum).to(x.scalar_type()).view(x.sizes());
     if (state.defined()) Tensor(state).copy_(extended.narrow(1, length, kept));
@@ -260,35 +259,35 @@ Tensor causal_convolution(
       rows(dextended, j).addcmul_(seen, column(j));
       if (weight.value.requires_grad())
         weight.grad.select(2, kept - j)
-            .add_((seen * rows(extended, j)).flatten(0, 1).sum(0).unsqueeze(1));
+          .add_((seen * rows(extended, j)).flatten(0, 1).sum(0).unsqueeze(1));
     }
     const Tensor dx = dextended.narrow(1, kept, length);
     if (split) // what later parts read
       dx.narrow(1, length - kept, kept)
-          .add_(own_parts(in_order(dextended.narrow(1, 0, kept), parts.context), parts.context, 1));
+        .add_(own_parts(in_order(dextended.narrow(1, 0, kept), parts.context), parts.context, 1));
     return Tensors{dx.reshape(x.sizes()).to(x.scalar_type()), Tensor()};
   });
 }
 
 Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const DeltaGates& gates,
-    const TokenParts& parts, const Tensor& state, int64_t chunk) {
+  const TokenParts& parts, const Tensor& state, int64_t chunk) {
   Parameter &a_log = gates.a_log, &dt_bias = gates.dt_bias;
   const int64_t tokens = v.size(0), heads = v.size(1);
   check_shape(k, "delta rule: k", {tokens, -1, -1});
   check_shape(q, "delta rule: q", {tokens, k.size(1), k.size(2)});
-  check_tensor(parts.positions, "delta rule: positions", at::kInt, {tokens});
-  for (const Tensor& gate : {gates.a, gates.b})
+  check_tensor(parts.positions, "delta rule: positions", kInt, {tokens});
+  for (const Tensor& gate: {gates.a, gates.b})
     check_shape(gate, "delta rule: gate", {tokens, heads});
-  for (Parameter* parameter : {&a_log, &dt_bias})
+  for (Parameter* parameter: {&a_log, &dt_bias})
     check_shape(parameter->value, parameter->name, {heads});
   div_exact(heads, k.size(1));
   const int64_t length = div_exact(tokens, parts.count);
   const int64_t size = std::clamp<int64_t>(length, 1, chunk), count = (length + size - 1) / size;
   const Rule rule{q, k, v, gates.a, gates.b, a_log.value, dt_bias.value, parts.positions,
-      {parts.count, length, size, count}, parts.context};
+    {parts.count, length, size, count}, parts.context};
   Tensor out;
   {
-    const at::NoGradGuard no_grad;
+    const NoGradGuard no_grad;
     const Chunks c = rule.chunks();
     const Tensor start = state.defined() ? widen(state).flatten(0, 1) : Tensor();
     const Tensor states = scan_parts(rule, c.step, c.add, start),
@@ -299,12 +298,12 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
     if (state.defined()) Tensor(state).copy_(states[count].view(state.sizes()));
   }
   return record(out, {q, k, v, gates.a, gates.b, a_log.value, dt_bias.value},
-      [rule, &a_log, &dt_bias](const Tensor& dout) {
+    [rule, &a_log, &dt_bias](const Tensor& dout) {
     const Tensors d = backward(rule, dout);
     if (a_log.value.requires_grad()) a_log.grad.add_(d[5]);
     if (dt_bias.value.requires_grad()) dt_bias.grad.add_(d[3].sum(0));
     return Tensors{d[0], d[1], d[2], d[3].to(rule.a.scalar_type()), d[4].to(rule.b.scalar_type()),
-        Tensor(), Tensor()};
+      Tensor(), Tensor()};
   });
 }
 }

@@ -14,7 +14,7 @@ struct TokenParts {
 };
 // As many parts as rows of equal length; else 1, or, split, an Error. Borders: of unsplit rows.
 TokenParts token_parts(
-    const Tensor& positions, const Tensor& cu_seqlens_host, int64_t rows, const Comm& context = {});
+  const Tensor& positions, const Tensor& cu_seqlens_host, int64_t rows, const Comm& context = {});
 
 // Generation's `state` of both functions below: read and replaced, without gradients.
 struct DeltaCache {
@@ -26,7 +26,7 @@ struct DeltaCache {
 // 1, C): the tokens before each part. Saves x, which may be a strided view. Collective with a
 // context; parts then have at least K - 1 tokens.
 Tensor causal_convolution(
-    const Tensor& x, Parameter& weight, const TokenParts& parts, const Tensor& state = {});
+  const Tensor& x, Parameter& weight, const TokenParts& parts, const Tensor& state = {});
 
 // Of a head: log decay g = -exp(a_log) softplus(a + dt_bias), writing beta = sigmoid(b).
 struct DeltaGates {
@@ -40,5 +40,5 @@ struct DeltaGates {
 // Saves its inputs; backward makes the rest again and adds the parameters' gradients. With a
 // context each part's transition and state travel, once each way (collective).
 Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const DeltaGates& gates,
-    const TokenParts& parts, const Tensor& state = {}, int64_t chunk = 64);
+  const TokenParts& parts, const Tensor& state = {}, int64_t chunk = 64);
 }

@@ -12,7 +12,7 @@ struct Recorded : torch::autograd::Node {
   function<Tensors(const Tensors&)> backward;
 
   Tensors apply(Tensors&& gradients) override {
-    const at::NoGradGuard no_grad;
+    const NoGradGuard no_grad;
     PITH_CHECK(backward, "a graph's backward pass runs once");
     return backward(gradients);
   }
@@ -28,7 +28,7 @@ Tensor record(const Tensor& y, const Tensors& inputs, function<Tensors(const Ten
 }
 
 void record(
-    const Tensors& outputs, const Tensors& inputs, function<Tensors(const Tensors&)> backward) {
+  const Tensors& outputs, const Tensors& inputs, function<Tensors(const Tensors&)> backward) {
   const bool needed = ranges::any_of(inputs, [](const Tensor& x) { return x.requires_grad(); });
   if (!at::GradMode::is_enabled() || !needed) return;
   const shared_ptr<Recorded> node(new Recorded, torch::autograd::deleteNode);
@@ -39,7 +39,7 @@ void record(
 
 void check_ids(const Tensor& ids, string_view name, int64_t end, int64_t none) {
   if (!ids.is_cpu()) return;
-  const Tensor all = ids.to(at::kLong).contiguous();
+  const Tensor all = ids.to(kLong).contiguous();
   const int64_t* id = all.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < all.numel(); ++i) {
     if ((id[i] >= 0 && id[i] < end) || (none < 0 && id[i] == none)) [[likely]]
@@ -47,7 +47,7 @@ void check_ids(const Tensor& ids, string_view name, int64_t end, int64_t none) {
     const string place = ids.dim() == 2 ? fmt::format("({}, {})", i / ids.size(1), i % ids.size(1))
                                         : fmt::format("[{}]", i);
     PITH_FAIL("{}{} = {} is not in [0, {}){}", name, place, id[i], end,
-        none < 0 ? fmt::format(" and not {}", none) : "");
+      none < 0 ? fmt::format(" and not {}", none) : "");
   }
 }
 

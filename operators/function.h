@@ -12,20 +12,20 @@ using Tensors = vector<Tensor>;
 Tensor record(const Tensor& y, const Tensors& inputs, function<Tensors(const Tensor&)> backward);
 // The same with several outputs; some gradients may be undefined.
 void record(
-    const Tensors& outputs, const Tensors& inputs, function<Tensors(const Tensors&)> backward);
+  const Tensors& outputs, const Tensors& inputs, function<Tensors(const Tensors&)> backward);
 
 using cuda::current_stream;
 
-inline bool is_bf16(const Tensor& tensor) { return tensor.scalar_type() == at::kBFloat16; }
+inline bool is_bf16(const Tensor& tensor) { return tensor.scalar_type() == kBFloat16; }
 
 // The CUDA kernels know FP32 and BF16.
 inline bool has_kernel(const Tensor& tensor) {
-  return tensor.is_cuda() && (is_bf16(tensor) || tensor.scalar_type() == at::kFloat);
+  return tensor.is_cuda() && (is_bf16(tensor) || tensor.scalar_type() == kFloat);
 }
 
 // PITH_IF_CUDA(x) { the kernel }: a build without CUDA discards the block and the kernels in it,
 // which exist nowhere. No `else` may follow.
-#define PITH_IF_CUDA(tensor)  \
+#define PITH_IF_CUDA(tensor) \
   if constexpr (!PITH_CUDA) { \
   } else if (::pith::has_kernel(tensor))
 

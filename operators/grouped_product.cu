@@ -1,8 +1,7 @@
 // y = x W[e] + bias[e] over each expert's rows, on Hopper: BF16 operands, sums in FP32, rounded
-// once; and, of listed rows, SwiGLU of y. A persistent block computes tiles of kTileM rows x kTileN
-// columns. Weights and rows in order come by TMA, listed rows by cp.async. A tile's rounded results
-// wait in registers: the copy engine writes them, and SwiGLU is computed, beside the next tile's
-// products.
+// once; and, of listed rows, SwiGLU of y. A persistent block computes tiles of kTileM x kTileN. The
+// rounded results of one wait in registers: SwiGLU is computed, and the copy engine writes, beside
+// the next tile's products.
 #include "operators/hopper.cuh"
 
 namespace pith::cuda {
@@ -20,11 +19,10 @@ struct Problem {
 
 constexpr int kStages = 4;
 template <bool ACTIVATE> constexpr int kBoxes = ACTIVATE ? 1 : 2; // listed rows need L1's room
-constexpr int kConsumerWarps = 8;
 using Box = uint8_t[16 * kBoxRow]; // of a warp
 template <bool ACTIVATE> struct Shared {
   Ring<kStages> ring;
-  alignas(1024) Box results[kConsumerWarps][kBoxes<ACTIVATE>];
+  alignas(1024) Box results[8][kBoxes<ACTIVATE>];
 };
 // Gates and ups apart: a tile has kTileN / 2 columns of each. Across, they alternate.
 template <bool ACROSS, bool ACTIVATE> constexpr int kHalves = ACTIVATE && !ACROSS ? 2 : 1;
@@ -34,9 +32,9 @@ struct Tile {
 };
 
 #if PITH_HOPPER
-// This block's tiles of so many columns. Those computed at one time are about as many rows as
-// columns, at most kSideBySide: rows and weights are read from memory seldom, then from L2.
-constexpr int kSideBySide = 8;
+// This block's tiles of so many columns, kBeside at most beside each other: what runs at one
+// time reads few rows and few weights, from L2.
+constexpr int kBeside = 8;
 struct Walk {
   const Problem& p;
   const int columns;
@@ -50,9 +48,9 @@ struct Walk {
       if (++expert == p.experts) return false;
       begin = end, end = p.offsets[expert];
     }
-    const int of_group = kSideBySide * ((end - begin + kTileM - 1) / kTileM);
-    const int first = (i - before) / of_group * kSideBySide, place = (i - before) % of_group;
-    const int beside = min(kSideBySide, across - first);
+    const int of_group = kBeside * ((end - begin + kTileM - 1) / kTileM);
+    const int first = (i - before) / of_group * kBeside, place = (i - before) % of_group;
+    const int beside = min(kBeside, across - first);
     tile = {expert, begin + place / beside * kTileM, end, (first + place % beside) * columns};
     i += int(gridDim.x);
     return true;
@@ -62,7 +60,7 @@ struct Walk {
 // Thread 0 copies a stage's weights: (experts, halves, width, in), or, ACROSS, (experts, in,
 // width).
 template <bool ACROSS, int HALVES> __device__ void copy_weights(
-    const CUtensorMap& weights, const Tile& tile, int k, uint8_t* box, uint64_t* full) {
+  const CUtensorMap& weights, const Tile& tile, int k, uint8_t* box, uint64_t* full) {
   if constexpr (ACROSS)
     for (int i = 0; i < kTileN / kBoxColumns; ++i, box += kStepBox)
       copy_box(weights, box, {tile.column + i * kBoxColumns, k, tile.expert}, full);
@@ -72,7 +70,7 @@ template <bool ACROSS, int HALVES> __device__ void copy_weights(
 }
 
 template <bool ACROSS> __device__ void fill_in_order(
-    const CUtensorMap& x, const CUtensorMap& weights, const Problem& p, Place<kStages> place) {
+  const CUtensorMap& x, const CUtensorMap& weights, const Problem& p, Place<kStages> place) {
   Walk walk{p, kTileN};
   for (Tile tile; walk.next(tile);)
     for (int k = 0; k < p.in; k += kStep, place.next()) {
@@ -84,7 +82,7 @@ template <bool ACROSS> __device__ void fill_in_order(
 }
 
 template <bool ACROSS> __device__ void fill_listed(
-    const CUtensorMap& weights, const Problem& p, Place<kStages> place, int thread) {
+  const CUtensorMap& weights, const Problem& p, Place<kStages> place, int thread) {
   constexpr int kHalf = kHalves<ACROSS, true>;
   constexpr int kMine = kTileM / 16; // rows first + 16 i
   const int unit = thread % 8, first = thread / 8;
@@ -142,12 +140,9 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
   uint32_t pair[kTileN / 4]; // as multiply()'s sums
   int turn = 0;
 
-  __device__ int column(int box) {
-    return tile.column + (HALVES == 2 ? box % 2 : box) * kBoxColumns;
-  }
-  __device__ int half(int box) { return HALVES == 2 ? box / 2 : 0; }
+  __device__ int column(int box) { return tile.column + box % (4 / HALVES) * kBoxColumns; }
 
-  // In advance of round(): pairs of columns 8 j on.
+  // In advance of round().
   __device__ void fetch_bias(uint32_t (&bias)[kTileN / 8], const Tile& next) {
 #pragma unroll
     for (int j = 0; j < kTileN / 8; ++j) {
@@ -167,7 +162,7 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
 
   // A box of columns from `column` of its half on, or, by fill(box), a part of it.
   template <class F> __device__ void write_box(bool first, bool last, const CUtensorMap& map,
-      bf16* to, int width, int halves, int column, int half, F&& fill) {
+    bf16* to, int width, int halves, int column, int half, F&& fill) {
     if (tile.row >= tile.end || column >= width) return;
     if (first) {
       if (lane == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kBoxes<ACTIVATE> - 1>());
@@ -175,7 +170,7 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
     }
     uint8_t* box = boxes[turn];
     int here = lane;
-    asm volatile("" : "+r"(here)); // addresses kept from step to step would be spilled
+    asm volatile("" : "+r"(here)); // kept addresses would be spilled
     fill(box, here);
     if (!last) return;
     turn = (turn + 1) % kBoxes<ACTIVATE>;
@@ -184,10 +179,10 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
     if (tile.row + 16 <= tile.end) {
       const int at[] = {column, half, tile.row};
       if (lane == 0) ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, at, box);
-    } else if (const int unit = lane % 8; column + unit * 8 < width) { // not over the next expert's
+    } else if (const int unit = lane % 8; column + unit * 8 < width) { // not over the next
       for (int r = lane / 8; r < 16 && tile.row + r < tile.end; r += 4)
         *reinterpret_cast<uint4*>(to + (int64_t{tile.row + r} * halves + half) * width + column +
-            unit * 8) = *reinterpret_cast<const uint4*>(box + r * kBoxRow + (unit ^ r % 8) * 16);
+          unit * 8) = *reinterpret_cast<const uint4*>(box + r * kBoxRow + (unit ^ r % 8) * 16);
     }
     if (lane == 0) ptx::cp_async_bulk_commit_group();
   }
@@ -195,21 +190,22 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
   // Eight columns of rows lane / 4 and of the 8th below. Lane l gives the address of row l.
   __device__ void put(uint8_t* box, int lane, int unit, uint32_t upper, uint32_t lower) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(
-                     shared_address(box + lane % 16 * kBoxRow + (unit ^ lane % 8) * 16)),
-        "r"(upper), "r"(lower)
-        : "memory");
+                   shared_address(box + lane % 16 * kBoxRow + (unit ^ lane % 8) * 16)),
+      "r"(upper), "r"(lower)
+      : "memory");
   }
 
   template <int BOX> __device__ void write_y() {
     const int to = column(BOX);
-    write_box(true, true, y_map, p.y, p.width, HALVES, to, half(BOX), [&](uint8_t* box, int lane) {
+    write_box(
+      true, true, y_map, p.y, p.width, HALVES, to, BOX * HALVES / 4, [&](uint8_t* box, int lane) {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         put(box, lane, i, pair[16 * BOX + 2 * i], pair[16 * BOX + 2 * i + 1]);
     });
   }
 
-  // Eight columns. Side by side: four chains one after the other hold up the products.
+  // Eight columns. Four chains one after the other would hold up the products.
   template <int EIGHT> __device__ void write_activation() {
     constexpr int kBox = EIGHT / 8, kUnit = EIGHT % 8;
     const auto gate = [&](int i) {
@@ -228,10 +224,9 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
     for (int i = 0; i < 4; ++i) value[i] = inverse(1.0f + value[i]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) value[i] *= gate(i) * up(i);
-    const int to = (HALVES == 2 ? tile.column : tile.column / 2) + kBox * kBoxColumns;
-    const int width = HALVES == 2 ? p.width : p.width / 2;
-    write_box(kUnit == 0, kUnit == 7, activation_map, p.activation, width, 1, to, 0,
-        [&](uint8_t* box, int lane) {
+    const int to = tile.column * HALVES / 2 + kBox * kBoxColumns;
+    write_box(kUnit == 0, kUnit == 7, activation_map, p.activation, p.width * HALVES / 2, 1, to, 0,
+      [&](uint8_t* box, int lane) {
       if constexpr (HALVES == 2) {
         put(box, lane, kUnit, rounded(value[0], value[1]), rounded(value[2], value[3]));
       } else {
@@ -239,12 +234,12 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
         for (int i = 0; i < 4; ++i) {
           const int row = lane / 4 + i % 2 * 8, place = i / 2 * 4 + lane % 4;
           reinterpret_cast<bf16*>(box + row * kBoxRow + (kUnit ^ row % 8) * 16)[place] =
-              __float2bfloat16_rn(value[i]);
+            __float2bfloat16_rn(value[i]);
         }
       }
     });
   }
-  // Of kParts: four boxes of y, then eight columns each of the activation.
+  // Four boxes of y, then eight columns each of the activation.
   template <int PART> __device__ bool write_part() {
     if constexpr (PART < 4) write_y<PART>();
     else write_activation<PART - 4>();
@@ -263,8 +258,8 @@ template <bool ACROSS, bool ACTIVATE> struct Results {
 
 template <bool ACROSS, bool ACTIVATE>
 __global__ __launch_bounds__(kThreads, 1) void product_kernel(const __grid_constant__ CUtensorMap x,
-    const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap y,
-    const __grid_constant__ CUtensorMap activation, const __grid_constant__ Problem p) {
+  const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap y,
+  const __grid_constant__ CUtensorMap activation, const __grid_constant__ Problem p) {
 #if PITH_HOPPER
   extern __shared__ uint8_t memory[];
   auto& shared = shared_at_1024<Shared<ACTIVATE>>(memory);
@@ -306,37 +301,36 @@ __global__ __launch_bounds__(kThreads, 1) void product_kernel(const __grid_const
 }
 
 bool grouped_product(const void* x, const int32_t* row_of_slot, const void* weights, bool across,
-    const int32_t* offsets, const void* bias, void* y, void* activation, const SwigluForm& form,
-    int64_t rows, int64_t experts, int64_t in, int64_t out) {
+  const int32_t* offsets, const void* bias, void* y, void* activation, const SwigluForm& form,
+  int64_t rows, int64_t experts, int64_t in, int64_t out) {
   const auto run = [&]<bool ACROSS, bool ACTIVATE>() {
     constexpr int kBytes = sizeof(Shared<ACTIVATE>) + 1024, kHalf = kHalves<ACROSS, ACTIVATE>;
     static const unsigned blocks = persistent_blocks(product_kernel<ACROSS, ACTIVATE>, kBytes);
     const int64_t width = out / kHalf, active = out / 2;
     const bool fits = in % 8 == 0 && width % 8 == 0 &&
-        (!ACTIVATE || (active % 8 == 0 && (ACROSS ? form.alternating : form == SwigluForm()))) &&
-        aligned<uint8_t, 16>({x, weights, y, activation}, {}) && aligned<uint8_t, 4>({bias}, {});
+      (!ACTIVATE || (active % 8 == 0 && (ACROSS ? form.alternating : form == SwigluForm()))) &&
+      aligned<uint8_t, 16>({x, weights, y, activation}, {}) && aligned<uint8_t, 4>({bias}, {});
     if (blocks == 0 || !fits) return false;
     if (rows == 0) return true;
     const Problem p{static_cast<const bf16*>(x), row_of_slot, offsets,
-        static_cast<const bf16*>(bias), static_cast<bf16*>(y), static_cast<bf16*>(activation),
-        int(rows), int(experts), int(in), int(width), form};
+      static_cast<const bf16*>(bias), static_cast<bf16*>(y), static_cast<bf16*>(activation),
+      int(rows), int(experts), int(in), int(width), form};
     const auto results = [&](void* data, int64_t columns, int64_t halves) {
-      return data ? tensor_map(kMapBf16, data, {columns, halves, rows}, {kBoxColumns, 1, 16})
-                  : CUtensorMap{};
+      return tensor_map(kMapBf16, data, {columns, halves, rows}, {kBoxColumns, 1, 16});
     };
     product_kernel<ACROSS, ACTIVATE><<<blocks, kThreads, kBytes, current_stream()>>>(
-        ACTIVATE ? CUtensorMap{} : tensor_map(kMapBf16, x, {in, rows}, {kStep, kTileM}),
-        ACROSS ? tensor_map(kMapBf16, weights, {out, in, experts}, {kBoxColumns, kStep, 1})
-               : tensor_map(
-                     kMapBf16, weights, {in, width, experts * kHalf}, {kStep, kTileN / kHalf, 1}),
-        results(y, width, kHalf), results(activation, active, 1), p);
+      ACTIVATE ? CUtensorMap{} : tensor_map(kMapBf16, x, {in, rows}, {kStep, kTileM}),
+      ACROSS
+        ? tensor_map(kMapBf16, weights, {out, in, experts}, {kBoxColumns, kStep, 1})
+        : tensor_map(kMapBf16, weights, {in, width, experts * kHalf}, {kStep, kTileN / kHalf, 1}),
+      results(y, width, kHalf), ACTIVATE ? results(activation, active, 1) : CUtensorMap{}, p);
     launch_check("grouped_product");
     return true;
   };
-  const auto choose = [&]<bool ACROSS>() {
-    return activation ? run.template operator()<ACROSS, true>()
-                      : run.template operator()<ACROSS, false>();
-  };
-  return across ? choose.template operator()<true>() : choose.template operator()<false>();
+  if (across)
+    return activation ? run.template operator()<true, true>()
+                      : run.template operator()<true, false>();
+  return activation ? run.template operator()<false, true>()
+                    : run.template operator()<false, false>();
 }
 }

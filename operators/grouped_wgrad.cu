@@ -41,7 +41,7 @@ template <class F> __device__ void for_each_tile(const Problem& p, F&& f) {
 }
 
 __device__ inline void fill_stages(
-    const CUtensorMap& dy, const CUtensorMap& x, const Problem& p, Place<kStages> place) {
+  const CUtensorMap& dy, const CUtensorMap& x, const Problem& p, Place<kStages> place) {
   for_each_tile(p, [&](const Tile& tile) {
     for (int row = tile.begin; row < tile.begin + tile.rows; row += kStep, place.next()) {
       wait(place.empty(), place.parity);
@@ -60,14 +60,14 @@ __device__ inline void clear_rows(uint8_t* stage, int first, int thread) {
   const int vectors = (kStep - first) * 8; // of 16 bytes in each box
   for (int i = thread; i < vectors * (kStageBytes / kStepBox); i += 256)
     *reinterpret_cast<uint4*>(stage + i / vectors * kStepBox + first * kBoxRow + i % vectors * 16) =
-        uint4{0, 0, 0, 0};
+      uint4{0, 0, 0, 0};
   ptx::fence_proxy_async(ptx::space_shared);
   group_sync(1, 256);
 }
 
 // Adds sums to the gradient from the expert's `row` on, box by box.
 __device__ inline void add_sums(const float (&sum)[128], const CUtensorMap& gradient,
-    const Tile& tile, int row, float (&boxes)[kWaiting][64][kSumColumns], int group, int thread) {
+  const Tile& tile, int row, float (&boxes)[kWaiting][64][kSumColumns], int group, int thread) {
 #pragma unroll
   for (int box = 0; box < kTileN / kSumColumns; ++box) {
     auto& staged = boxes[box % kWaiting];
@@ -86,15 +86,15 @@ __device__ inline void add_sums(const float (&sum)[128], const CUtensorMap& grad
     if (thread > 0) continue;
     const int place[] = {tile.in + box * kSumColumns, row, tile.expert};
     ptx::cp_reduce_async_bulk_tensor(
-        ptx::space_global, ptx::space_shared, ptx::op_add, &gradient, place, &staged);
+      ptx::space_global, ptx::space_shared, ptx::op_add, &gradient, place, &staged);
     ptx::cp_async_bulk_commit_group();
   }
 }
 #endif
 
 __global__ __launch_bounds__(kThreads, 1) void weight_gradient_kernel(
-    const __grid_constant__ CUtensorMap dy, const __grid_constant__ CUtensorMap x,
-    const __grid_constant__ CUtensorMap gradient, const Problem p) {
+  const __grid_constant__ CUtensorMap dy, const __grid_constant__ CUtensorMap x,
+  const __grid_constant__ CUtensorMap gradient, const Problem p) {
 #if PITH_HOPPER
   extern __shared__ uint8_t memory[];
   auto& shared = shared_at_1024<Shared>(memory);
@@ -111,7 +111,7 @@ __global__ __launch_bounds__(kThreads, 1) void weight_gradient_kernel(
     for_each_tile(p, [&](const Tile& tile) {
       float sum[128];
       multiply_stages<true, true>(
-          sum, place, (tile.rows + kStep - 1) / kStep, half, [&](uint8_t* stage, int step) {
+        sum, place, (tile.rows + kStep - 1) / kStep, half, [&](uint8_t* stage, int step) {
         const int rows = tile.rows - step * kStep;
         if (rows < kStep) clear_rows(stage, rows, half * 128 + thread);
       }, [](int) {});
@@ -124,7 +124,7 @@ __global__ __launch_bounds__(kThreads, 1) void weight_gradient_kernel(
 }
 
 bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offsets, float* gradient,
-    int64_t rows, int64_t experts, int64_t out, int64_t in) {
+  int64_t rows, int64_t experts, int64_t out, int64_t in) {
   static const unsigned blocks = persistent_blocks(weight_gradient_kernel, kSharedBytes);
   const bool fits = out % 8 == 0 && in % 8 == 0 && aligned<uint8_t, 16>({dy, x, gradient}, {});
   if (blocks == 0 || !fits) return false;
@@ -133,10 +133,9 @@ bool grouped_weight_gradient(const void* dy, const void* x, const int32_t* offse
     return tensor_map(kMapBf16, data, {columns, rows}, {kBoxColumns, kStep});
   };
   weight_gradient_kernel<<<blocks, kThreads, kSharedBytes, current_stream()>>>(rows_map(dy, out),
-      rows_map(x, in),
-      tensor_map(
-          CU_TENSOR_MAP_DATA_TYPE_FLOAT32, gradient, {in, out, experts}, {kSumColumns, 64, 1}),
-      Problem{offsets, int(experts), int(out), int(in)});
+    rows_map(x, in),
+    tensor_map(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, gradient, {in, out, experts}, {kSumColumns, 64, 1}),
+    Problem{offsets, int(experts), int(out), int(in)});
   launch_check("grouped_weight_gradient");
   return true;
 }

@@ -64,25 +64,25 @@ template <int STAGES> struct Place {
 // Arrives, and makes the barrier wait for so many bytes of copy_box().
 __device__ inline void expect(uint64_t* barrier, int bytes) {
   ptx::mbarrier_arrive_expect_tx(
-      ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier, uint32_t(bytes));
+    ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier, uint32_t(bytes));
 }
 
 // Starts to copy a box (TMA); `from`: innermost first; what lies outside becomes zeros.
 template <size_t RANK> __device__ void copy_box(
-    const CUtensorMap& map, void* box, const int (&from)[RANK], uint64_t* barrier) {
+  const CUtensorMap& map, void* box, const int (&from)[RANK], uint64_t* barrier) {
   ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, box, &map, from, barrier);
 }
 
 // Starts to copy 16 bytes, or zeros.
 __device__ inline void copy_unit(void* to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-      "l"(from), "r"(exists ? 16 : 0)
-      : "memory");
+    "l"(from), "r"(exists ? 16 : 0)
+    : "memory");
 }
 // Arrives once this thread's copy_unit()s so far are there.
 __device__ inline void arrive_with_units(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-      : "memory");
+    : "memory");
 }
 
 // The lower half of wgmma's descriptor of a matrix. The inner dimension runs along a box's rows, or
@@ -127,7 +127,7 @@ __device__ void multiply(float (&d)[128], uint32_t a, uint32_t b, bool add) {
 // them.
 template <bool ACROSS_A, bool ACROSS_B, int STAGES, class F, class G>
 __device__ void multiply_stages(
-    float (&sum)[128], Place<STAGES>& place, int steps, int half, F&& ready, G&& meanwhile) {
+  float (&sum)[128], Place<STAGES>& place, int steps, int half, F&& ready, G&& meanwhile) {
   const bool speaks = threadIdx.x % 128 == 0;
   const uint32_t first = matrix_at(place.ring.stages);
   uint64_t* reading = nullptr; // `empty` of the stage whose products may still be under way
@@ -139,7 +139,7 @@ __device__ void multiply_stages(
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     for (int k = 0; k < kStep / 16; ++k)
       multiply<ACROSS_A, ACROSS_B>(sum, a + k * (kMatrixBytes<ACROSS_A> >> 4),
-          b + (kBytesA + k * kMatrixBytes<ACROSS_B> >> 4), step > 0 || k > 0);
+        b + (kBytesA + k * kMatrixBytes<ACROSS_B> >> 4), step > 0 || k > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     meanwhile(step);
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -148,10 +148,10 @@ __device__ void multiply_stages(
     place.next();
   }
 #pragma unroll
-  for (float& value : sum) asm volatile("" : "+f"(value)::"memory");
+  for (float& value: sum) asm volatile("" : "+f"(value)::"memory");
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-  for (float& value : sum) asm volatile("" : "+f"(value)::"memory");
+  for (float& value: sum) asm volatile("" : "+f"(value)::"memory");
   if (speaks) ptx::mbarrier_arrive(reading);
 }
 #else
@@ -161,18 +161,18 @@ __device__ void multiply_stages(
 constexpr auto kMapBf16 = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 // A contiguous tensor in boxes, sizes innermost first; 128 bytes swizzled.
 inline CUtensorMap tensor_map(CUtensorMapDataType type, const void* data,
-    std::initializer_list<int64_t> its_sizes, std::initializer_list<cuuint32_t> box) {
+  std::initializer_list<int64_t> its_sizes, std::initializer_list<cuuint32_t> box) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found{};
     check(cudaGetDriverEntryPointByVersion(
-              "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
-        "cuTensorMapEncodeTiled");
+            "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
+      "cuTensorMapEncodeTiled");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   cuuint64_t sizes[3] = {}, strides[3] = {type == kMapBf16 ? 2u : 4u};
   cuuint32_t rank = 0;
-  for (const int64_t size : its_sizes) {
+  for (const int64_t size: its_sizes) {
     sizes[rank] = cuuint64_t(size);
     if (rank < 2) strides[rank + 1] = strides[rank] * sizes[rank];
     ++rank;
@@ -180,8 +180,8 @@ inline CUtensorMap tensor_map(CUtensorMapDataType type, const void* data,
   const cuuint32_t steps[] = {1, 1, 1};
   CUtensorMap map;
   const CUresult result = encode(&map, type, rank, const_cast<void*>(data), sizes, strides + 1,
-      box.begin(), steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    box.begin(), steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) fail("grouped product", "no tensor map", __FILE__, __LINE__);
   return map;
 }
@@ -194,7 +194,7 @@ template <class Kernel> unsigned persistent_blocks(Kernel* kernel, int bytes) {
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "processors");
   if (major != 9) return 0;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-      "shared memory");
+    "shared memory");
   return unsigned(count);
 }
 }

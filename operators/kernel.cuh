@@ -12,14 +12,14 @@ namespace pith::cuda {
 using bf16 = __nv_bfloat16;
 constexpr int kWarp = 32;
 
-inline void check(cudaError_t error, const char* what,
-    std::source_location at = std::source_location::current()) {
+inline void check(
+  cudaError_t error, const char* what, std::source_location at = std::source_location::current()) {
   if (error != cudaSuccess) fail(what, cudaGetErrorString(error), at.file_name(), at.line());
 }
 
 // Reports a bad configuration; faults inside appear at a later call.
 inline void launch_check(
-    const char* kernel, std::source_location at = std::source_location::current()) {
+  const char* kernel, std::source_location at = std::source_location::current()) {
   check(cudaGetLastError(), kernel, at);
 }
 
@@ -77,17 +77,17 @@ template <int LANES, class T> __device__ inline T lanes_sum(T x) {
 // Whether pointers and strides allow vectors of N elements of T.
 template <class T, int N>
 bool aligned(std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides) {
-  for (const void* p : pointers)
+  for (const void* p: pointers)
     if (reinterpret_cast<uintptr_t>(p) % (sizeof(T) * N) != 0) return false;
-  for (int64_t stride : strides)
+  for (int64_t stride: strides)
     if (stride % N != 0) return false;
   return true;
 }
 
 // Calls f<T, N>(): T = bf16 or float, N elements of 16 bytes, at most MOST, or 1 if unaligned.
 template <int MOST = 8, class F> void with_vectors(bool is_bf16,
-    std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides, F&& f,
-    std::source_location at = std::source_location::current()) {
+  std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides, F&& f,
+  std::source_location at = std::source_location::current()) {
   const auto choose = [&]<class T>() {
     constexpr int kN = kFull<T> < MOST ? kFull<T> : MOST;
     const bool fits = aligned<uint8_t, 16>(pointers, {}) && aligned<T, kN>({}, strides);

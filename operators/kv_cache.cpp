@@ -2,13 +2,13 @@
 
 namespace pith {
 AttentionSpan append_to_cache(
-    KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh) {
+  KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh) {
   const int32_t* begin = fresh.cu_q_host.const_data_ptr<int32_t>();
   const int64_t sequences = fresh.cu_q_host.numel() - 1;
   vector<int32_t>& end = cache.borders;
   if (end.empty()) end.assign(index(sequences + 1), 0);
   PITH_CHECK(ssize(end) == sequences + 1, "the cache holds {} sequences, the batch {}",
-      ssize(end) - 1, sequences);
+    ssize(end) - 1, sequences);
   const auto append = [&](Tensor& held, const Tensor& rows) {
     vector<Tensor> parts;
     for (size_t s = 0; s + 1 < end.size(); ++s) {
@@ -25,7 +25,7 @@ AttentionSpan append_to_cache(
     end[s] = narrow<int32_t>(int64_t{end[s]} + begin[s]);
     if (s > 0) all.max_k = max<int64_t>(all.max_k, end[s] - end[s - 1]);
   }
-  all.cu_k_host = at::tensor(end, at::kInt);
+  all.cu_k_host = at::tensor(end, kInt);
   all.cu_k = all.cu_k_host.to(k.device());
   return all;
 }

@@ -10,5 +10,5 @@ struct KvCache {
 
 // Appends k and v (T, Hkv, D), packed as in `fresh` -> the span of their queries over all held.
 AttentionSpan append_to_cache(
-    KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh);
+  KvCache& cache, const Tensor& k, const Tensor& v, const AttentionSpan& fresh);
 }

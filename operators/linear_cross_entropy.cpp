@@ -22,7 +22,7 @@ int64_t rows_per_chunk(const Tensor& hidden, int64_t vocabulary) {
 void logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, bool gradient) {
   PITH_IF_CUDA (logits) {
     cuda::cross_entropy_rows(write(logits), read<int64_t>(labels), write<float>(logprobs),
-        logits.size(0), logits.size(1), gradient);
+      logits.size(0), logits.size(1), gradient);
     return;
   }
   const Tensor ignored = labels.eq(kIgnored), column = labels.clamp_min(0).unsqueeze(1);
@@ -34,11 +34,11 @@ void logits_to_gradient(Tensor& logits, const Tensor& labels, Tensor& logprobs, 
 }
 
 CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const Tensor& labels,
-    double scale, int64_t chunk_tokens) {
+  double scale, int64_t chunk_tokens) {
   const int64_t vocabulary = weight.value.size(0), num_tokens = given.size(0);
-  check_tensor(given, "linear_cross_entropy: hidden", weight.value.scalar_type(),
-      {-1, weight.value.size(1)});
-  check_tensor(labels, "linear_cross_entropy: labels", at::kLong, {num_tokens});
+  check_tensor(
+    given, "linear_cross_entropy: hidden", weight.value.scalar_type(), {-1, weight.value.size(1)});
+  check_tensor(labels, "linear_cross_entropy: labels", kLong, {num_tokens});
   check_ids(labels, "labels", vocabulary, kIgnored);
 
   const bool hidden_gradient = at::GradMode::is_enabled() && given.requires_grad();
@@ -54,7 +54,7 @@ CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const 
   result.logprobs = at::empty({num_tokens}, wide);
   Tensor dhidden = hidden_gradient ? at::empty_like(hidden) : Tensor();
   const int64_t chunk =
-      min(chunk_tokens > 0 ? chunk_tokens : rows_per_chunk(hidden, vocabulary), num_tokens);
+    min(chunk_tokens > 0 ? chunk_tokens : rows_per_chunk(hidden, vocabulary), num_tokens);
   const Tensor buffer = at::empty({chunk, vocabulary}, given.is_cuda() ? given.options() : wide);
   const Tensor all_labels = labels.contiguous();
   for (int64_t begin = 0; begin < num_tokens; begin += chunk) {
@@ -70,16 +70,16 @@ CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const 
     }
     if (weight_gradient) add_weight_gradient(weight.grad, logits, hidden_chunk, scale);
   }
-  const Tensor sum = result.logprobs.sum(at::kDouble); // FP64: no digits lost
+  const Tensor sum = result.logprobs.sum(kDouble); // FP64: no digits lost
   result.loss_sum = sum.neg().to(wide);
   result.loss = (sum * -scale).to(wide);
   if (hidden_gradient) dhidden = dhidden.to(given.scalar_type());
   record(result.loss, {given, weight.value}, [dhidden](const Tensor& dloss) {
     // On CUDA reading it would wait.
     PITH_CHECK(dloss.is_cuda() || dloss.item().toDouble() == 1.0,
-        "linear_cross_entropy: loss got the gradient {} instead of 1; it must be a root of the "
-        "backward, since dW was added in the forward: put factors into scale",
-        dloss.item().toDouble());
+      "linear_cross_entropy: loss got the gradient {} instead of 1; it must be a root of the "
+      "backward, since dW was added in the forward: put factors into scale",
+      dloss.item().toDouble());
     return Tensors{dhidden, Tensor()};
   });
   return result;
@@ -87,7 +87,7 @@ CrossEntropy linear_cross_entropy(const Tensor& given, Parameter& weight, const 
 
 Tensor head_logits(const Tensor& hidden, const Parameter& weight) {
   check_tensor(
-      hidden, "head_logits: hidden", weight.value.scalar_type(), {-1, weight.value.size(1)});
+    hidden, "head_logits: hidden", weight.value.scalar_type(), {-1, weight.value.size(1)});
   return multiply(hidden, weight.value.t(), wide_dtype(hidden.scalar_type()));
 }
 }

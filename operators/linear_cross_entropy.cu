@@ -21,8 +21,8 @@ __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
   __shared__ SoftmaxSum part[kWarps];
   for (int distance = 16; distance > 0; distance /= 2)
     x = combine(x,
-        {__shfl_xor_sync(0xffffffffu, x.top, distance),
-            __shfl_xor_sync(0xffffffffu, x.sum, distance)});
+      {__shfl_xor_sync(0xffffffffu, x.top, distance),
+        __shfl_xor_sync(0xffffffffu, x.sum, distance)});
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
   __syncthreads();
   SoftmaxSum all = part[0];
@@ -33,8 +33,8 @@ __device__ inline SoftmaxSum block_combine(SoftmaxSum x) {
 // A block a row, twice over it: the second time backwards, since L2 still holds its end. N logits
 // are read, or numbers of the gradient written, by one instruction.
 template <class T, int N> __global__ __launch_bounds__(kThreads, 2) void cross_entropy_kernel(
-    T* __restrict__ logits, const int64_t* __restrict__ labels, float* __restrict__ logprobs,
-    int64_t vocabulary, bool gradient) {
+  T* __restrict__ logits, const int64_t* __restrict__ labels, float* __restrict__ logprobs,
+  int64_t vocabulary, bool gradient) {
   constexpr int kVectors = N == 1 ? 8 : 4; // loads in flight
   constexpr int64_t kTile = int64_t{kThreads} * kVectors * N;
   T* row = logits + blockIdx.x * vocabulary;
@@ -91,11 +91,11 @@ template <class T, int N> __global__ __launch_bounds__(kThreads, 2) void cross_e
 }
 
 void cross_entropy_rows(Data logits, const int64_t* labels, float* logprobs, int64_t rows,
-    int64_t vocabulary, bool gradient) {
+  int64_t vocabulary, bool gradient) {
   if (rows == 0) return;
   with_vectors(logits.bf16, {logits}, {vocabulary}, [&]<class T, int N>() {
     cross_entropy_kernel<T, N><<<unsigned(rows), kThreads, 0, current_stream()>>>(
-        logits, labels, logprobs, vocabulary, gradient);
+      logits, labels, logprobs, vocabulary, gradient);
   });
 }
 }

@@ -17,7 +17,7 @@ struct CrossEntropy {
 // throws on the CPU; on CUDA its log-probability is NaN. chunk_tokens: rows of logits at a time; 0:
 // what the device's memory budget allows.
 CrossEntropy linear_cross_entropy(const Tensor& hidden, Parameter& weight, const Tensor& labels,
-    double scale, int64_t chunk_tokens = 0);
+  double scale, int64_t chunk_tokens = 0);
 
 // hidden (T, H), weight (V, H) -> (T, V) float32, no gradient: for generation and traces.
 Tensor head_logits(const Tensor& hidden, const Parameter& weight);

@@ -7,7 +7,7 @@ inline Tensor widen(const Tensor& x) { return x.to(wide_dtype(x.scalar_type()));
 // out (M, N) = a (M, K) b (K, N), summed in FP32 (FP64 for FP64), rounded once to out's dtype: the
 // operands', or their wide_dtype. Not differentiable.
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
-Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype);
+Tensor multiply(const Tensor& a, const Tensor& b, ScalarType dtype);
 
 // f(expert, first row, count) where there are rows; offsets (E) int32: ends. Waits for a GPU.
 template <class F> void for_each_expert(const Tensor& offsets, F&& f) {
@@ -20,7 +20,7 @@ template <class F> void for_each_expert(const Tensor& offsets, F&& f) {
 
 // gradient (out, in) in wide_dtype += alpha * dy^T x; dy (T, out), x (T, in); T may be 0.
 void add_weight_gradient(
-    const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha = 1);
+  const Tensor& gradient, const Tensor& dy, const Tensor& x, double alpha = 1);
 
 // Into a parameter's buffer; with offsets (E) rows are by expert, the gradient (E, out, in).
 struct WeightGradient {

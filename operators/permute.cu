@@ -4,7 +4,7 @@ namespace pith::cuda {
 namespace {
 // A thread reads one unit of a row once and writes it to the row's slots.
 template <class T> __global__ void scatter_kernel(T* __restrict__ out, const T* __restrict__ rows,
-    const int32_t* __restrict__ slot_of, int64_t count, int64_t k, int64_t units) {
+  const int32_t* __restrict__ slot_of, int64_t count, int64_t k, int64_t units) {
   const int64_t unit = blockIdx.y * int64_t{blockDim.x} + threadIdx.x;
   const int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   if (unit >= units || r >= count) return;
@@ -15,8 +15,8 @@ template <class T> __global__ void scatter_kernel(T* __restrict__ out, const T* 
 
 // A thread owns N columns of a row and sums its slots, four loads at a time.
 template <class T, int N> __global__ void gather_sum_kernel(T* __restrict__ out,
-    const T* __restrict__ slots, const float* __restrict__ weight,
-    const int32_t* __restrict__ slot_of, int64_t rows, int64_t k, int64_t hidden) {
+  const T* __restrict__ slots, const float* __restrict__ weight,
+  const int32_t* __restrict__ slot_of, int64_t rows, int64_t k, int64_t hidden) {
   const int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t h = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (r >= rows || h >= hidden) return;
@@ -46,9 +46,9 @@ template <class T, int N> __global__ void gather_sum_kernel(T* __restrict__ out,
 // A warp owns one entry (row, j): scales dout's row into the slot and takes the dot product. A
 // row's warps run side by side: dout's row is read from memory once.
 template <class T, int N> __global__ void unpermute_backward_kernel(T* __restrict__ dslots,
-    float* __restrict__ dweight, const T* __restrict__ dout, const T* __restrict__ slots,
-    const float* __restrict__ weight, const int32_t* __restrict__ slot_of, int64_t entries,
-    int64_t k, int64_t hidden) {
+  float* __restrict__ dweight, const T* __restrict__ dout, const T* __restrict__ slots,
+  const float* __restrict__ weight, const int32_t* __restrict__ slot_of, int64_t entries, int64_t k,
+  int64_t hidden) {
   const int lane = threadIdx.x % kWarp;
   const int64_t entry = blockIdx.x * int64_t{blockDim.x / kWarp} + threadIdx.x / kWarp;
   if (entry >= entries) return;
@@ -77,13 +77,13 @@ template <class T, int N> __global__ void unpermute_backward_kernel(T* __restric
 }
 
 void scatter_rows(void* out, const void* rows, const int32_t* slot_of, int64_t count, int64_t k,
-    int64_t row_bytes) {
+  int64_t row_bytes) {
   if (count == 0 || row_bytes == 0) return;
   const auto run = [&]<class T>() {
     const int64_t units = row_bytes / int64_t(sizeof(T));
     const RowGrid shape = row_grid(count, units);
     scatter_kernel<T><<<shape.grid, shape.block, 0, current_stream()>>>(
-        static_cast<T*>(out), static_cast<const T*>(rows), slot_of, count, k, units);
+      static_cast<T*>(out), static_cast<const T*>(rows), slot_of, count, k, units);
   };
   const bool full = aligned<uint8_t, 16>({out, rows}, {row_bytes});
   full ? run.template operator()<uint4>() : run.template operator()<uint16_t>();
@@ -91,23 +91,23 @@ void scatter_rows(void* out, const void* rows, const int32_t* slot_of, int64_t c
 }
 
 void gather_sum(Data out, Data slots, const float* weight, const int32_t* slot_of, int64_t rows,
-    int64_t k, int64_t hidden) {
+  int64_t k, int64_t hidden) {
   if (rows * hidden == 0) return;
   with_vectors(out.bf16, {out, slots}, {hidden}, [&]<class T, int N>() {
     const RowGrid shape = row_grid(rows, hidden / N);
     gather_sum_kernel<T, N><<<shape.grid, shape.block, 0, current_stream()>>>(
-        out, slots, weight, slot_of, rows, k, hidden);
+      out, slots, weight, slot_of, rows, k, hidden);
   });
 }
 
 void unpermute_backward(Data dslots, float* dweight, Data dout, Data slots, const float* weight,
-    const int32_t* slot_of, int64_t rows, int64_t k, int64_t hidden) {
+  const int32_t* slot_of, int64_t rows, int64_t k, int64_t hidden) {
   if (rows == 0) return;
   constexpr int kWarps = 8;
   with_vectors(dslots.bf16, {dslots, dout, slots}, {hidden}, [&]<class T, int N>() {
     const unsigned blocks = num_blocks(rows * k, kWarps);
     unpermute_backward_kernel<T, N><<<blocks, kWarps * kWarp, 0, current_stream()>>>(
-        dslots, dweight, dout, slots, weight, slot_of, rows * k, k, hidden);
+      dslots, dweight, dout, slots, weight, slot_of, rows * k, k, hidden);
   });
 }
 }

@@ -11,7 +11,7 @@ struct ExpertPlan : Gather {
 // topk_idx (R, K) int64: local ids in [0, E), or -1 for other ranks' entries; R * K < 2^31, E <
 // 2^15. With a known S, `num_slots`, nothing waits for the device.
 ExpertPlan make_expert_plan(
-    const Tensor& topk_idx, int64_t num_experts, optional<int64_t> num_slots = {});
+  const Tensor& topk_idx, int64_t num_experts, optional<int64_t> num_slots = {});
 
 // rows (R, H) -> (S, H). Backward sums a row's slots in FP32.
 Tensor permute(const Tensor& rows, const Gather& plan);

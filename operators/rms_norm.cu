@@ -52,7 +52,7 @@ __device__ inline int64_t row_start(const NormRows& rows, int64_t r) {
 }
 
 template <class T, class S> __global__ void __launch_bounds__(S::MOST) forward_kernel(
-    const T* x, NormRows rows, const T* weight, float plus, float eps, T* y, float* rstd) {
+  const T* x, NormRows rows, const T* weight, float plus, float eps, T* y, float* rstd) {
   const int rows_per_block = blockDim.x / group_size<S>();
   const int64_t r = blockIdx.x * int64_t{rows_per_block} + threadIdx.x / group_size<S>();
   const bool valid = r < rows.count; // others stay for the shuffles
@@ -77,36 +77,23 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST) forward_k
 
 // A block takes rows a grid apart, keeps dweight's sums in registers, writes a row of `partial`.
 template <class T, class S> __global__ void __launch_bounds__(S::MOST)
-    backward_kernel(const T* x, NormRows rows, const T* weight, float plus, const float* rstd,
-        const T* dy, T* dx, float* partial) {
+  backward_kernel(const T* x, NormRows rows, const T* weight, float plus, const float* rstd,
+    const T* dy, T* dx, float* partial) {
   constexpr int N = S::N;
   const int group = threadIdx.x / group_size<S>(), num_groups = blockDim.x / group_size<S>();
-  struct Row {
-    Vec<T, N> a[S::PER], d[S::PER];
-    float scale;
-  };
-  const auto fetch = [&](int64_t r) { // or the last row
-    Row row;
-    r = min(r, rows.count - 1);
-    row.scale = rstd[r];
-    for_vectors<S>(rows.dim, [&](int k, int j) {
-      row.a[k] = load<N>(x + row_start(rows, r) + j);
-      row.d[k] = load<N>(dy + r * rows.dim + j);
-    });
-    return row;
-  };
   float sums[S::PER][N] = {};
-  const int64_t stride = int64_t{gridDim.x} * num_groups;
   const int64_t first = blockIdx.x * int64_t{num_groups};
-  // Short rows are fetched before the row ahead is computed; long ones fill the registers.
-  constexpr bool kAhead = S::PER == 1;
-  Row next;
-  if constexpr (kAhead) next = fetch(first + group);
-  for (int64_t base = first; base < rows.count; base += stride) {
+  for (int64_t base = first; base < rows.count; base += int64_t{gridDim.x} * num_groups) {
     const int64_t r = base + group;
     const bool valid = r < rows.count;
-    const auto [a, d, scale] = kAhead ? next : fetch(r);
-    if constexpr (kAhead) next = fetch(r + stride);
+    const T* from = x + row_start(rows, valid ? r : 0);
+    const T* gradient = dy + (valid ? r : 0) * rows.dim;
+    const float scale = valid ? rstd[r] : 0.0f;
+    Vec<T, N> a[S::PER], d[S::PER];
+    for_vectors<S>(rows.dim, [&](int k, int j) {
+      a[k] = load<N>(from + j);
+      d[k] = load<N>(gradient + j);
+    });
     float projection = 0; // sum of dy w n, n = x rstd
     for_vectors<S>(valid ? rows.dim : 0, [&](int k, int j) {
       const Vec<T, N> w = load<N>(weight + j);
@@ -143,7 +130,7 @@ template <class T, class S> __global__ void __launch_bounds__(S::MOST)
 
 // dweight (dim) += column sums of partial (blocks, dim), in a fixed order.
 __global__ void add_columns_kernel(
-    const float* partial, int64_t blocks, int64_t dim, float* dweight) {
+  const float* partial, int64_t blocks, int64_t dim, float* dweight) {
   __shared__ float part[32][33];
   const int64_t column = blockIdx.x * int64_t{32} + threadIdx.x;
   float sum = 0;
@@ -171,7 +158,6 @@ template <int N, class F> void with_spread(int64_t dim, F&& f) {
   } else {
     if (dim <= 16 * N) return f(Spread<N, 16, 1>{}, kGroupThreads);
     if (dim <= 32 * 4 * N) return f(Spread<N, 32, 4>{}, kGroupThreads);
-    if (dim <= 32 * 8 * N) return f(Spread<N, 32, 8>{}, kGroupThreads);
     if (dim <= 512 * 4 * N) return whole_block(Spread<N, 0, 4, 512>{});
     check(cudaErrorInvalidValue, "rms_norm of rows above 32 kB");
   }
@@ -179,7 +165,7 @@ template <int N, class F> void with_spread(int64_t dim, F&& f) {
 }
 
 void rms_norm_forward(
-    Data x, const NormRows& rows, Data weight, float plus, double eps, Data y, float* rstd) {
+  Data x, const NormRows& rows, Data weight, float plus, double eps, Data y, float* rstd) {
   if (rows.count == 0) return;
   const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
   with_vectors(x.bf16, {x, weight, y}, strides, [&]<class T, int N>() {
@@ -187,21 +173,20 @@ void rms_norm_forward(
       using S = decltype(spread);
       const unsigned at_a_time = S::LANES == 0 ? 1 : threads / std::max(S::LANES, 1);
       forward_kernel<T, S><<<num_blocks(rows.count, at_a_time), threads, 0, current_stream()>>>(
-          x, rows, weight, plus, float(eps), y, rstd);
+        x, rows, weight, plus, float(eps), y, rstd);
     });
   });
 }
 
 int64_t rms_norm_blocks(const NormRows& rows) {
-  // Of no device: one order of summation on all. As many blocks as an H200 runs at once (nine,
-  // four, two or five a multiprocessor); at least 16 rows a block.
-  const int64_t by_rows = (rows.count + 15) / 16, dim = rows.dim;
-  const int64_t most = dim <= 128 ? 1188 : dim <= 1024 ? 528 : dim <= 2048 ? 264 : 660;
+  // Of no device: one order of summation on all. As many blocks as an H200 runs at once (eight or
+  // ten a multiprocessor); at least 16 rows a block.
+  const int64_t by_rows = (rows.count + 15) / 16, most = rows.dim <= 128 ? 1320 : 1056;
   return by_rows < most ? by_rows : most;
 }
 
 void rms_norm_backward(Data x, const NormRows& rows, Data weight, float plus, const float* rstd,
-    Data dy, Data dx, float* partial, float* dweight) {
+  Data dy, Data dx, float* partial, float* dweight) {
   if (rows.count == 0) return;
   const auto blocks = unsigned(rms_norm_blocks(rows));
   const auto strides = {rows.dim, rows.outer_stride, rows.inner_stride};
@@ -211,15 +196,15 @@ void rms_norm_backward(Data x, const NormRows& rows, Data weight, float plus, co
       const size_t shared = size_t(rows.dim) * sizeof(float);
       if (shared > 48 * 1024)
         check(
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)),
-            "rms_norm backward");
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)),
+          "rms_norm backward");
       kernel<<<blocks, threads, shared, current_stream()>>>(
-          x, rows, weight, plus, rstd, dy, dx, partial);
+        x, rows, weight, plus, rstd, dy, dx, partial);
     });
   });
   if (dweight == nullptr) return;
   add_columns_kernel<<<num_blocks(rows.dim, 32), dim3(32, 32), 0, current_stream()>>>(
-      partial, blocks, rows.dim, dweight);
+    partial, blocks, rows.dim, dweight);
   launch_check("rms_norm dweight");
 }
 }

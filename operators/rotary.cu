@@ -5,9 +5,9 @@ namespace pith::cuda {
 namespace {
 // Two vectors hold N pairs: N of each half, or 2 N neighbours.
 template <class T, int N, bool NEIGHBOURS> __global__ void rotary_kernel(const T* x,
-    const int32_t* positions, const float* cos, const float* sin, T* y, int64_t rows, int heads,
-    int half, int64_t row_stride, int64_t head_stride, int64_t y_head_stride, int64_t table_rows,
-    float sign) {
+  const int32_t* positions, const float* cos, const float* sin, T* y, int64_t rows, int heads,
+  int half, int64_t row_stride, int64_t head_stride, int64_t y_head_stride, int64_t table_rows,
+  float sign) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int chunks = half / N;
   const int place = blockIdx.y * blockDim.x + threadIdx.x; // of (heads, chunks)
@@ -34,8 +34,8 @@ template <class T, int N, bool NEIGHBOURS> __global__ void rotary_kernel(const T
 }
 
 void rotary(Data x, const int32_t* positions, const float* cos, const float* sin, Data y,
-    int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
-    int64_t y_head_stride, int64_t table_rows, bool neighbours, bool inverse) {
+  int64_t rows, int64_t heads, int64_t dim, int64_t row_stride, int64_t head_stride,
+  int64_t y_head_stride, int64_t table_rows, bool neighbours, bool inverse) {
   if (rows * heads * dim == 0) return;
   const int64_t half = dim / 2;
   const auto strides = {half, row_stride, head_stride, y_head_stride};
@@ -43,8 +43,8 @@ void rotary(Data x, const int32_t* positions, const float* cos, const float* sin
     const RowGrid shape = row_grid(rows, heads * (half / N));
     const auto kernel = neighbours ? rotary_kernel<T, N, true> : rotary_kernel<T, N, false>;
     kernel<<<shape.grid, shape.block, 0, current_stream()>>>(x, positions, cos, sin, y, rows,
-        int(heads), int(half), row_stride, head_stride, y_head_stride, table_rows,
-        inverse ? -1.0f : 1.0f);
+      int(heads), int(half), row_stride, head_stride, y_head_stride, table_rows,
+      inverse ? -1.0f : 1.0f);
   });
 }
 }

@@ -22,8 +22,8 @@ inline double yarn_mscale(double factor, double m) {
 }
 
 // theta^(-2i/D), i < D/2; `max_positions` rows.
-RotaryTable make_rotary_table(int64_t max_positions, int64_t head_dim, double theta,
-    at::Device device, const Yarn& yarn = {});
+RotaryTable make_rotary_table(
+  int64_t max_positions, int64_t head_dim, double theta, Device device, const Yarn& yarn = {});
 
 // Pair i of D elements: i and i + D/2 (Qwen, GPT-OSS), or 2i and 2i + 1 (DeepSeek).
 enum class RotaryPairs { halves, neighbours };
@@ -33,5 +33,5 @@ enum class RotaryPairs { halves, neighbours };
 // sin, b cos + a sin), in FP32, rounded once. x may be a strided view, last dimension contiguous.
 // Saves positions and table only. A position outside throws on the CPU; on CUDA its row is NaN.
 Tensor rotary(const Tensor& x, const Tensor& positions, const RotaryTable& table,
-    RotaryPairs pairs = RotaryPairs::halves, int64_t first = 0);
+  RotaryPairs pairs = RotaryPairs::halves, int64_t first = 0);
 }

@@ -32,9 +32,8 @@ __device__ inline void select_topk(const float (&score)[N], int num_experts, int
 }
 
 template <int N> __global__ void route_forward_kernel(const float* __restrict__ logits,
-    const int64_t* __restrict__ forced, float* __restrict__ probabilities,
-    int64_t* __restrict__ idx, float* __restrict__ weight, int64_t rows, int num_experts, int k,
-    bool normalize) {
+  const int64_t* __restrict__ forced, float* __restrict__ probabilities, int64_t* __restrict__ idx,
+  float* __restrict__ weight, int64_t rows, int num_experts, int k, bool normalize) {
   const int lane = threadIdx.x % kWarp;
   const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
   if (row >= rows) return;
@@ -76,9 +75,9 @@ template <int N> __global__ void route_forward_kernel(const float* __restrict__ 
 // dw>) / s. Those of chosen probabilities are added lane by lane in the order of j: an expert
 // forced twice into a row still has one order.
 template <int N> __global__ void route_backward_kernel(const float* __restrict__ probabilities,
-    const int64_t* __restrict__ idx, const float* __restrict__ dprobabilities,
-    const float* __restrict__ dweight, float* __restrict__ dlogits, int64_t rows, int num_experts,
-    int k, bool normalize) {
+  const int64_t* __restrict__ idx, const float* __restrict__ dprobabilities,
+  const float* __restrict__ dweight, float* __restrict__ dlogits, int64_t rows, int num_experts,
+  int k, bool normalize) {
   const int lane = threadIdx.x % kWarp;
   const int64_t row = blockIdx.x * int64_t{kWarpsPerBlock} + threadIdx.x / kWarp;
   if (row >= rows) return;
@@ -129,23 +128,23 @@ constexpr int kThreads = kWarpsPerBlock * kWarp;
 }
 
 void route_forward(const float* logits, const int64_t* forced, float* probabilities, int64_t* idx,
-    float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize) {
+  float* weight, int64_t rows, int64_t num_experts, int64_t k, bool normalize) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
     route_forward_kernel<N><<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, current_stream()>>>(
-        logits, forced, probabilities, idx, weight, rows, int(num_experts), int(k), normalize);
+      logits, forced, probabilities, idx, weight, rows, int(num_experts), int(k), normalize);
   });
   launch_check("route_forward");
 }
 
 void route_backward(const float* probabilities, const int64_t* idx, const float* dprobabilities,
-    const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
-    bool normalize) {
+  const float* dweight, float* dlogits, int64_t rows, int64_t num_experts, int64_t k,
+  bool normalize) {
   if (rows == 0) return;
   with_registers(num_experts, [&]<int N>() {
     route_backward_kernel<N>
-        <<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, current_stream()>>>(probabilities, idx,
-            dprobabilities, dweight, dlogits, rows, int(num_experts), int(k), normalize);
+      <<<num_blocks(rows, kWarpsPerBlock), kThreads, 0, current_stream()>>>(probabilities, idx,
+        dprobabilities, dweight, dlogits, rows, int(num_experts), int(k), normalize);
   });
   launch_check("route_backward");
 }

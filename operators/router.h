@@ -24,7 +24,7 @@ Tensor topk_lowest_id(const Tensor& scores, int64_t k);
 Tensor group_limited_topk(const Tensor& logits, int64_t k, int64_t groups, int64_t topk_groups);
 
 // (T, K) int64, equal loads, for measurements: entry (t, j) is (t K + j) mod E.
-Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, at::Device device);
+Tensor balanced_routes(int64_t num_tokens, int64_t k, int64_t num_experts, Device device);
 
 // Whose share of choices an expert is charged for: its row's (DeepSeek-V2, arXiv 2405.04434, eq. 12
 // to 14), the micro-batch's, or that of the step before's whole batch.
@@ -41,6 +41,6 @@ struct RouterBalance {
 // Rows split over `context`: counts are summed over it (collective, forward pass only; they travel
 // until the result is called), and the loss is the local tokens' part.
 function<RouterBalance()> start_balance_loss(const Tensor& probabilities, const Tensor& topk_idx,
-    const Tensor& row_id, int64_t num_rows, const Comm& context = {},
-    BalanceKind kind = BalanceKind::sequence, const Tensor& shares = {});
+  const Tensor& row_id, int64_t num_rows, const Comm& context = {},
+  BalanceKind kind = BalanceKind::sequence, const Tensor& shares = {});
 }

@@ -12,7 +12,7 @@ array<Tensor, 2> halves(const Tensor& gate_up, const SwigluForm& form) {
 }
 
 Tensor swiglu_forward(const Tensor& gate_up, const SwigluForm& form) {
-  const at::NoGradGuard no_grad;
+  const NoGradGuard no_grad;
   PITH_IF_CUDA (gate_up) {
     Tensor y = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
     cuda::swiglu(read(gate_up), {}, write(y), y.size(0), y.size(1), form);
@@ -43,11 +43,11 @@ Tensor swiglu_backward(const Tensor& gate_up, const Tensor& given, const SwigluF
 Tensor swiglu(const Tensor& gate_up, const SwigluForm& form) {
   check_shape(gate_up, "swiglu: gate_up", {-1, -1});
   PITH_CHECK(gate_up.is_floating_point() && gate_up.size(1) % 2 == 0,
-      "{}: gate and up must be floating-point numbers, as many of the one as of the other",
-      describe(gate_up, "swiglu: gate_up"));
+    "{}: gate and up must be floating-point numbers, as many of the one as of the other",
+    describe(gate_up, "swiglu: gate_up"));
   PITH_CHECK(form.limit > 0, "swiglu: limit {}", form.limit);
   const Tensor x = gate_up.contiguous();
   return record(swiglu_forward(x, form), {x},
-      [x, form](const Tensor& dy) { return Tensors{swiglu_backward(x, dy, form)}; });
+    [x, form](const Tensor& dy) { return Tensors{swiglu_backward(x, dy, form)}; });
 }
 }

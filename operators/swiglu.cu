@@ -17,7 +17,7 @@ template <class T, int N, bool ALTERNATING> struct Pairs {
 
 // out: the activation, or, BACKWARD, gate_up's gradient.
 template <class T, int N, bool ALTERNATING, bool BACKWARD> __global__ void swiglu_kernel(
-    const T* gate_up, const T* dy, T* out, int64_t rows, int64_t width, SwigluForm form) {
+  const T* gate_up, const T* dy, T* out, int64_t rows, int64_t width, SwigluForm form) {
   const int64_t row = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
   const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * N;
   if (row >= rows || column >= width) return;

@@ -11,30 +11,30 @@ Bpe::Bpe(const vector<string>& tokens, const vector<BpeMerge>& merges, Config co
     if (!forms_[id].empty()) ids_[forms_[id]] = int32_t(id);
   }
   const string prefix =
-      config_.byte_level ? spelled_bytes(config_.prefix).value_or("\xFF\xFF") : config_.prefix;
+    config_.byte_level ? spelled_bytes(config_.prefix).value_or("\xFF\xFF") : config_.prefix;
   for (int byte = 0; byte < 256; ++byte) {
     byte_ids_[0][byte] = id_of(string(1, char(byte)));
     byte_ids_[1][byte] = id_of(prefix + char(byte));
     fallback_ids_[byte] = config_.byte_level ? -1 : id_of(fmt::format("<0x{:02X}>", byte));
     PITH_CHECK(!(config_.byte_level && config_.byte_fallback && byte_ids_[0][byte] < 0),
-        "byte_fallback with a byte-level vocabulary that lacks byte {} is not supported", byte);
+      "byte_fallback with a byte-level vocabulary that lacks byte {} is not supported", byte);
   }
   shift_ = 64 - int(std::bit_width(max<size_t>(merges.size() * 2, 2)));
   merges_.resize(size_t{1} << (64 - shift_));
-  for (const BpeMerge& m : merges) // of a pair that is listed twice the last counts
+  for (const BpeMerge& m: merges) // of a pair that is listed twice the last counts
     merges_[place(m.left, m.right)] = {pair_key(m.left, m.right), m.rank, m.merged};
 
   // Parts of a piece are independent where symbols depend on nothing before them.
   const bool independent = config_.prefix.empty() && !config_.ignore_merges &&
-      (ranges::min(config_.byte_level ? byte_ids_[0] : fallback_ids_) >= 0 ||
-          (config_.unk_id >= 0 && !config_.fuse_unk));
+    (ranges::min(config_.byte_level ? byte_ids_[0] : fallback_ids_) >= 0 ||
+      (config_.unk_id >= 0 && !config_.fuse_unk));
   set<int32_t> stand_ins(fallback_ids_, fallback_ids_ + 256);
   stand_ins.insert(config_.unk_id);
   const bool joined = ranges::any_of(merges,
-      [&](const BpeMerge& m) { return stand_ins.contains(m.left) || stand_ins.contains(m.right); });
+    [&](const BpeMerge& m) { return stand_ins.contains(m.left) || stand_ins.contains(m.right); });
   if (!independent || joined) return;
   joints_.resize(kJoints);
-  for (const BpeMerge& m : merges) {
+  for (const BpeMerge& m: merges) {
     const auto &left = forms_[index(m.left)], &right = forms_[index(m.right)];
     if (!left.empty() && !right.empty()) joints_[joint(left, right)] = true; // a piece may hold it
   }
@@ -45,7 +45,7 @@ size_t Bpe::joint(string_view before, string_view behind) const {
   size_t first = config_.byte_level ? 1 : 0;
   if (first == 0) utf8_next(behind, first);
   uint64_t key = uint8_t(before.back());
-  for (const char byte : behind.substr(0, first)) key = key << 8 | uint8_t(byte);
+  for (const char byte: behind.substr(0, first)) key = key << 8 | uint8_t(byte);
   return (key * 0x9E3779B97F4A7C15ull) >> (64 - kJointBits);
 }
 
@@ -94,8 +94,8 @@ void Bpe::split_into_symbols(string_view piece, Scratch& scratch) const {
     if (config_.byte_fallback) {
       spell(begin, at);
       if (std::all_of(spelled.begin(), spelled.end(),
-              [&](char c) { return fallback_ids_[uint8_t(c)] >= 0; })) {
-        for (char c : spelled) add(fallback_ids_[uint8_t(c)], 1);
+            [&](char c) { return fallback_ids_[uint8_t(c)] >= 0; })) {
+        for (char c: spelled) add(fallback_ids_[uint8_t(c)], 1);
         continue;
       }
     }
@@ -141,7 +141,7 @@ void Bpe::merge(Scratch& scratch) const {
   auto best = [&]() -> uint32_t {
     if (!is_long) {
       uint32_t lowest = kNoRank; // two loops, of which compilers vectorise the first
-      for (const uint32_t rank : ranks) lowest = min(lowest, rank);
+      for (const uint32_t rank: ranks) lowest = min(lowest, rank);
       return uint32_t(std::find(ranks.begin(), ranks.end(), lowest) - ranks.begin());
     }
     while (!heap.empty()) {
@@ -168,7 +168,7 @@ void Bpe::merge(Scratch& scratch) const {
 // A long piece is encoded part by part between borders that no merge crosses: short parts are found
 // in the cache, and a piece may be a whole document (tokenizers without a pre-tokenizer).
 void Bpe::encode(
-    string_view piece, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const {
+  string_view piece, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const {
   if (!joints_.empty() && piece.size() > Scratch::kKeyBytes) {
     size_t begin = 0;
     for (size_t at = 1; at < piece.size(); ++at) {
@@ -183,7 +183,7 @@ void Bpe::encode(
 }
 
 void Bpe::encode_part(
-    string_view piece, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const {
+  string_view piece, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const {
   Scratch::Entry* entry = nullptr;
   if (piece.size() <= Scratch::kKeyBytes) {
     const uint64_t hash = XXH3_64bits(piece.data(), piece.size());
@@ -203,7 +203,7 @@ void Bpe::encode_part(
     split_into_symbols(piece, scratch);
     if (symbols.size() > 1) merge(scratch);
   }
-  for (const Scratch::Symbol& symbol : symbols) {
+  for (const Scratch::Symbol& symbol: symbols) {
     ids.push_back(symbol.id);
     if (lengths) lengths->push_back(symbol.length);
   }

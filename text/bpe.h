@@ -56,7 +56,7 @@ class Bpe {
 
   // Appends the ids of a piece and, unless null, the bytes each of them covers.
   void encode(
-      string_view piece, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const;
+    string_view piece, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const;
  private:
   struct Slot {
     uint64_t pair = kEmpty;
@@ -72,7 +72,7 @@ class Bpe {
   int32_t id_of(string_view form) const; // -1: none
   size_t joint(string_view before, string_view behind) const;
   void encode_part(
-      string_view part, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const;
+    string_view part, Scratch& scratch, vector<int32_t>& ids, vector<uint32_t>* lengths) const;
   void split_into_symbols(string_view piece, Scratch& scratch) const;
   void merge(Scratch& scratch) const;
 

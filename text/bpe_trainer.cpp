@@ -56,8 +56,8 @@ void note(WordLists& lists, Pair pair, size_t word) {
 BpeTrainer::BpeTrainer(BpeTrainerOptions options) : options_(std::move(options)) {
   const auto needed = 256 + ssize(options_.special_tokens);
   PITH_CHECK(options_.vocab_size >= needed,
-      "a vocabulary of {} is smaller than the {} of bytes and special tokens", options_.vocab_size,
-      needed);
+    "a vocabulary of {} is smaller than the {} of bytes and special tokens", options_.vocab_size,
+    needed);
   counts_.resize(index(options_.threads));
 }
 
@@ -68,7 +68,7 @@ void BpeTrainer::add(span<const string> texts) {
     string text;
     utf8_replace_invalid(texts[i], text);
     split_text(
-        pieces, text, [&](size_t begin, size_t end) { ++counts[text.substr(begin, end - begin)]; });
+      pieces, text, [&](size_t begin, size_t end) { ++counts[text.substr(begin, end - begin)]; });
   });
 }
 
@@ -82,25 +82,25 @@ Tokenizer BpeTrainer::train() const {
     return found->second;
   };
   vector<pair<string, int32_t>> special;
-  for (const string& token : options_.special_tokens) {
+  for (const string& token: options_.special_tokens) {
     PITH_CHECK(
-        !token.empty() && !ids.contains(token), "special token \"{}\" is empty or twice", token);
+      !token.empty() && !ids.contains(token), "special token \"{}\" is empty or twice", token);
     special.emplace_back(token, id_of(token));
   }
   map<string, int> alphabet;
   for (int byte = 0; byte < 256; ++byte) alphabet[spell_bytes(string(1, char(byte)))] = byte;
   int32_t byte_ids[256];
-  for (const auto& [token, byte] : alphabet) byte_ids[byte] = id_of(token);
+  for (const auto& [token, byte]: alphabet) byte_ids[byte] = id_of(token);
 
   Counts total;
-  for (const Counts& counts : counts_)
-    for (const auto& [piece, count] : counts) total[piece] += count;
+  for (const Counts& counts: counts_)
+    for (const auto& [piece, count]: counts) total[piece] += count;
   vector<Word> words;
   unordered_map<Pair, int64_t, PairHash> pair_counts;
   WordLists lists;
-  for (const auto& [piece, count] : total) {
+  for (const auto& [piece, count]: total) {
     vector<int32_t> symbols;
-    for (const char byte : piece) symbols.push_back(byte_ids[uint8_t(byte)]);
+    for (const char byte: piece) symbols.push_back(byte_ids[uint8_t(byte)]);
     for (size_t i = 0; i + 1 < symbols.size(); ++i) {
       const Pair pair = pair_key(symbols[i], symbols[i + 1]);
       pair_counts[pair] += count;
@@ -112,7 +112,7 @@ Tokenizer BpeTrainer::train() const {
 
   std::priority_queue<Candidate> queue;
   auto queue_all = [&] {
-    for (auto& [pair, list] : lists) {
+    for (auto& [pair, list]: lists) {
       const int64_t count = pair_counts[pair];
       if (count > 0) queue.push({count, pair, std::move(list)});
     }
@@ -138,7 +138,7 @@ Tokenizer BpeTrainer::train() const {
     const auto [place, is_new] = places.emplace(top.pair, merges.size());
     if (!is_new) merges[exchange(place->second, merges.size())] = {-1, -1}; // the later counts
     merges.emplace_back(left, right);
-    for (const uint32_t word : top.words) {
+    for (const uint32_t word: top.words) {
       merge(words[word].symbols, left, right, merged, [&](Pair pair, int change) {
         pair_counts[pair] += change * words[word].count;
         if (change > 0) note(lists, pair, word);
@@ -148,6 +148,6 @@ Tokenizer BpeTrainer::train() const {
   }
   std::erase(merges, pair<int32_t, int32_t>{-1, -1});
   return Tokenizer::from_json(byte_level_json(vocabulary, merges, options_.pattern, special),
-      options_.special_tokens.empty() ? "" : tokenizer_config_json(options_.special_tokens[0]));
+    options_.special_tokens.empty() ? "" : tokenizer_config_json(options_.special_tokens[0]));
 }
 }

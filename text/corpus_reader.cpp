@@ -54,7 +54,7 @@ OpenParquet parquet() {
   static void* symbol = library ? ::dlsym(library, "pith_open_parquet") : nullptr;
   if (!symbol)
     PITH_FAIL_HINT("run ./pith setup --parquet, then ./pith build",
-        "Parquet files cannot be read: there is no plugin libpith_parquet.so that fits");
+      "Parquet files cannot be read: there is no plugin libpith_parquet.so that fits");
   return *static_cast<const OpenParquet*>(symbol);
 }
 
@@ -85,7 +85,7 @@ simdjson::simdjson_result<Element> find(Element element, string_view path) {
 
 // `line` has SIMDJSON_PADDING readable bytes behind it.
 void read_json(
-    simdjson::dom::parser& parser, string_view line, const ReadOptions& options, Document& out) {
+  simdjson::dom::parser& parser, string_view line, const ReadOptions& options, Document& out) {
   Element root, id, field;
   string_view text;
   if (const auto error = parser.parse(line.data(), line.size(), false).get(root))
@@ -96,22 +96,21 @@ void read_json(
   if (find(root, name).get(field)) return refuse(out, fmt::format("no field \"{}\"", name));
   if (field.get(text))
     return refuse(
-        out, fmt::format("field \"{}\" is {:.40}, not text", name, simdjson::minify(field)));
+      out, fmt::format("field \"{}\" is {:.40}, not text", name, simdjson::minify(field)));
   out.text = text;
 }
 }
 
 vector<InputFile> list_inputs(const vector<string>& paths, const vector<string>& endings) {
   vector<InputFile> files;
-  for (const string& pattern : paths)
-    for (const string& path : expand(pattern)) // named singly: whatever its ending
-      for (const string& file :
-          fs::is_directory(path) ? files_below(path, endings) : vector{path}) {
+  for (const string& pattern: paths)
+    for (const string& path: expand(pattern)) // named singly: whatever its ending
+      for (const string& file: fs::is_directory(path) ? files_below(path, endings) : vector{path}) {
         struct stat info{};
         PITH_CHECK(::stat(file.c_str(), &info) == 0 && ::access(file.c_str(), R_OK) == 0,
-            "cannot read {}: {}", file, std::generic_category().message(errno));
+          "cannot read {}: {}", file, std::generic_category().message(errno));
         files.push_back({file, uint64_t(info.st_size),
-            info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec});
+          info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec});
       }
   return files;
 }
@@ -153,7 +152,7 @@ class ByteSource {
     if (!zstd_) {
       ::gzdirect(file_.get()); // looks at the first bytes: what is not compressed then seeks
       PITH_CHECK(::gzseek(file_.get(), off_t(bytes), SEEK_SET) >= 0, "cannot read {} from byte {}",
-          path_, bytes);
+        path_, bytes);
       return;
     }
     for (string skipped(kRead, '\0'); bytes > 0;) {
@@ -199,8 +198,8 @@ bool InputReader::next_rows(Chunk& chunk) {
   try {
     if (!table_) table_ = open(chunk.path, options_.text_field, at_.line);
     texts = table_();
-  } catch (const std::exception& failure) { PITH_FAIL("{}: {}", chunk.path, failure); }
-  for (auto& text : texts) {
+  } catch (const exception& failure) { PITH_FAIL("{}: {}", chunk.path, failure); }
+  for (auto& text: texts) {
     Document& document = chunk.documents.emplace_back();
     document.line = ++at_.line;
     if (text) document.text = std::move(*text);
@@ -296,7 +295,7 @@ void read_lines(Chunk& chunk, const ReadOptions& options) {
 // --- their ids ---
 
 CorpusEncoder::CorpusEncoder(
-    vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings, InputPosition start)
+  vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings, InputPosition start)
     : reader_(std::move(files), settings.read, start), tokenizer_(std::move(tokenizer)),
       settings_(std::move(settings)), idle_(settings_.workers) {}
 
@@ -304,8 +303,8 @@ bool CorpusEncoder::next(Chunk& chunk) {
   // Reads ahead as far as memory allows, with a thread a chunk: one that takes long delays no
   // other.
   while (!ended_ &&
-      (slots_.empty() ||
-          (in_flight_ < settings_.bytes_in_flight && ssize(slots_) < 8 * settings_.workers))) {
+    (slots_.empty() ||
+      (in_flight_ < settings_.bytes_in_flight && ssize(slots_) < 8 * settings_.workers))) {
     Chunk read;
     try {
       ended_ = !reader_.next(read);
@@ -315,7 +314,7 @@ bool CorpusEncoder::next(Chunk& chunk) {
     }
     if (ended_) break;
     uint64_t bytes = read.lines.size();
-    for (const Document& document : read.documents) bytes += document.text.size();
+    for (const Document& document: read.documents) bytes += document.text.size();
     auto work = [this, read = std::move(read)]() mutable { return encode(std::move(read)); };
     slots_.emplace_back(std::async(std::launch::async, std::move(work)), bytes);
     in_flight_ += bytes;
@@ -332,14 +331,14 @@ Chunk CorpusEncoder::encode(Chunk chunk) {
   idle_.acquire();
   const shared_ptr<void> at_the_end(nullptr, [&](void*) { idle_.release(); });
   read_lines(chunk, settings_.read);
-  for (Document& document : chunk.documents) {
+  for (Document& document: chunk.documents) {
     const string text = exchange(document.text, {});
     document.bytes = text.size();
     if (!document.problem.empty() || !document.skipped.empty()) continue;
-    document.skipped = text.empty()          ? "empty"
-        : text.size() < settings_.min_length ? "too short"
-        : text.size() > settings_.max_length ? "too long"
-                                             : "";
+    document.skipped = text.empty()        ? "empty"
+      : text.size() < settings_.min_length ? "too short"
+      : text.size() > settings_.max_length ? "too long"
+                                           : "";
     if (!document.skipped.empty()) continue;
     document.hash = XXH3_64bits(text.data(), text.size());
     const XXH128_hash_t sum = XXH3_128bits(text.data(), text.size());

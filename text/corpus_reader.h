@@ -89,7 +89,7 @@ struct EncodeSettings {
 class CorpusEncoder {
  public:
   CorpusEncoder(
-      vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings, InputPosition start);
+    vector<InputFile> files, Tokenizer tokenizer, EncodeSettings settings, InputPosition start);
   // The next chunk in the order of the files, encoded; false at the end. An Error of the reader
   // comes after all chunks before it.
   bool next(Chunk& chunk);

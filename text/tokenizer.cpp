@@ -3,7 +3,7 @@
 
 namespace pith {
 const AddedToken* AddedTokenMatcher::find(
-    string_view text, size_t from, size_t& begin, size_t& end) const {
+  string_view text, size_t from, size_t& begin, size_t& end) const {
   if (tokens_.empty()) return nullptr;
   for (begin = from; begin < text.size(); ++begin) {
     if (!starts_[uint8_t(text[begin])]) continue;
@@ -25,7 +25,7 @@ const AddedToken* AddedTokenMatcher::find(
 
 const string& Tokenizer::State::spelling(int32_t id) const {
   PITH_CHECK(id >= 0 && index(id) < tokens.size(), "token id {} is outside the vocabulary of {}",
-      id, tokens.size());
+    id, tokens.size());
   return tokens[index(id)];
 }
 
@@ -45,7 +45,7 @@ struct Encoder {
     split_at_added(state.raw_added, {input}, [&](const Text& part) {
       std::list<Rewriter> storage;
       split_at_added(state.normalized_added, state.normalize(part, track, storage),
-          [&](const Text& rest) { pre_tokenize(0, rest, track); });
+        [&](const Text& rest) { pre_tokenize(0, rest, track); });
     });
   }
 
@@ -75,7 +75,7 @@ struct Encoder {
     if (begin > 0) utf8_previous(s, before);
     if (end < s.size()) utf8_next(s, behind);
     bool found = false;
-    for (const auto side : {s.substr(before, begin - before), s.substr(end, behind - end)})
+    for (const auto side: {s.substr(before, begin - before), s.substr(end, behind - end)})
       word.for_each_match(side, [&](size_t, size_t) { found = true; });
     return found;
   }
@@ -83,9 +83,8 @@ struct Encoder {
   void pre_tokenize(size_t stage, const Text& text, bool track) {
     if (stage == state.pre_tokenizers.size()) return model(text);
     if (const auto* split = std::get_if<Split>(&state.pre_tokenizers[stage])) {
-      split_text(*split, text.text, [&](size_t begin, size_t end) {
-        pre_tokenize(stage + 1, text.slice(begin, end), track);
-      });
+      split_text(*split, text.text,
+        [&](size_t begin, size_t end) { pre_tokenize(stage + 1, text.slice(begin, end), track); });
     } else {
       Rewriter rewriter(text, track);
       pre_tokenize(stage + 1, apply(state.pre_tokenizers[stage], text, rewriter), track);
@@ -97,7 +96,7 @@ struct Encoder {
     lengths.clear();
     state.bpe.encode(text.text, scratch, out.ids, &lengths);
     size_t begin = 0;
-    for (const uint32_t length : lengths) {
+    for (const uint32_t length: lengths) {
       place(text, begin, begin + length, state.byte_level);
       begin += length;
     }
@@ -136,7 +135,7 @@ Encoding Tokenizer::encode(string_view input, const EncodeOptions& options) cons
   string repaired;
   if (const size_t good = utf8_valid_prefix(input); good < input.size()) {
     PITH_CHECK(
-        !options.strict, "text is not UTF-8: byte {} is 0x{:02X}", good, uint8_t(input[good]));
+      !options.strict, "text is not UTF-8: byte {} is 0x{:02X}", good, uint8_t(input[good]));
     encoding.replaced_sequences = utf8_replace_invalid(input, repaired);
     input = repaired;
   }
@@ -150,7 +149,7 @@ Encoding Tokenizer::encode(string_view input, const EncodeOptions& options) cons
   Encoder{*state_, options, *scratch, encoding, input}.run();
   encoding.dropped_characters = scratch->dropped;
   PITH_CHECK(!options.strict || encoding.dropped_characters == 0,
-      "{} characters of the text have no token", encoding.dropped_characters);
+    "{} characters of the text have no token", encoding.dropped_characters);
   {
     const lock_guard lock(state_->mutex);
     state_->idle.push_back(std::move(scratch));
@@ -169,11 +168,11 @@ Encoding Tokenizer::encode(string_view input, const EncodeOptions& options) cons
 
 string Tokenizer::decode(span<const int32_t> ids, bool skip_special_tokens) const {
   vector<string> tokens;
-  for (const int32_t id : ids) {
+  for (const int32_t id: ids) {
     const string& token = state_->spelling(id);
     if (!token.empty() && !(skip_special_tokens && is_special(id))) tokens.push_back(token);
   }
-  for (const Decoder& decoder : state_->decoders) apply(decoder, tokens);
+  for (const Decoder& decoder: state_->decoders) apply(decoder, tokens);
   return fmt::format("{}", fmt::join(tokens, state_->no_decoder ? " " : ""));
 }
 

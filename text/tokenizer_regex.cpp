@@ -4,8 +4,8 @@ namespace pith {
 namespace {
 // What \w holds in Oniguruma, as members of a class.
 constexpr string_view kOnigurumaWord =
-    "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{B2}\\x{B3}\\x{B9}\\x{BC}-\\x{BE}\\x{24B6}-\\x{24E9}"
-    "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
+  "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{B2}\\x{B3}\\x{B9}\\x{BC}-\\x{BE}\\x{24B6}-\\x{24E9}"
+  "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 
 bool is_one_of(char c, string_view set) { return set.find(c) != set.npos; }
 
@@ -80,9 +80,9 @@ class Translator {
   bool word() {
     constexpr string_view kBorder = "(?:(?<=[{0}])(?{1}[{0}])|(?<![{0}])(?{2}[{0}]))";
     return take("\\w", fmt::format("[{}]", kOnigurumaWord)) ||
-        take("\\W", fmt::format("[^{}]", kOnigurumaWord)) ||
-        take("\\b", fmt::format(kBorder, kOnigurumaWord, '!', '=')) ||
-        take("\\B", fmt::format(kBorder, kOnigurumaWord, '=', '!')) || take("\\h", "[0-9A-Fa-f]");
+      take("\\W", fmt::format("[^{}]", kOnigurumaWord)) ||
+      take("\\b", fmt::format(kBorder, kOnigurumaWord, '!', '=')) ||
+      take("\\B", fmt::format(kBorder, kOnigurumaWord, '=', '!')) || take("\\h", "[0-9A-Fa-f]");
   }
 
   void character_class() {
@@ -107,7 +107,7 @@ class Translator {
   void range(char32_t first, optional<char32_t> last) {
     const uint32_t from = first, to = last.value_or(first);
     PITH_CHECK(unicode_stand_ins_respect(from, to),
-        "regex {}: U+{:04X}-U+{:04X} cuts code points younger than Unicode 14", pattern_, from, to);
+      "regex {}: U+{:04X}-U+{:04X} cuts code points younger than Unicode 14", pattern_, from, to);
     out_ += fmt::format("\\x{{{:X}}}", from);
     if (last) out_ += fmt::format("-\\x{{{:X}}}", to);
   }
@@ -122,7 +122,7 @@ class Translator {
     if (at == 0 || !is_one_of(token_[1], "ux")) return utf8_next(token_, at);
     uint32_t code = 0;
     const char* const digits = token_.data() + (token_[2] == '{' ? 3 : 2);
-    const auto read = std::from_chars(digits, token_.data() + token_.size(), code, 16);
+    const auto read = from_chars(digits, token_.data() + token_.size(), code, 16);
     if (read.ec != std::errc()) refuse(token_);
     return code;
   }
@@ -174,12 +174,12 @@ Regex::Regex(string_view pattern, Syntax syntax) : stand_ins_(syntax == Syntax::
   int error = 0;
   size_t place = 0;
   const uint32_t options = // ^ and $ match at every line in Oniguruma
-      PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | PCRE2_MULTILINE;
+    PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | PCRE2_MULTILINE;
   code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), options, &error,
-                  &place, nullptr),
-      pcre2_code_free);
+                &place, nullptr),
+    pcre2_code_free);
   PITH_CHECK(code_, "regex {}: {} at byte {} of its translation {}", pattern, pcre2_message(error),
-      place, text);
+    place, text);
   jit_ = pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE) == 0;
 }
 
@@ -197,11 +197,11 @@ bool Regex::find(string_view text, size_t from, size_t& begin, size_t& end) cons
   }
   thread_local const Scratch scratch;
   const int found =
-      (jit_ ? pcre2_jit_match : pcre2_match)(code_.get(), reinterpret_cast<PCRE2_SPTR>(text.data()),
-          text.size(), from, jit_ ? 0 : PCRE2_NO_UTF_CHECK, scratch.data, scratch.context);
+    (jit_ ? pcre2_jit_match : pcre2_match)(code_.get(), reinterpret_cast<PCRE2_SPTR>(text.data()),
+      text.size(), from, jit_ ? 0 : PCRE2_NO_UTF_CHECK, scratch.data, scratch.context);
   if (found == PCRE2_ERROR_NOMATCH) return false;
   PITH_CHECK(found >= 0, "regular expression failed on a text of {} bytes: {}", text.size(),
-      pcre2_message(found));
+    pcre2_message(found));
   begin = pcre2_get_ovector_pointer(scratch.data)[0];
   end = pcre2_get_ovector_pointer(scratch.data)[1];
   return true;

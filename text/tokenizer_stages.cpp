@@ -19,7 +19,7 @@ void Rewriter::copy(size_t end) {
 void Rewriter::replace(size_t begin, size_t end, span<const Change> changes, size_t skipped) {
   copy(begin);
   size_t at = begin + skipped; // in the old text
-  for (const Change& change : changes) {
+  for (const Change& change: changes) {
     TokenSpan place{from_.base, from_.base};
     if (track_ && change.moved > 0 && at > 0) place = from_.origin_of(at - 1, at);
     if (track_ && change.moved <= 0 && at < from_.text.size()) place = from_.origin_of(at, at + 1);
@@ -77,7 +77,7 @@ optional<char32_t> compose(char32_t first, char32_t second) {
 void compose_all(vector<Mark>& marks) {
   vector<Mark> out;
   size_t starter = SIZE_MAX; // index in out
-  for (const Mark& mark : marks) {
+  for (const Mark& mark: marks) {
     const bool reaches = starter + 1 == out.size() || out.back().order < mark.order;
     optional<char32_t> composed;
     if (starter != SIZE_MAX && reaches) composed = compose(out[starter].code, mark.code);
@@ -146,7 +146,7 @@ void rewrite(const NormalForm& form, const Text& text, Rewriter& out) {
     }
     if (form.composes) compose_all(marks);
     changed.clear();
-    for (const Mark& mark : marks) utf8_append(mark.code, changed);
+    for (const Mark& mark: marks) utf8_append(mark.code, changed);
     if (changed != s.substr(border, end - border))
       out.replace(border, end, vector<Change>(marks.begin(), marks.end()));
     border = at = end;
@@ -172,7 +172,7 @@ vector<Change> new_text(string_view content) {
 void rewrite(const Replace& replace, const Text& text, Rewriter& out) {
   const vector<Change> changes = new_text(replace.content);
   replace.pattern.for_each_match(
-      text.text, [&](size_t begin, size_t end) { out.replace(begin, end, changes, end - begin); });
+    text.text, [&](size_t begin, size_t end) { out.replace(begin, end, changes, end - begin); });
 }
 
 void rewrite(const Prepend& prepend, const Text& text, Rewriter& out) {
@@ -195,7 +195,7 @@ void decode(DecodeFuse, Tokens& tokens) {
 
 void decode(DecodeByteLevel, Tokens& tokens) {
   string text;
-  for (string& token : tokens) // what is not spelled in bytes stands for itself
+  for (string& token: tokens) // what is not spelled in bytes stands for itself
     if (auto bytes = spelled_bytes(token)) token.swap(*bytes);
   decode(DecodeFuse(), tokens);
   utf8_replace_invalid(tokens[0], text);
@@ -211,7 +211,7 @@ void decode(DecodeByteFallback, Tokens& tokens) {
     else if (!run.empty()) out.push_back(run);
     run.clear();
   };
-  for (string& token : tokens) {
+  for (string& token: tokens) {
     const int byte = fallback_byte(token);
     if (byte >= 0) {
       run += char(byte);
@@ -246,6 +246,6 @@ void apply(const Decoder& decoder, vector<string>& tokens) {
 int fallback_byte(const string& token) {
   if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
   int byte = 0;
-  return std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5] ? byte : -1;
+  return from_chars(&token[3], &token[5], byte, 16).ptr == &token[5] ? byte : -1;
 }
 }

@@ -115,8 +115,8 @@ template <class Sink> void split_text(const Split& split, string_view text, Sink
   auto add = [&](size_t end, bool match) {
     using enum SplitBehavior;
     const bool joins = (split.behavior == kContiguous && match == is_match) ||
-        (split.behavior == kMergedWithPrevious && match && !is_match) ||
-        (split.behavior == kMergedWithNext && !match && is_match);
+      (split.behavior == kMergedWithPrevious && match && !is_match) ||
+      (split.behavior == kMergedWithNext && !match && is_match);
     if (!joins) cut();
     done = end;
     is_match = match;
@@ -195,7 +195,7 @@ struct Tokenizer::State {
 
   // Text after all normalizers. `storage` keeps what they wrote.
   Text normalize(Text text, bool track, std::list<Rewriter>& storage) const {
-    for (const Stage& stage : normalizers)
+    for (const Stage& stage: normalizers)
       text = apply(stage, text, storage.emplace_back(text, track));
     return text;
   }
@@ -203,8 +203,8 @@ struct Tokenizer::State {
 
 // A tokenizer.json of a byte-level BPE. Tokens by id, as spell_bytes spells them.
 string byte_level_json(const vector<string>& vocabulary,
-    const vector<pair<int32_t, int32_t>>& merges, string_view pattern,
-    const vector<pair<string, int32_t>>& special);
+  const vector<pair<int32_t, int32_t>>& merges, string_view pattern,
+  const vector<pair<string, int32_t>>& special);
 string tokenizer_config_json(string_view end_of_text);
 
 // Calls work(thread, i) for every i below `count`, on several threads, the caller's among them.
@@ -216,6 +216,6 @@ template <class Work> void on_threads(int threads, size_t count, Work work) {
   vector<std::future<void>> helpers;
   for (int i = 1; i < threads; ++i) helpers.push_back(std::async(std::launch::async, run, i));
   run(0);
-  for (std::future<void>& helper : helpers) helper.get();
+  for (std::future<void>& helper: helpers) helper.get();
 }
 }

@@ -9,7 +9,7 @@ namespace {
 size_t sequence_length(string_view text) {
   utf8proc_int32_t code;
   const auto length = utf8proc_iterate(
-      reinterpret_cast<const utf8proc_uint8_t*>(text.data()), utf8proc_ssize_t(text.size()), &code);
+    reinterpret_cast<const utf8proc_uint8_t*>(text.data()), utf8proc_ssize_t(text.size()), &code);
   return length > 0 ? index(length) : 0;
 }
 
@@ -44,7 +44,7 @@ const Table lower_delta = read_table(kLowerDelta);
 // Blocks of 128 code points in which some have a stand-in: most text is dismissed here.
 const auto stand_in_blocks = [] {
   std::bitset<0x110000 / 128> blocks;
-  for (const auto& [code, stand_in] : stand_ins) blocks.set(code / 128);
+  for (const auto& [code, stand_in]: stand_ins) blocks.set(code / 128);
   return blocks;
 }();
 
@@ -111,7 +111,7 @@ bool unicode_stand_ins_respect(char32_t first, char32_t last) {
 
 bool unicode_substitute(string_view text, string& out) {
   uint8_t highest = 0; // a loop that compilers vectorise: most text ends here
-  for (const char byte : text) highest = max(highest, uint8_t(byte));
+  for (const char byte: text) highest = max(highest, uint8_t(byte));
   if (highest < 0xE0) return false;
   out.clear();
   size_t copied = 0;
@@ -144,12 +144,12 @@ char32_t unicode_lower(char32_t code) {
 bool is_white_space(char32_t code) {
   const auto category = utf8proc_category(utf8proc_int32_t(unicode_stand_in(code)));
   return (code >= 9 && code <= 13) || code == 0x85 || category == UTF8PROC_CATEGORY_ZS ||
-      category == UTF8PROC_CATEGORY_ZL || category == UTF8PROC_CATEGORY_ZP;
+    category == UTF8PROC_CATEGORY_ZL || category == UTF8PROC_CATEGORY_ZP;
 }
 
 string spell_bytes(string_view bytes) {
   string token;
-  for (const char byte : bytes) utf8_append(alphabet.character[uint8_t(byte)], token);
+  for (const char byte: bytes) utf8_append(alphabet.character[uint8_t(byte)], token);
   return token;
 }
 

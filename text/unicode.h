@@ -31,8 +31,8 @@ char32_t unicode_lower(char32_t code);
 bool is_white_space(char32_t code);
 // What is a word to Hugging Face, as members of a regex class.
 inline constexpr string_view kWordMembers =
-    "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{200C}\\x{200D}\\x{24B6}-\\x{24E9}"
-    "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
+  "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{200C}\\x{200D}\\x{24B6}-\\x{24E9}"
+  "\\x{1F130}-\\x{1F149}\\x{1F150}-\\x{1F169}\\x{1F170}-\\x{1F189}";
 
 // Bytes in GPT-2's printable stand-ins, and the bytes of a token that is spelled in them.
 string spell_bytes(string_view bytes);

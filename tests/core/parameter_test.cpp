@@ -19,7 +19,7 @@ TEST(Parameter, OneHuggingFaceTensor) {
 TEST(Parameter, FusedFromSeveral) {
   // q (4, 3) and k (2, 3) one below the other.
   const Parameter p(
-      "qkv", {6, 3}, {{"q", {4, 3}, 0}, {"k", {2, 3}, 12}}, ParameterGroup::matrix, Init::normal);
+    "qkv", {6, 3}, {{"q", {4, 3}, 0}, {"k", {2, 3}, 12}}, ParameterGroup::matrix, Init::normal);
   const Tensor flat = at::arange(18);
   const Tensor k = Parameter::view_of(flat.view({6, 3}), p.tensors[1]);
   EXPECT_TRUE(at::equal(k, at::arange(12, 18).view({2, 3})));
@@ -33,8 +33,8 @@ TEST(Parameter, HoldsRowsOfATensor) {
   EXPECT_EQ(two_of_four.whole_shape(), (std::vector<int64_t>{4, 3, 2}));
   EXPECT_EQ(two_of_four.whole_numel(), 24);
   const Parameter p("p", {18}, {{"a", {6}, 0}, two_of_four}, ParameterGroup::expert, Init::normal);
-  EXPECT_TRUE(at::equal(
-      Parameter::view_of(at::arange(18), p.tensors[1]), at::arange(6, 18).view({2, 3, 2})));
+  EXPECT_TRUE(
+    at::equal(Parameter::view_of(at::arange(18), p.tensors[1]), at::arange(6, 18).view({2, 3, 2})));
   EXPECT_THROW(Parameter("p", {24}, {two_of_four}, ParameterGroup::expert, Init::normal), Error);
 }
 

@@ -15,12 +15,12 @@ TEST(Random, PhiloxKnownAnswers) {
     Philox4 expected;
   };
   const Case cases[] = {
-      {{{0, 0, 0, 0}}, 0, {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}},
-      {{{~0u, ~0u, ~0u, ~0u}}, ~uint64_t{0}, {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}},
-      {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0x299f31d0a4093822,
-          {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}},
+    {{{0, 0, 0, 0}}, 0, {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}},
+    {{{~0u, ~0u, ~0u, ~0u}}, ~uint64_t{0}, {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}},
+    {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0x299f31d0a4093822,
+      {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}},
   };
-  for (const Case& c : cases) {
+  for (const Case& c: cases) {
     const Philox4 got = philox_4x32_10(c.counter, c.key);
     for (int i = 0; i < 4; ++i) EXPECT_EQ(got.word[i], c.expected.word[i]);
   }
@@ -37,8 +37,8 @@ TEST(Random, KeysDependOnSeedAndName) {
 TEST(Random, SlicesAgreeWithTheWhole) {
   Tensor whole = at::empty({100'003}, at::kFloat);
   fill_normal(whole, 7, "w", 0.02);
-  for (int64_t first : {0, 1, 2, 3, 4, 77, 16'383, 50'001}) {
-    for (int64_t n : {0, 1, 2, 3, 5, 17'001}) {
+  for (int64_t first: {0, 1, 2, 3, 4, 77, 16'383, 50'001}) {
+    for (int64_t n: {0, 1, 2, 3, 5, 17'001}) {
       Tensor part = at::empty({n}, at::kFloat);
       fill_normal(part, 7, "w", 0.02, first);
       EXPECT_TRUE(at::equal(part, whole.narrow(0, first, n))) << first << " " << n;

@@ -23,19 +23,19 @@ TEST(Tensor, CheckShape) {
   check_shape(x, "x", {-1, 7});
   const std::string error = error_of([&] { check_shape(x, "gate", {4, -1, 8}); });
   EXPECT_NE(
-      error.find("gate: float32 (4, 7) on cpu; its shape should be (4, any, 8)"), std::string::npos)
-      << error;
+    error.find("gate: float32 (4, 7) on cpu; its shape should be (4, any, 8)"), std::string::npos)
+    << error;
   EXPECT_NE(
-      error_of([&] { check_shape({}, "gate", {1}); }).find("gate: undefined"), std::string::npos);
+    error_of([&] { check_shape({}, "gate", {1}); }).find("gate: undefined"), std::string::npos);
   EXPECT_THROW(check_shape(x, "x", {}), Error);
 }
 
 TEST(Tensor, CheckDtype) {
   check_dtype(at::empty({1}, at::kLong), "tokens", at::kLong);
   const std::string error =
-      error_of([] { check_dtype(at::empty({1}, at::kInt), "tokens", at::kLong); });
+    error_of([] { check_dtype(at::empty({1}, at::kInt), "tokens", at::kLong); });
   EXPECT_NE(error.find("tokens: int32 (1) on cpu; its dtype should be int64"), std::string::npos)
-      << error;
+    << error;
 }
 
 TEST(Tensor, ExactIntegers) {

@@ -12,7 +12,7 @@ namespace pith {
 namespace {
 // Document d has ids 1000 d, 1000 d + 1, ...: every token says where it comes from.
 Corpus corpus_of(const Scratch& scratch, const std::vector<int>& lengths,
-    const std::string& name = "c", const std::string& tokenizer = "") {
+  const std::string& name = "c", const std::string& tokenizer = "") {
   CorpusWriter writer(scratch / name, 201088, tokenizer);
   for (size_t d = 0; d < lengths.size(); ++d) {
     std::vector<int32_t> ids(static_cast<size_t>(lengths[d]));
@@ -26,7 +26,7 @@ Corpus corpus_of(const Scratch& scratch, const std::vector<int>& lengths,
 std::vector<int> random_lengths(uint32_t seed, size_t count) {
   std::mt19937 random(seed);
   std::vector<int> lengths(count);
-  for (int& length : lengths)
+  for (int& length: lengths)
     length = random() % 4 == 0 ? static_cast<int>(random() % 4) : static_cast<int>(random() % 90);
   lengths[0] = 0;
   return lengths;
@@ -43,8 +43,8 @@ std::vector<int64_t> stream_of(const RowStream& stream, int64_t rows) {
 }
 
 TEST(RowStream, EveryTokenIsAnInputExactlyOnceAnEpoch) {
-  for (const bool shuffle : {false, true}) {
-    for (const int64_t length : {1, 7, 32, 64, 5000}) {
+  for (const bool shuffle: {false, true}) {
+    for (const int64_t length: {1, 7, 32, 64, 5000}) {
       const Scratch scratch;
       const Corpus corpus = corpus_of(scratch, random_lengths(5, 40));
       const RowStream stream(corpus, length, 3, true, shuffle);
@@ -61,7 +61,7 @@ TEST(RowStream, EveryTokenIsAnInputExactlyOnceAnEpoch) {
         for (size_t i = 1; i < epoch; ++i) {
           const bool row_border = shuffle && (e * epoch + i) % static_cast<size_t>(length) == 0;
           EXPECT_TRUE(
-              row_border || orders[e][i] % 1000 == 0 || orders[e][i] == orders[e][i - 1] + 1);
+            row_border || orders[e][i] % 1000 == 0 || orders[e][i] == orders[e][i - 1] + 1);
         }
       }
       EXPECT_EQ(orders[0] == orders[1], !shuffle);
@@ -73,7 +73,7 @@ TEST(RowStream, EveryTokenIsAnInputExactlyOnceAnEpoch) {
 TEST(RowStream, LabelsAndPositionsStopAtDocuments) {
   const Scratch scratch;
   const Corpus corpus = corpus_of(scratch, random_lengths(6, 30));
-  for (const int64_t length : {1, 5, 33, 4000}) {
+  for (const int64_t length: {1, 5, 33, 4000}) {
     const RowStream stream(corpus, length, 1, true, true);
     int64_t trained = 0;
     const int64_t rows = 2 * corpus.num_tokens() / length + 2;
@@ -84,7 +84,7 @@ TEST(RowStream, LabelsAndPositionsStopAtDocuments) {
       size_t document = 0;
       for (size_t t = 0; t < row.tokens.size(); ++t) {
         if (document + 1 < row.document_begins.size() &&
-            row.document_begins[document + 1] == static_cast<int64_t>(t))
+          row.document_begins[document + 1] == static_cast<int64_t>(t))
           ++document;
         const int64_t begin = row.document_begins[document];
         EXPECT_EQ(row.positions[t], static_cast<int64_t>(t) - begin);
@@ -103,8 +103,8 @@ TEST(RowStream, LabelsAndPositionsStopAtDocuments) {
 // With best_fit rows: documents whole unless longer than a row, labels inside documents, padding
 // last and untrained, every token once an epoch, rows as full as best-fit decreasing makes them.
 TEST(RowStream, BestFitPacksEveryTokenOnceAnEpoch) {
-  for (const bool shuffle : {false, true}) {
-    for (const int64_t length : {1, 2, 7, 32, 64, 100, 5000}) {
+  for (const bool shuffle: {false, true}) {
+    for (const int64_t length: {1, 2, 7, 32, 64, 100, 5000}) {
       const Scratch scratch;
       const Corpus corpus = corpus_of(scratch, random_lengths(8, 60)); // document 0 is empty
       const RowStream stream(corpus, length, 3, true, shuffle, Packing::best_fit);
@@ -120,7 +120,7 @@ TEST(RowStream, BestFitPacksEveryTokenOnceAnEpoch) {
           const auto begin = static_cast<size_t>(row.document_begins[d]);
           const bool last = d + 1 == row.document_begins.size();
           const size_t end =
-              last ? row.tokens.size() : static_cast<size_t>(row.document_begins[d + 1]);
+            last ? row.tokens.size() : static_cast<size_t>(row.document_begins[d + 1]);
           ASSERT_LT(begin, end);
           for (size_t t = begin; t < end; ++t)
             EXPECT_EQ(row.positions[t], static_cast<int64_t>(t - begin));
@@ -148,7 +148,7 @@ TEST(RowStream, BestFitPacksEveryTokenOnceAnEpoch) {
       }
       std::sort(emptiest.begin(), emptiest.end());
       EXPECT_GT(emptiest[0] + emptiest[1], length); // else one row would hold both
-      for (auto& order : orders) {
+      for (auto& order: orders) {
         EXPECT_EQ(static_cast<int64_t>(order.size()), corpus.num_tokens());
         EXPECT_EQ(std::set<int64_t>(order.begin(), order.end()).size(), order.size());
       }
@@ -165,12 +165,12 @@ TEST(RowStream, BestFitDecreasingByHand) {
   for (int64_t i = 0; i < stream.rows_per_epoch(); ++i) {
     const Row row = stream.row(i);
     begins.emplace_back();
-    for (const int64_t begin : row.document_begins)
+    for (const int64_t begin: row.document_begins)
       begins.back().push_back(row.tokens[static_cast<size_t>(begin)]);
   }
   // Ends in their order 7, 6, 5, 4, 3: 4 goes beside 6, 3 beside 7; 5 leaves half a row.
   EXPECT_EQ(begins,
-      (std::vector<std::vector<int64_t>>{{2000}, {2010}, {5000, 1000}, {4000, 3000}, {2020, 0}}));
+    (std::vector<std::vector<int64_t>>{{2000}, {2010}, {5000, 1000}, {4000, 3000}, {2020, 0}}));
   EXPECT_EQ(stream.row(0).labels.back(), 2010); // of a document that goes on in another row
   // Padding is marked for the balance loss, which leaves it out.
   const Tensor row_id = make_batch(stream, 3, 2, 2, 0, 1, true, at::kCPU).at(0).row_id;
@@ -178,7 +178,7 @@ TEST(RowStream, BestFitDecreasingByHand) {
   std::fill_n(marks.begin() + 10, 10, 1);
   std::fill_n(marks.begin() + 15, 5, ~1);
   EXPECT_EQ(
-      std::vector<int32_t>(row_id.data_ptr<int32_t>(), row_id.data_ptr<int32_t>() + 20), marks);
+    std::vector<int32_t>(row_id.data_ptr<int32_t>(), row_id.data_ptr<int32_t>() + 20), marks);
 }
 
 TEST(RowStream, PlacesBeyond32Bits) {
@@ -224,7 +224,7 @@ TEST(RowStream, WithoutMaskRowsAreOneDocumentAndLabelsCross) {
   EXPECT_EQ(second.labels, (std::vector<int64_t>{1003, 1004, 2000, 2001, 2002}));
   EXPECT_EQ(third.tokens, (std::vector<int64_t>{2002, 2003, 0, 1, 2})); // into the next epoch
   EXPECT_EQ(third.labels, (std::vector<int64_t>{2003, 0, 1, 2, 1000}));
-  for (const Row& row : {first, second, third}) {
+  for (const Row& row: {first, second, third}) {
     EXPECT_EQ(row.document_begins, std::vector<int64_t>{0});
     EXPECT_EQ(row.positions, (std::vector<int64_t>{0, 1, 2, 3, 4}));
   }
@@ -237,19 +237,19 @@ TEST(RowStream, TheOrderIsFixedForever) {
   const RowStream stream(corpus_of(scratch, {1, 1, 1, 1, 1, 1, 1, 1}), 8, 42, true, true);
   const auto order = [&](int64_t epoch) {
     std::vector<int64_t> tokens = stream.row(epoch).tokens;
-    for (int64_t& token : tokens) token /= 1000;
+    for (int64_t& token: tokens) token /= 1000;
     return tokens;
   };
   EXPECT_EQ(order(0), (std::vector<int64_t>{2, 5, 4, 0, 3, 1, 7, 6}));
   EXPECT_EQ(order(1), (std::vector<int64_t>{1, 4, 6, 5, 3, 7, 0, 2}));
   const RowStream packed(
-      corpus_of(scratch, {0, 3, 4, 5, 4, 3, 5, 12}), 8, 42, true, true, Packing::best_fit);
+    corpus_of(scratch, {0, 3, 4, 5, 4, 3, 5, 12}), 8, 42, true, true, Packing::best_fit);
   std::vector<int64_t> firsts;
   for (int64_t row = 0; row < 2 * packed.rows_per_epoch(); ++row)
     firsts.push_back(packed.row(row).tokens[0]);
   EXPECT_EQ(firsts,
-      (std::vector<int64_t>{4000, 6000, 7000, 7008, 3000, //
-          4000, 7000, 6000, 2000, 3000}));
+    (std::vector<int64_t>{4000, 6000, 7000, 7008, 3000, //
+      4000, 7000, 6000, 2000, 3000}));
   const Blend blend({packed, packed, packed}, {0.5, 0.3, 0.2});
   std::vector<size_t> sources;
   for (int64_t row = 0; row < 10; ++row) sources.push_back(blend.place(row).source);
@@ -266,14 +266,14 @@ TEST(RowStream, ShufflesUniformly) {
     ++counts[RowStream(corpus, 3, seed, true, true).row(0).tokens];
   ASSERT_EQ(counts.size(), 6u);
   double chi_square = 0;
-  for (const auto& [order, count] : counts) chi_square += (count - 200.0) * (count - 200.0) / 200.0;
+  for (const auto& [order, count]: counts) chi_square += (count - 200.0) * (count - 200.0) / 200.0;
   EXPECT_LT(chi_square, 20.5);
 }
 
 TEST(RowStream, TinyCorporaAndBounds) {
   const Scratch scratch;
   const RowStream stream(corpus_of(scratch, {0, 2, 0}), 7, 1, true,
-      true); // a row spans four epochs
+    true); // a row spans four epochs
   const Row row = stream.row(1);
   EXPECT_EQ(row.tokens, (std::vector<int64_t>{1001, 1000, 1001, 1000, 1001, 1000, 1001}));
   EXPECT_EQ(row.labels, (std::vector<int64_t>{-100, 1001, -100, 1001, -100, 1001, -100}));
@@ -303,7 +303,7 @@ TEST(RowStream, RandomAccessFromManyThreadsEqualsReadingInOrder) {
         wrong += shared.row(row).tokens != expected[static_cast<size_t>(row)];
       }
     });
-  for (std::thread& thread : threads) thread.join();
+  for (std::thread& thread: threads) thread.join();
   EXPECT_EQ(wrong, 0);
 }
 
@@ -311,13 +311,13 @@ TEST(Blend, EveryShareHoldsOverEveryPrefix) {
   const Scratch scratch;
   const RowStream stream(corpus_of(scratch, {9, 20}), 4, 1, true, true);
   std::vector<std::vector<double>> cases = {{1}, {0.7, 0.3}, {1, 1, 1}, {0.5, 0.3, 0.15, 0.05},
-      {1000, 1}, {1, 1, 1, 1, 1, 1, 1, 50}, {1.0 / 3, 1.0 / 7, 1.0 / 11}, {37511845, 1234567, 89}};
+    {1000, 1}, {1, 1, 1, 1, 1, 1, 1, 50}, {1.0 / 3, 1.0 / 7, 1.0 / 11}, {37511845, 1234567, 89}};
   std::mt19937 random(3);
   for (int i = 0; i < 40; ++i) {
     cases.emplace_back(2 + random() % 9);
-    for (double& weight : cases.back()) weight = static_cast<double>(1 + random() % 60);
+    for (double& weight: cases.back()) weight = static_cast<double>(1 + random() % 60);
   }
-  for (const auto& weights : cases) {
+  for (const auto& weights: cases) {
     const Blend blend(std::vector<RowStream>(weights.size(), stream), weights);
     const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
     std::vector<int64_t> counts(weights.size(), 0);
@@ -326,9 +326,9 @@ TEST(Blend, EveryShareHoldsOverEveryPrefix) {
       ASSERT_EQ(row, counts[source]++);
       for (size_t s = 0; s < weights.size(); ++s)
         ASSERT_LT(std::abs(static_cast<double>(counts[s]) -
-                      static_cast<double>(i + 1) * weights[s] / total),
-            1 + static_cast<double>(i) * 0x1p-20)
-            << "source " << s << " after " << i + 1 << " rows of " << fmt::format("{}", total);
+                    static_cast<double>(i + 1) * weights[s] / total),
+          1 + static_cast<double>(i) * 0x1p-20)
+          << "source " << s << " after " << i + 1 << " rows of " << fmt::format("{}", total);
     }
   }
   const Blend blend({stream, stream}, {0.7, 0.3});
@@ -346,8 +346,8 @@ TEST(Blend, EndsWithTheFirstExhaustedSource) {
     std::vector<double> weights;
     for (int s = 0; s < 3; ++s) {
       streams.emplace_back(
-          corpus_of(scratch, {static_cast<int>(4 + random() % 300)}, fmt::format("{}", s)), 4, 1,
-          true, true, round % 2 == 0 ? Packing::concat : Packing::best_fit);
+        corpus_of(scratch, {static_cast<int>(4 + random() % 300)}, fmt::format("{}", s)), 4, 1,
+        true, true, round % 2 == 0 ? Packing::concat : Packing::best_fit);
       weights.push_back(static_cast<double>(1 + random() % 7));
     }
     const Blend blend(streams, weights);
@@ -366,7 +366,7 @@ TEST(Blend, TokenizersMustAgree) {
   const Corpus a = corpus_of(scratch, {3}, "a", "11"), b = corpus_of(scratch, {3}, "b", "22");
   check_same_tokenizer({a, a});
   EXPECT_ERROR(check_same_tokenizer({a, a, b}), "/a (vocabulary 201088, tokenizer 11)",
-      "/b (vocabulary 201088, tokenizer 22)");
+    "/b (vocabulary 201088, tokenizer 22)");
   CorpusWriter writer(scratch / "small", 7, "11");
   writer.add_document(std::vector<int32_t>{1});
   writer.finish();
@@ -379,12 +379,12 @@ TEST(Blend, TokenizersMustAgree) {
 TEST(Blend, ResumesAtEveryStep) {
   const Scratch scratch;
   const std::vector<Corpus> corpora = {corpus_of(scratch, random_lengths(21, 60), "a"),
-      corpus_of(scratch, random_lengths(22, 30), "b"),
-      corpus_of(scratch, random_lengths(23, 9), "c")};
-  for (const Packing packing : {Packing::concat, Packing::best_fit}) {
+    corpus_of(scratch, random_lengths(22, 30), "b"),
+    corpus_of(scratch, random_lengths(23, 9), "c")};
+  for (const Packing packing: {Packing::concat, Packing::best_fit}) {
     const auto open = [&] {
       std::vector<RowStream> streams;
-      for (const Corpus& corpus : corpora) streams.emplace_back(corpus, 16, 5, true, true, packing);
+      for (const Corpus& corpus: corpora) streams.emplace_back(corpus, 16, 5, true, true, packing);
       return Blend(streams, {0.6, 0.3, 0.1});
     };
     const Blend straight = open();
@@ -407,11 +407,11 @@ TEST(Blend, ResumesAtEveryStep) {
 TEST(MakeBatch, RanksTogetherReadTheGlobalBatch) {
   const Scratch scratch;
   const Blend rows({{corpus_of(scratch, random_lengths(31, 50), "a"), 16, 5, true, true},
-                       {corpus_of(scratch, random_lengths(32, 50), "b"), 16, 5, true, true}},
-      {2, 1});
+                     {corpus_of(scratch, random_lengths(32, 50), "b"), 16, 5, true, true}},
+    {2, 1});
   const auto one = make_batch(rows, 48, 24, 24, 0, 1, true, at::kCPU);
-  for (const int64_t dp_size : {1, 2, 3, 4}) {
-    for (const int64_t micro_batch : {1, 2, 6}) {
+  for (const int64_t dp_size: {1, 2, 3, 4}) {
+    for (const int64_t micro_batch: {1, 2, 6}) {
       if (24 % (micro_batch * dp_size) != 0) continue;
       std::vector<std::vector<MicroBatch>> ranks;
       for (int64_t rank = 0; rank < dp_size; ++rank)
@@ -419,7 +419,7 @@ TEST(MakeBatch, RanksTogetherReadTheGlobalBatch) {
       std::vector<Tensor> tokens, labels;
       int64_t trained = 0;
       for (size_t m = 0; m < ranks[0].size(); ++m) {
-        for (const auto& rank : ranks) {
+        for (const auto& rank: ranks) {
           tokens.push_back(rank[m].tokens);
           labels.push_back(rank[m].labels);
           trained += rank[m].trained_tokens;
@@ -447,7 +447,7 @@ TEST(MakeBatch, DoesNotDependOnTheCut) {
     std::vector<Tensor> tokens, labels, positions;
     Whole result;
     int64_t offset = 0, trained = 0, rows = 0;
-    for (const MicroBatch& batch : make_batch(stream, 24, 8, micro_batch, 0, 1, true, at::kCPU)) {
+    for (const MicroBatch& batch: make_batch(stream, 24, 8, micro_batch, 0, 1, true, at::kCPU)) {
       tokens.push_back(batch.tokens);
       labels.push_back(batch.labels);
       positions.push_back(batch.positions);
@@ -465,7 +465,7 @@ TEST(MakeBatch, DoesNotDependOnTheCut) {
       rows += batch.num_rows;
       offset += batch.num_tokens();
     }
-    for (const MicroBatch& batch : make_batch(stream, 24, 8, micro_batch, 0, 1, true, at::kCPU))
+    for (const MicroBatch& batch: make_batch(stream, 24, 8, micro_batch, 0, 1, true, at::kCPU))
       EXPECT_EQ(batch.global_trained_tokens, trained);
     EXPECT_EQ(rows, 8);
     result.tokens = at::cat(tokens), result.labels = at::cat(labels),
@@ -474,7 +474,7 @@ TEST(MakeBatch, DoesNotDependOnTheCut) {
   };
   const Whole one = whole(8);
   EXPECT_EQ(one.tokens.size(0), 8 * 17);
-  for (const int64_t micro_batch : {4, 2, 1}) {
+  for (const int64_t micro_batch: {4, 2, 1}) {
     const Whole other = whole(micro_batch);
     EXPECT_TRUE(at::equal(one.tokens, other.tokens));
     EXPECT_TRUE(at::equal(one.labels, other.labels));
@@ -494,7 +494,7 @@ TEST(MakeBatch, WideIdsAndUnmaskedRows) {
   const auto batch = make_batch(stream, 0, 2, 2, 0, 1, false, at::kCPU);
   const MicroBatch& micro = batch.at(0);
   const std::vector<int64_t> tokens(
-      micro.tokens.data_ptr<int64_t>(), micro.tokens.data_ptr<int64_t>() + 6);
+    micro.tokens.data_ptr<int64_t>(), micro.tokens.data_ptr<int64_t>() + 6);
   EXPECT_EQ(tokens, (std::vector<int64_t>{65535, 65536, 151645, 201087, 5, 6}));
   EXPECT_EQ(micro.cu_seqlens.size(0), 3);
   EXPECT_EQ(micro.max_seqlen, 3);

@@ -17,16 +17,16 @@ CheckpointContent content_of(int64_t step, int64_t rows = 6) {
   CheckpointContent content;
   content.step = step;
   const auto value = static_cast<double>(step);
-  for (const char* name : {"a.weight", "b.weight"}) {
+  for (const char* name: {"a.weight", "b.weight"}) {
     content.weights.emplace_back(name, at::full({rows, 4}, value, at::kBFloat16));
-    for (const char* kind : {"master", "exp_avg", "exp_avg_sq"}) {
+    for (const char* kind: {"master", "exp_avg", "exp_avg_sq"}) {
       content.optimizer.emplace_back(
-          state_key(kind, name, 10, 4 * rows), at::full({4 * rows - 10}, value + 1));
+        state_key(kind, name, 10, 4 * rows), at::full({4 * rows - 10}, value + 1));
       content.optimizer.emplace_back(state_key(kind, name, 0, 4 * rows), at::full({10}, value));
     }
   }
   content.files = {
-      {"config.json", "{\"model_type\": \"tiny\"}\n"}, {"generation_config.json", "{}\n"}};
+    {"config.json", "{\"model_type\": \"tiny\"}\n"}, {"generation_config.json", "{}\n"}};
   content.training_state = fmt::format("{{\"step\": {}}}\n", step);
   return content;
 }
@@ -39,7 +39,7 @@ void write_checkpoint(const fs::path& root, const CheckpointContent& content, in
 
 std::vector<std::string> listing(const fs::path& folder) {
   std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename());
+  for (const auto& entry: fs::directory_iterator(folder)) names.push_back(entry.path().filename());
   std::sort(names.begin(), names.end());
   return names;
 }
@@ -52,13 +52,13 @@ TEST(Checkpoint, IsAModelFolderWithOptimizerAndManifest) {
   const fs::path folder = scratch / "step-00000020";
   EXPECT_EQ(listing(scratch.path), Names{"step-00000020"});
   EXPECT_EQ(listing(folder),
-      (Names{"config.json", "generation_config.json", "manifest.json",
-          "model-00001-of-00001.safetensors", "model.safetensors.index.json", "optimizer",
-          "training_state.json"}));
+    (Names{"config.json", "generation_config.json", "manifest.json",
+      "model-00001-of-00001.safetensors", "model.safetensors.index.json", "optimizer",
+      "training_state.json"}));
   EXPECT_EQ(newest_checkpoint(scratch.path), folder);
   EXPECT_TRUE(verify_checkpoint(folder).empty());
   EXPECT_TRUE(
-      at::equal(HfFolder(folder).tensor("a.weight"), at::full({6, 4}, 20.0, at::kBFloat16)));
+    at::equal(HfFolder(folder).tensor("a.weight"), at::full({6, 4}, 20.0, at::kBFloat16)));
   const OptimizerReader reader(folder);
   Tensor out = at::full({24}, 0.0);
   reader.read("exp_avg", {"b.weight", {6, 4}, 0}, out);
@@ -69,7 +69,7 @@ TEST(Checkpoint, IsAModelFolderWithOptimizerAndManifest) {
   EXPECT_EQ(around[1].item<float>(), 20.0f);
   EXPECT_EQ(around[2].item<float>(), 21.0f);
   EXPECT_ERROR(reader.read("exp_avg", {"b.weight", {6, 4}, 0}, around, 21),
-      "exp_avg of b.weight: the slices hold 3 of the elements from 21 to 25");
+    "exp_avg of b.weight: the slices hold 3 of the elements from 21 to 25");
   // Known-faults 37 (c): an earlier step, asked for, is that step in weights and optimizer.
   write_checkpoint(scratch.path, content_of(10), 0);
   const fs::path earlier = scratch / "step-00000010";
@@ -79,14 +79,14 @@ TEST(Checkpoint, IsAModelFolderWithOptimizerAndManifest) {
   EXPECT_EQ(newest_checkpoint(scratch.path), folder);
   EXPECT_ERROR(reader.read("momentum", {"b.weight", {6, 4}, 0}, out), "no momentum of b.weight");
   EXPECT_ERROR(
-      reader.read("master", {"b.weight", {6, 5}, 0}, out), "b.weight has 24 elements", "30");
+    reader.read("master", {"b.weight", {6, 5}, 0}, out), "b.weight has 24 elements", "30");
 }
 
 TEST(Checkpoint, KeepsTheLastAndReplacesTheSameStep) {
   const Scratch scratch;
-  for (const int64_t step : {10, 20, 30}) write_checkpoint(scratch.path, content_of(step), 0);
+  for (const int64_t step: {10, 20, 30}) write_checkpoint(scratch.path, content_of(step), 0);
   fs::create_directory(
-      scratch / "step-00000005"); // incomplete: reported, never deleted, never counted
+    scratch / "step-00000005"); // incomplete: reported, never deleted, never counted
   fs::create_directory(scratch / ".saving-step-00000031");
   put_bytes(scratch / ".saving-step-00000031" / "half", "x");
   write_checkpoint(scratch.path, content_of(40), 2);
@@ -114,12 +114,12 @@ TEST(Checkpoint, TruncationAndBitFlipsAreFoundInEveryFile) {
   const fs::path folder = scratch / "step-00000020";
   std::mt19937 random(1);
   int files = 0;
-  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
+  for (const auto& entry: fs::recursive_directory_iterator(folder)) {
     if (!entry.is_regular_file()) continue;
     ++files;
     const std::string good = read_file(entry.path());
     const std::string name = entry.path().filename();
-    for (size_t size : {size_t{0}, good.size() / 2, good.size() - 1}) {
+    for (size_t size: {size_t{0}, good.size() / 2, good.size() - 1}) {
       put_bytes(entry.path(), good.substr(0, size));
       EXPECT_ERROR(check_checkpoint(folder), name);
       std::vector<std::string> skipped;
@@ -158,9 +158,9 @@ TEST(Checkpoint, OptimizerSlicesMustCoverEachTensorOnce) {
   read({{"master/w@5/10", five}, {"master/w@0/10", five}});
   EXPECT_ERROR(read({{"master/w@0/10", five}}), "the slices hold 5 of the elements from 0 to 10");
   EXPECT_ERROR(read({{"master/w@0/10", five}, {"master/w@5/10", five}, {"master/w@4/10", five}}),
-      "a slice starts at 4, where 5 is expected");
+    "a slice starts at 4, where 5 is expected");
   EXPECT_ERROR(read({{"master/w@0/10", five}, {"master/w@5/11", five}}), "master of w has 11");
-  for (const char* key : {"master/w", "master/w@0", "master/w@0/5x", "master/w@-1/5"})
+  for (const char* key: {"master/w", "master/w@0", "master/w@0/5x", "master/w@-1/5"})
     EXPECT_ERROR(read({{key, five}}), key, "not a flat slice");
   EXPECT_ERROR(OptimizerReader{scratch / "none"}, "no optimizer state");
 }
@@ -175,7 +175,7 @@ TEST(Checkpoint, AFullDiskLeavesTheOlderOneAndNothingElse) {
   const rlimit small{1 << 20, old.rlim_max};
   setrlimit(RLIMIT_FSIZE, &small);
   EXPECT_ERROR(write_checkpoint(scratch.path, content_of(20, 1 << 17), 1), "step-00000020",
-      "weights-0-0.safetensors", "File too large");
+    "weights-0-0.safetensors", "File too large");
   CheckpointWriter writer;
   writer.start(scratch.path, content_of(30, 1 << 17), 1);
   EXPECT_ERROR(writer.finish(), "step-00000030");
@@ -193,7 +193,7 @@ TEST(Checkpoint, WriterSavesInTheBackgroundOneAfterAnother) {
   const Scratch scratch;
   {
     CheckpointWriter writer;
-    for (const int64_t step : {1, 2, 3, 4}) writer.start(scratch.path, content_of(step), 2);
+    for (const int64_t step: {1, 2, 3, 4}) writer.start(scratch.path, content_of(step), 2);
   } // the destructor waits
   EXPECT_EQ(listing(scratch.path), (Names{"step-00000003", "step-00000004"}));
   EXPECT_TRUE(verify_checkpoint(scratch / "step-00000004").empty());

@@ -10,7 +10,7 @@ using Documents = std::vector<std::vector<int32_t>>;
 std::string write(const Scratch& scratch, const Documents& documents, int64_t vocab_size = 257) {
   const std::string prefix = (scratch / "corpus").string();
   CorpusWriter writer(prefix, vocab_size, "hash");
-  for (const auto& document : documents) writer.add_document(document);
+  for (const auto& document: documents) writer.add_document(document);
   writer.finish();
   return prefix;
 }
@@ -23,27 +23,27 @@ std::vector<int64_t> read(const Corpus& corpus, int64_t document) {
 
 // Bytes of an index written without our writer.
 std::string index_of(uint8_t code, int64_t width, const std::vector<int32_t>& lengths,
-    const std::vector<int64_t>& borders) {
+  const std::vector<int64_t>& borders) {
   std::string bytes("MMIDIDX\0\0", 9);
   const auto put = [&](auto value) { bytes.append(reinterpret_cast<char*>(&value), sizeof value); };
   put(uint64_t{1});
   put(code);
   put(uint64_t{lengths.size()});
   put(uint64_t{borders.size()});
-  for (const int32_t length : lengths) put(length);
+  for (const int32_t length: lengths) put(length);
   int64_t pointer = 0;
-  for (const int32_t length : lengths) {
+  for (const int32_t length: lengths) {
     put(pointer);
     pointer += length * width;
   }
-  for (const int64_t border : borders) put(border);
+  for (const int64_t border: borders) put(border);
   return bytes;
 }
 
 TEST(Corpus, RoundTripAtBothWidths) {
   // Known-faults 55: ids beyond 16 bits survive.
   const Documents documents{{65535, 0}, {}, {7}, {1, 2, 3}};
-  for (const int64_t vocab_size : {int64_t{65536}, int64_t{65537}, int64_t{1} << 31}) {
+  for (const int64_t vocab_size: {int64_t{65536}, int64_t{65537}, int64_t{1} << 31}) {
     const Scratch scratch;
     const Corpus corpus(write(scratch, documents, vocab_size));
     EXPECT_EQ(corpus.dtype(), vocab_size == 65536 ? "uint16" : "int32");
@@ -53,7 +53,7 @@ TEST(Corpus, RoundTripAtBothWidths) {
     EXPECT_EQ(corpus.tokenizer_hash(), "hash");
     for (size_t d = 0; d < documents.size(); ++d)
       EXPECT_EQ(read(corpus, static_cast<int64_t>(d)),
-          std::vector<int64_t>(documents[d].begin(), documents[d].end()));
+        std::vector<int64_t>(documents[d].begin(), documents[d].end()));
     EXPECT_TRUE(verify_corpus(corpus.prefix()).empty());
     EXPECT_FALSE(std::filesystem::exists(corpus.prefix() + ".bin.tmp"));
   }
@@ -90,7 +90,7 @@ TEST(Corpus, WriterRefusesIdsOutsideTheVocabularyAndLeavesNothingUnfinished) {
 // The bytes of every file, by name.
 std::map<std::string, std::string> files_in(const Scratch& scratch) {
   std::map<std::string, std::string> files;
-  for (const auto& entry : std::filesystem::directory_iterator(scratch.path))
+  for (const auto& entry: std::filesystem::directory_iterator(scratch.path))
     files[entry.path().filename().string()] = read_file(entry.path());
   return files;
 }
@@ -103,7 +103,7 @@ TEST(Corpus, ShardsAreOneCorpus) {
   const std::string prefix = (many / "corpus").string();
   write(many, documents); // an older corpus there goes
   CorpusWriter writer(prefix, 257, "hash", 12);
-  for (const auto& document : documents) writer.add_document(document);
+  for (const auto& document: documents) writer.add_document(document);
   writer.finish();
   const auto shards = corpus_shards(prefix);
   EXPECT_GT(shards.size(), 5u);
@@ -112,7 +112,7 @@ TEST(Corpus, ShardsAreOneCorpus) {
   EXPECT_EQ(cut.num_tokens(), whole.num_tokens());
   ASSERT_EQ(cut.num_documents(), whole.num_documents());
   for (int64_t d = 0; d < cut.num_documents(); ++d) EXPECT_EQ(cut.ids(d), whole.ids(d));
-  for (const std::string& shard : shards) EXPECT_LE(Corpus(shard).num_tokens(), 12);
+  for (const std::string& shard: shards) EXPECT_LE(Corpus(shard).num_tokens(), 12);
   EXPECT_TRUE(verify_corpus(prefix).empty());
   EXPECT_NE(cut.fingerprint(), whole.fingerprint());
   put_bytes(shards[2] + ".bin", std::string(read_file(shards[2] + ".bin").size(), '\xff'));
@@ -127,12 +127,12 @@ TEST(Corpus, ShardsAreOneCorpus) {
 TEST(Corpus, WritingGoesOnFromWhatWasDurable) {
   std::mt19937 random(5);
   Documents documents(60);
-  for (auto& document : documents)
+  for (auto& document: documents)
     document.assign(random() % 9000, static_cast<int32_t>(random() % 257));
-  for (const int64_t shard_tokens : {0, 40'000}) {
+  for (const int64_t shard_tokens: {0, 40'000}) {
     const Scratch straight, broken;
     CorpusWriter whole(straight / "c", 257, "hash", shard_tokens);
-    for (const auto& document : documents) whole.add_document(document);
+    for (const auto& document: documents) whole.add_document(document);
     whole.finish();
     size_t done = 0;
     for (CorpusProgress at; done < documents.size();) {
@@ -191,14 +191,14 @@ TEST(Corpus, HostileIndexesAreRefused) {
   EXPECT_ERROR(parse(good, 11), "x.idx", "document 1 ends at token 3, the .bin holds 2");
   EXPECT_ERROR(parse(good, 13), "fill 12 bytes, the .bin has 13");
   EXPECT_ERROR(
-      parse(index_of(4, 4, {2, -1}, {0, 1, 2}), 12), "document 1: its tokens do not follow");
+    parse(index_of(4, 4, {2, -1}, {0, 1, 2}), 12), "document 1: its tokens do not follow");
   EXPECT_ERROR(
-      parse(index_of(8, 4, {2, 1}, {0, 1, 2}), 12), "document 1: its tokens do not follow");
+    parse(index_of(8, 4, {2, 1}, {0, 1, 2}), 12), "document 1: its tokens do not follow");
   EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {0, 2, 1, 2}), 12), "document 1 goes from 2 to 1 of 2");
   EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {0, 1}), 12), "do not span all 2 sequences");
   EXPECT_ERROR(parse(index_of(4, 4, {2, 1}, {}), 12), "list of documents is empty");
   EXPECT_ERROR(parse(index_of(4, 4, {1}, {0, int64_t{1} << 62, 1}), 4),
-      "document 0 goes from 0 to 4611686018427387904");
+    "document 0 goes from 0 to 4611686018427387904");
   for (size_t size = 0; size < good.size(); ++size)
     EXPECT_ERROR(parse(good.substr(0, size), 12), "x.idx");
   std::string huge = good;
@@ -210,14 +210,14 @@ TEST(Corpus, TruncationAndBitFlipsAreFoundInEveryFile) {
   const Scratch scratch;
   std::mt19937 random(3);
   Documents documents(40);
-  for (auto& document : documents) {
+  for (auto& document: documents) {
     document.resize(random() % 20000);
-    for (auto& id : document) id = static_cast<int32_t>(random() % 257);
+    for (auto& id: document) id = static_cast<int32_t>(random() % 257);
   }
   const std::string prefix = write(scratch, documents);
-  for (const std::string extension : {".bin", ".idx", ".json"}) {
+  for (const std::string extension: {".bin", ".idx", ".json"}) {
     const std::string good = read_file(prefix + extension);
-    for (size_t size : {size_t{0}, good.size() / 2, good.size() - 1}) {
+    for (size_t size: {size_t{0}, good.size() / 2, good.size() - 1}) {
       put_bytes(prefix + extension, good.substr(0, size));
       EXPECT_ERROR(Corpus{prefix}, prefix);
       EXPECT_FALSE(verify_corpus(prefix).empty());

@@ -19,9 +19,9 @@ json lite() {
 json large() {
   json config = lite();
   config.update({{"hidden_size", 5120}, {"intermediate_size", 12288}, {"num_hidden_layers", 60},
-      {"moe_intermediate_size", 1536}, {"n_routed_experts", 160}, {"n_group", 8}, {"topk_group", 3},
-      {"topk_method", "group_limited_greedy"}, {"routed_scaling_factor", 16.0},
-      {"num_attention_heads", 128}, {"num_key_value_heads", 128}, {"q_lora_rank", 1536}});
+    {"moe_intermediate_size", 1536}, {"n_routed_experts", 160}, {"n_group", 8}, {"topk_group", 3},
+    {"topk_method", "group_limited_greedy"}, {"routed_scaling_factor", 16.0},
+    {"num_attention_heads", 128}, {"num_key_value_heads", 128}, {"q_lora_rank", 1536}});
   return config;
 }
 
@@ -38,13 +38,13 @@ TEST(DeepseekV2, CountsTheReleasedModels) {
 }
 
 TEST(DeepseekV2, CountEqualsTheTensors) {
-  for (const bool latent : {false, true}) {
+  for (const bool latent: {false, true}) {
     json config = tiny_deepseek_config();
     if (!latent) config["q_lora_rank"] = nullptr;
     config["tie_word_embeddings"] = latent;
     TinyModelOf<DeepseekV2Model> tiny(config);
     int64_t held = 0;
-    for (const Parameter* parameter : all_parameters(tiny.groups)) held += parameter->numel();
+    for (const Parameter* parameter: all_parameters(tiny.groups)) held += parameter->numel();
     EXPECT_EQ(held, tiny.model.config().size(64).parameters);
   }
 }
@@ -69,12 +69,12 @@ TEST(DeepseekV2, ListsEverythingThatIsWrong) {
   json config = large();
   config.erase("kv_lora_rank");
   config.update({{"norm_topk_prob", true}, {"scoring_func", "sigmoid"}, {"n_group", 7},
-      {"rope_scaling", {{"type", "longrope"}, {"factor", 4}}}, {"qk_rope_head_dim", 63},
-      {"first_k_dense_replace", -1}, {"num_key_value_heads", 8}, {"model_type", "deepseek_v3"}});
+    {"rope_scaling", {{"type", "longrope"}, {"factor", 4}}}, {"qk_rope_head_dim", 63},
+    {"first_k_dense_replace", -1}, {"num_key_value_heads", 8}, {"model_type", "deepseek_v3"}});
   const std::string text = error_text([&] { DeepseekV2Config::parse(config, "here"); });
-  for (const char* part : {"here: not a usable", "kv_lora_rank is missing", "norm_topk_prob",
-           "scoring_func", "n_group", "rope_scaling.type \"longrope\" is not supported",
-           "qk_rope_head_dim", "first_k_dense_replace", "num_key_value_heads", "model_type"})
+  for (const char* part: {"here: not a usable", "kv_lora_rank is missing", "norm_topk_prob",
+         "scoring_func", "n_group", "rope_scaling.type \"longrope\" is not supported",
+         "qk_rope_head_dim", "first_k_dense_replace", "num_key_value_heads", "model_type"})
     EXPECT_THAT(text, HasSubstr(part));
   config = lite();
   config["rope_scaling"].erase("factor");

@@ -23,14 +23,14 @@ template <class Model> struct Case {
       : folder(golden(name)), tiny(Model::Config::parse_file(folder), dtype, at::kCPU, 0.02) {
     restore_weights(tiny.groups, folder, tiny.model.config().tie_embeddings);
     const std::vector<Row> rows =
-        read_token_rows(folder / "ids.json", tiny.model.config().vocab_size);
+      read_token_rows(folder / "ids.json", tiny.model.config().vocab_size);
     batch = cut(rows, static_cast<int64_t>(rows.size()));
   }
 
   // The gradient of one Hugging Face tensor.
   Tensor grad(const std::string& name) {
-    for (const Parameter* parameter : all_parameters(tiny.groups)) {
-      for (const HfTensor& tensor : parameter->tensors)
+    for (const Parameter* parameter: all_parameters(tiny.groups)) {
+      for (const HfTensor& tensor: parameter->tensors)
         if (tensor.name == name) return Parameter::view_of(parameter->grad.view({-1}), tensor);
     }
     ADD_FAILURE() << "no parameter holds " << name;
@@ -41,7 +41,7 @@ template <class Model> struct Case {
   template <class Limit>
   void compare_gradients(const SafetensorsFile& expected, const Limit& limit) {
     size_t compared = 0, held = 0;
-    for (const auto& [name, entry] : expected.header().tensors) {
+    for (const auto& [name, entry]: expected.header().tensors) {
       if (!name.starts_with("grad.")) continue;
       const Tensor reference = expected.tensor(name), mine = grad(name.substr(5));
       ++compared;
@@ -51,8 +51,7 @@ template <class Model> struct Case {
       }
       EXPECT_LT(relative_error(mine, reference), limit(name)) << name;
     }
-    for (const Parameter* parameter : all_parameters(tiny.groups))
-      held += parameter->tensors.size();
+    for (const Parameter* parameter: all_parameters(tiny.groups)) held += parameter->tensors.size();
     EXPECT_EQ(compared, held);
   }
 };
@@ -81,14 +80,14 @@ template <class Model> void check_fp32(const std::string& name_of_case) {
     if (!tapes[0].topk_idx[layer].defined()) continue;
     ASSERT_TRUE(at::equal(tapes[0].topk_idx[layer], expected.tensor(name))) << name;
     EXPECT_LT(relative_error(tapes[0].topk_weight[layer],
-                  expected.tensor(fmt::format("routing.topk_weight.{}", layer))),
-        1e-5);
+                expected.tensor(fmt::format("routing.topk_weight.{}", layer))),
+      1e-5);
   }
   EXPECT_LT(relative_error(result.loss_sum / trained, expected.tensor("loss")), 1e-5);
   EXPECT_LT(relative_error(result.per_token[0], expected.tensor("logprobs")), 1e-5);
   EXPECT_LT(relative_error(pipeline.forward_only(test.batch, AllLogits()).per_token[0],
-                expected.tensor("logits")),
-      1e-5);
+              expected.tensor("logits")),
+    1e-5);
   test.compare_gradients(expected, [](const std::string&) { return 1e-5; });
 }
 
@@ -100,7 +99,7 @@ template <class Model> void check_balance_loss(const std::string& name_of_case) 
   zero_grads(test.tiny.groups);
   const BatchResult result = pipeline.forward_backward(test.batch, NextTokenLoss());
   double balance = 0;
-  for (const auto& [name, entry] : expected.header().tensors)
+  for (const auto& [name, entry]: expected.header().tensors)
     if (name.starts_with("aux.")) balance += expected.tensor(name).template item<double>();
   const auto rows = static_cast<double>(test.batch[0].global_rows);
   EXPECT_NEAR(result.balance_sum.item<double>() / rows, balance, 1e-5 * balance);
@@ -109,8 +108,8 @@ template <class Model> void check_balance_loss(const std::string& name_of_case) 
 
 // Group of a gradient, for errors that are compared as a whole.
 std::string group_of(const std::string& name) {
-  for (const char* part : {"norm.weight", "experts", "mlp.gate.weight", "mlp", "self_attn",
-           "linear_attn", "embed_tokens", "lm_head"})
+  for (const char* part: {"norm.weight", "experts", "mlp.gate.weight", "mlp", "self_attn",
+         "linear_attn", "embed_tokens", "lm_head"})
     if (name.find(part) != std::string::npos) return part;
   return name;
 }
@@ -134,20 +133,19 @@ template <class Model> void check_bf16(const std::string& name_of_case) {
   auto pipeline = test.tiny.pipeline();
   zero_grads(test.tiny.groups);
   const BatchResult result = pipeline.forward_backward(test.batch, NextTokenLoss(), tapes);
-  const auto bound = [&](const std::string& name) {
-    return 1.5 * tolerance.at(name).get<double>();
-  };
+  const auto bound = [&](
+                       const std::string& name) { return 1.5 * tolerance.at(name).get<double>(); };
   EXPECT_LT(relative_error(result.per_token[0], expected.tensor("logprobs")), bound("logprobs"));
   EXPECT_LT(relative_error(pipeline.forward_only(test.batch, AllLogits(), {}, tapes).per_token[0],
-                expected.tensor("logits")),
-      bound("logits"));
+              expected.tensor("logits")),
+    bound("logits"));
 
   struct Squares {
     double ours = 0, theirs = 0; // relative errors
     double mine = 0, reference = 0; // norms
   };
   std::map<std::string, Squares> groups;
-  for (const auto& [name, entry] : expected.header().tensors) {
+  for (const auto& [name, entry]: expected.header().tensors) {
     if (!name.starts_with("grad.")) continue;
     const Tensor reference = expected.tensor(name).to(at::kDouble).flatten();
     const Tensor mine = test.grad(name.substr(5)).to(at::kDouble).flatten();
@@ -162,11 +160,11 @@ template <class Model> void check_bf16(const std::string& name_of_case) {
     group.ours += ours * ours;
     group.theirs += theirs * theirs;
     EXPECT_GT((mine * reference).sum().item<double>() / norm / mine.norm().item<double>(), 0.99)
-        << name;
+      << name;
     group.mine += mine.square().sum().item<double>();
     group.reference += norm * norm;
   }
-  for (const auto& [name, group] : groups) {
+  for (const auto& [name, group]: groups) {
     EXPECT_LT(std::sqrt(group.ours), 2 * std::sqrt(group.theirs)) << "gradients of " << name;
     EXPECT_NEAR(std::sqrt(group.mine / group.reference), 1, 0.02) << "gradients of " << name;
   }
@@ -189,7 +187,7 @@ TEST_P(Golden, ExportsTheBytesItImported) {
     const Scratch in, out;
     const HfFolder source(golden(name));
     std::vector<NamedTensor> rounded;
-    for (const std::string& tensor : source.names())
+    for (const std::string& tensor: source.names())
       rounded.emplace_back(tensor, source.tensor(tensor).to(at::kBFloat16));
     write_safetensors(in / "model.safetensors", rounded);
 
@@ -203,7 +201,7 @@ TEST_P(Golden, ExportsTheBytesItImported) {
     write_weight_index(out.path, files);
     const HfFolder before(in.path), after(out.path);
     ASSERT_EQ(before.names(), after.names());
-    for (const std::string& tensor : before.names()) {
+    for (const std::string& tensor: before.names()) {
       const Tensor a = before.tensor(tensor), b = after.tensor(tensor);
       EXPECT_EQ(a.scalar_type(), b.scalar_type()) << tensor;
       EXPECT_TRUE(at::equal(a.view(at::kShort), b.view(at::kShort))) << tensor;
@@ -212,10 +210,10 @@ TEST_P(Golden, ExportsTheBytesItImported) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, Golden,
-    testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d", "deepseek_v2_a",
-        "deepseek_v2_b", "deepseek_v2_c", "gpt_oss_a", "gpt_oss_b", "gpt_oss_c", "qwen3_5_moe_a",
-        "qwen3_5_moe_b", "qwen3_5_moe_c"),
-    [](const auto& test) { return std::string(test.param); });
+  testing::Values("qwen3_moe_a", "qwen3_moe_b", "qwen3_moe_c", "qwen3_moe_d", "deepseek_v2_a",
+    "deepseek_v2_b", "deepseek_v2_c", "gpt_oss_a", "gpt_oss_b", "gpt_oss_c", "qwen3_5_moe_a",
+    "qwen3_5_moe_b", "qwen3_5_moe_c"),
+  [](const auto& test) { return std::string(test.param); });
 
 } // namespace
 } // namespace pith

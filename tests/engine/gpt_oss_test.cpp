@@ -31,12 +31,12 @@ TEST(GptOss, CountsTheReleasedModels) {
 }
 
 TEST(GptOss, CountEqualsTheTensors) {
-  for (const bool tied : {false, true}) {
+  for (const bool tied: {false, true}) {
     json config = tiny_gpt_oss_config();
     config["tie_word_embeddings"] = tied;
     TinyModelOf<GptOssModel> tiny(config);
     int64_t held = 0;
-    for (const Parameter* parameter : all_parameters(tiny.groups)) held += parameter->numel();
+    for (const Parameter* parameter: all_parameters(tiny.groups)) held += parameter->numel();
     EXPECT_EQ(held, tiny.model.config().size(64).parameters);
   }
 }
@@ -64,8 +64,8 @@ TEST(GptOss, ListsEverythingThatIsWrong) {
   config.erase("intermediate_size");
   config["layer_types"][3] = "chunked_attention";
   config.update({{"attention_bias", false}, {"num_key_value_heads", 7}, {"sliding_window", 0},
-      {"quantization_config", {{"quant_method", "gptq"}}}, {"swiglu_limit", -1.0}});
-  for (const char* state : {"5", R"({"bias": [[1, 2], [3]]})", R"({"bias": [1]})"}) {
+    {"quantization_config", {{"quant_method", "gptq"}}}, {"swiglu_limit", -1.0}});
+  for (const char* state: {"5", R"({"bias": [[1, 2], [3]]})", R"({"bias": [1]})"}) {
     json bad = released();
     bad["router_state"] = json::parse(state);
     const std::string problem = error_text([&] { GptOssConfig::parse(bad, "here"); });
@@ -73,22 +73,22 @@ TEST(GptOss, ListsEverythingThatIsWrong) {
     EXPECT_EQ(problem.find("frame #"), std::string::npos);
   }
   const std::string text = error_text([&] { GptOssConfig::parse(config, "here"); });
-  for (const char* part : {"here: not a usable", "intermediate_size is missing",
-           "layer_types holds", "attention_bias", "num_key_value_heads", "sliding_window",
-           "quantization_config.quant_method", "swiglu_limit"})
+  for (const char* part:
+    {"here: not a usable", "intermediate_size is missing", "layer_types holds", "attention_bias",
+      "num_key_value_heads", "sliding_window", "quantization_config.quant_method", "swiglu_limit"})
     EXPECT_THAT(text, HasSubstr(part));
 }
 
 // Decay and expert parallelism look at the groups.
 TEST(GptOss, BiasesAndSinksDoNotDecay) {
   TinyModelOf<GptOssModel> tiny(tiny_gpt_oss_config());
-  for (const ShardGroup& group : tiny.groups)
-    for (const auto& segment : group.segments())
-      for (const auto& piece : group.pieces()) {
+  for (const ShardGroup& group: tiny.groups)
+    for (const auto& segment: group.segments())
+      for (const auto& piece: group.pieces()) {
         if (piece.begin < segment.begin || piece.begin >= segment.end) continue;
         const std::string& name = piece.tensor->name;
         const bool matrix = name.ends_with("proj.weight") || name.ends_with("_proj") ||
-            name.ends_with("embed_tokens.weight") || name == "lm_head.weight";
+          name.ends_with("embed_tokens.weight") || name == "lm_head.weight";
         EXPECT_EQ(segment.rule.decays, matrix) << name;
       }
 }
@@ -111,9 +111,9 @@ TEST(GptOss, AWindowInEveryLayerLimitsTheReach) {
   for (int64_t t = 0; t < 24; ++t) {
     const auto largest = change[t].item<double>();
     EXPECT_TRUE(t < 2 || t > 14 ? largest < 1e-5
-            : t == 2 || t == 14 ? largest > 1e-4
+        : t == 2 || t == 14     ? largest > 1e-4
                                 : true)
-        << t << ": " << largest;
+      << t << ": " << largest;
   }
 }
 
@@ -133,7 +133,7 @@ TEST(Mxfp4, EveryCodeAndScale) {
   for (int i = 0; i < 16; ++i)
     codes.push_back(i == 0 ? 0x21 : i == 1 ? 0xF7 : i == 2 ? 0x80 : i * 17);
   const float table[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
-  for (const int scale : {0, 1, 124, 127, 130, 253, 254}) {
+  for (const int scale: {0, 1, 124, 127, 130, 253, 254}) {
     const Tensor out = dequantize_mxfp4(bytes(codes, {1, 1, 16}), bytes({scale}, {1, 1}))[0];
     ASSERT_EQ(out.sizes(), at::IntArrayRef({32}));
     for (int i = 0; i < 32; ++i) {
@@ -164,7 +164,7 @@ TEST(Mxfp4, ImportsExperts) {
   const Tensor expected = at::stack(matrices).contiguous().view(-1);
   const HfTensor tensor{"w", {experts, in, out}, 0};
   const HfFolder folder(scratch.path);
-  for (const auto& [first, count] : {std::pair<int64_t, int64_t>{0, 1920}, {600, 700}, {1279, 2}}) {
+  for (const auto& [first, count]: {std::pair<int64_t, int64_t>{0, 1920}, {600, 700}, {1279, 2}}) {
     const Tensor target = at::zeros({count}, at::TensorOptions(at::kBFloat16));
     const ImportTarget targets[] = {{&tensor, first, target}};
     import_weights(folder, targets);
@@ -177,13 +177,12 @@ TEST(Mxfp4, ImportsExperts) {
   const HfTensor turned{"w", {experts, out, in}, 0};
   const ImportTarget wrong[] = {{&turned, 0, at::zeros({1920})}};
   EXPECT_THAT(error_text([&] { import_weights(folder, wrong); }),
-      testing::AllOf(
-          HasSubstr("missing in the folder: w"), HasSubstr("not in the model: w_blocks")));
+    testing::AllOf(HasSubstr("missing in the folder: w"), HasSubstr("not in the model: w_blocks")));
   const HfTensor longer{"w", {experts, 2 * in, out}, 0};
   const ImportTarget larger[] = {{&longer, 0, at::zeros({3840})}};
   EXPECT_THAT(error_text([&] { import_weights(folder, larger); }),
-      testing::AllOf(HasSubstr("w_blocks: shape (3, 10, 2, 16) in the folder, (3, 10, 4, 16)"),
-          HasSubstr("w_scales: shape (3, 10, 2) in the folder, (3, 10, 4)")));
+    testing::AllOf(HasSubstr("w_blocks: shape (3, 10, 2, 16) in the folder, (3, 10, 4, 16)"),
+      HasSubstr("w_scales: shape (3, 10, 2) in the folder, (3, 10, 4)")));
 }
 
 } // namespace

@@ -15,7 +15,7 @@ void check_strictly(const std::filesystem::path& folder) {
   const json index = json::parse(read_file(folder / "model.safetensors.index.json"));
   std::map<std::string, std::string> seen;
   uint64_t total = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+  for (const auto& entry: std::filesystem::directory_iterator(folder)) {
     if (entry.path().extension() != ".safetensors") continue;
     const std::string bytes = read_file(entry.path());
     uint64_t length = 0;
@@ -23,19 +23,19 @@ void check_strictly(const std::filesystem::path& folder) {
     const json header = json::parse(bytes.substr(8, length));
     EXPECT_EQ(header.at("__metadata__"), json({{"format", "pt"}}));
     std::map<uint64_t, uint64_t> ranges;
-    for (const auto& [name, tensor] : header.items()) {
+    for (const auto& [name, tensor]: header.items()) {
       if (name == "__metadata__") continue;
       EXPECT_TRUE(seen.emplace(name, entry.path().filename()).second);
       uint64_t size = tensor.at("dtype") == "F32" ? 4 : tensor.at("dtype") == "BF16" ? 2 : 0;
       ASSERT_GT(size, 0u);
-      for (const uint64_t dimension : tensor.at("shape")) size *= dimension;
+      for (const uint64_t dimension: tensor.at("shape")) size *= dimension;
       const uint64_t begin = tensor.at("data_offsets")[0], end = tensor.at("data_offsets")[1];
       EXPECT_EQ(end - begin, size);
       total += size;
       ranges[begin] = end;
     }
     uint64_t end = 0;
-    for (const auto& [from, to] : ranges) {
+    for (const auto& [from, to]: ranges) {
       EXPECT_EQ(from, end);
       end = to;
     }
@@ -53,35 +53,34 @@ std::vector<NamedTensor> weights(int count) {
 }
 
 std::vector<WrittenFile> write_hf_weights(const std::filesystem::path& folder,
-    const std::vector<NamedTensor>& tensors, uint64_t shard_bytes) {
+  const std::vector<NamedTensor>& tensors, uint64_t shard_bytes) {
   auto written = write_weights(folder, 0, tensors, shard_bytes);
   written.push_back(write_weight_index(folder, written));
   return written;
 }
 
 TEST(HfFolder, ShardsAreWrittenStrictlyAndReadBack) {
-  for (const uint64_t shard_bytes : {1u, 60u, 89u, 90u, 1000u}) {
+  for (const uint64_t shard_bytes: {1u, 60u, 89u, 90u, 1000u}) {
     const Scratch scratch;
     const auto written = weights(7);
     const auto files = write_hf_weights(scratch.path, written, shard_bytes);
     const size_t per_file = std::max<size_t>(1, shard_bytes / 30);
     EXPECT_EQ(files.size(), (7 + per_file - 1) / per_file + 1);
-    for (const WrittenFile& file : files)
-      EXPECT_EQ(file.xxh3, xxh3(read_file(scratch / file.name)));
+    for (const WrittenFile& file: files) EXPECT_EQ(file.xxh3, xxh3(read_file(scratch / file.name)));
     check_strictly(scratch.path);
     const HfFolder folder(scratch.path);
     EXPECT_EQ(folder.names().size(), 7u);
-    for (const auto& [name, tensor] : written) EXPECT_TRUE(at::equal(folder.tensor(name), tensor));
+    for (const auto& [name, tensor]: written) EXPECT_TRUE(at::equal(folder.tensor(name), tensor));
   }
 }
 
 struct Model {
   Parameter fused{
-      "qk", {4, 2}, {{"q", {3, 2}, 0}, {"k", {1, 2}, 6}}, ParameterGroup::matrix, Init::normal};
+    "qk", {4, 2}, {{"q", {3, 2}, 0}, {"k", {1, 2}, 6}}, ParameterGroup::matrix, Init::normal};
   Parameter norm{"norm", {3}, ParameterGroup::norm, Init::ones};
   std::vector<Tensor> targets{at::full({8}, -1.0f), at::full({3}, -1.0f, at::kBFloat16)};
   std::vector<ImportTarget> imports{{&fused.tensors[0], 0, targets[0].narrow(0, 0, 6)},
-      {&fused.tensors[1], 0, targets[0].narrow(0, 6, 2)}, {&norm.tensors[0], 0, targets[1]}};
+    {&fused.tensors[1], 0, targets[0].narrow(0, 6, 2)}, {&norm.tensors[0], 0, targets[1]}};
 };
 
 TEST(HfFolder, ImportsIntoFusedParametersConverting) {
@@ -89,7 +88,7 @@ TEST(HfFolder, ImportsIntoFusedParametersConverting) {
   const Tensor q = at::randn({3, 2}, at::kDouble), k = at::randn({1, 2}).to(at::kHalf);
   const Tensor norm = at::randn({3});
   write_safetensors(
-      scratch / "model.safetensors", {{"q", q}, {"k", k}, {"norm", norm}, {"extra", k}});
+    scratch / "model.safetensors", {{"q", q}, {"k", k}, {"norm", norm}, {"extra", k}});
   Model model;
   const std::string extra[] = {"extra"};
   import_weights(HfFolder(scratch.path), model.imports, extra);
@@ -106,11 +105,11 @@ TEST(HfFolder, ImportsIntoFusedParametersConverting) {
 TEST(HfFolder, ImportListsEveryProblemAndTouchesNothing) {
   const Scratch scratch;
   write_safetensors(scratch / "model.safetensors",
-      {{"q", at::randn({2, 3})}, {"norm", at::zeros({3}, at::kLong)}, {"bias", at::randn({1})}});
+    {{"q", at::randn({2, 3})}, {"norm", at::zeros({3}, at::kLong)}, {"bias", at::randn({1})}});
   Model model;
   EXPECT_ERROR(import_weights(HfFolder(scratch.path), model.imports), scratch.path.string(),
-      "4 problems", "q: shape (2, 3) in the folder, (3, 2) in the model",
-      "missing in the folder: k", "norm: dtype int64", "not in the model: bias");
+    "4 problems", "q: shape (2, 3) in the folder, (3, 2) in the model", "missing in the folder: k",
+    "norm: dtype int64", "not in the model: bias");
   EXPECT_TRUE(at::equal(model.targets[0], at::full({8}, -1.0f)));
 }
 
@@ -129,16 +128,16 @@ TEST(HfFolder, DamagedFoldersNameFileAndTensor) {
   std::filesystem::resize_file(folder / two, std::filesystem::file_size(folder / two) - 1);
   std::filesystem::remove(folder / one);
   EXPECT_ERROR(
-      HfFolder{folder}, "2 problems", one, "No such file", two, "tensor layers.2.w ends at byte");
+    HfFolder{folder}, "2 problems", one, "No such file", two, "tensor layers.2.w ends at byte");
   fresh();
   write_safetensors(folder / two,
-      weights(3)); // two of them are in both files, the index says the first
+    weights(3)); // two of them are in both files, the index says the first
   EXPECT_ERROR(
-      HfFolder{folder}, "tensor layers.0.w is in two files", "tensor layers.1.w", one, two);
+    HfFolder{folder}, "tensor layers.0.w is in two files", "tensor layers.1.w", one, two);
   fresh();
   write_safetensors(folder / two, {{"ghost.1", at::randn({1})}, {"ghost.2", at::randn({1})}});
   EXPECT_ERROR(HfFolder{folder}, two + " holds a tensor that the index does not list: ghost.1",
-      "ghost.2", "the index lists a tensor that " + two + " does not hold: layers.2.w");
+    "ghost.2", "the index lists a tensor that " + two + " does not hold: layers.2.w");
   fresh();
   write_safetensors(folder / "model.safetensors", weights(1));
   EXPECT_ERROR(HfFolder{folder}, "both there and disagree");
@@ -154,7 +153,7 @@ TEST(HfFolder, DamagedFoldersNameFileAndTensor) {
 
 TEST(HfFolder, JsonErrorsNameLineAndColumn) {
   EXPECT_ERROR(parse_json("{\"a\": 1,\n  \"b\": }", "c.json"),
-      "c.json: not JSON: parse error at line 2, column 8");
+    "c.json: not JSON: parse error at line 2, column 8");
   EXPECT_ERROR(parse_json("", "c.json"), "c.json", "line 1, column 1");
   EXPECT_ERROR(parse_json(R"({"a": {"b": 1, "b": 2}})", "c.json"), "\"b\" stands twice");
   EXPECT_ERROR(parse_json("1e999", "c.json"), "c.json: not JSON: number overflow");

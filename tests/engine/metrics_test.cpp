@@ -28,7 +28,7 @@ class Metrics : public testing::Test {
   }
   std::vector<int64_t> steps() const {
     std::vector<int64_t> result;
-    for (const Json& line : lines()) {
+    for (const Json& line: lines()) {
       if (line.contains("step")) result.push_back(line["step"]);
     }
     return result;
@@ -176,22 +176,22 @@ TEST(ProgressLine, IsAlignedAndHuman) {
   StepMetrics m = step(20);
   m.mfu = 0.31;
   EXPECT_EQ(progress_line(m, 3723),
-      "step   20/1000  loss  4.1234  grad  1.234  lr 3.00e-01  2.05k tok/s  mfu 31.0 %  "
-      "mem  94.1 GiB  left 1h02m");
+    "step   20/1000  loss  4.1234  grad  1.234  lr 3.00e-01  2.05k tok/s  mfu 31.0 %  "
+    "mem  94.1 GiB  left 1h02m");
   m.step = 999;
   m.mfu = 0;
   m.seconds = 0.0001;
   m.loss = std::nan("");
   m.grad_norm = 123456;
   EXPECT_EQ(progress_line(m, -1),
-      "step  999/1000  loss     nan  grad 1.235e+05  lr 3.00e-01  10.2M tok/s  mem  94.1 GiB");
+    "step  999/1000  loss     nan  grad 1.235e+05  lr 3.00e-01  10.2M tok/s  mem  94.1 GiB");
   m.seconds = 0;
   m.grad_norm = 0.01234567;
   EXPECT_EQ(progress_line(m, 0),
-      "step  999/1000  loss     nan  grad 0.01235  lr 3.00e-01      0 tok/s  mem  94.1 GiB  "
-      "left 0s");
-  for (const auto& [seconds, text] : std::vector<std::pair<double, std::string>>{
-           {59.4, "59s"}, {59.6, "1m00s"}, {3599, "59m59s"}, {86399, "23h59m"}, {90000, "1d01h"}}) {
+    "step  999/1000  loss     nan  grad 0.01235  lr 3.00e-01      0 tok/s  mem  94.1 GiB  "
+    "left 0s");
+  for (const auto& [seconds, text]: std::vector<std::pair<double, std::string>>{
+         {59.4, "59s"}, {59.6, "1m00s"}, {3599, "59m59s"}, {86399, "23h59m"}, {90000, "1d01h"}}) {
     EXPECT_TRUE(progress_line(m, seconds).ends_with("left " + text)) << text;
   }
 }
@@ -218,7 +218,7 @@ TEST(TensorBoard, Crc32cOfKnownVectors) {
   EXPECT_EQ(crc32c(std::string(32, '\0')), 0x8A9136AAu); // RFC 3720 B.4
   EXPECT_EQ(crc32c(std::string(32, '\xff')), 0x62A8AB43u); // RFC 3720 B.4
   EXPECT_EQ(masked_crc32c(std::string(8, '\0')),
-      ((crc32c(std::string(8, '\0')) >> 15 | crc32c(std::string(8, '\0')) << 17) + 0xa282ead8u));
+    ((crc32c(std::string(8, '\0')) >> 15 | crc32c(std::string(8, '\0')) << 17) + 0xa282ead8u));
 }
 
 // Events of a file: frames checked, payloads returned.
@@ -242,21 +242,21 @@ std::vector<std::string> frames(const std::string& bytes) {
 TEST_F(Metrics, TensorBoardEventsReadBack) {
   { MetricsLog log(folder_, 7, true); }
   fs::path path;
-  for (const auto& entry : fs::directory_iterator(folder_ / "tensorboard")) path = entry.path();
+  for (const auto& entry: fs::directory_iterator(folder_ / "tensorboard")) path = entry.path();
   EXPECT_TRUE(path.filename().string().starts_with("events.out.tfevents."));
   const auto payloads = frames(read(path) + tensorboard_scalars(300, {{"a", 1.5}, {"b/ü", -2}}));
   ASSERT_EQ(payloads.size(), 3u);
   const auto after_time = [&](size_t i) { return payloads[i].substr(9); };
-  for (const std::string& payload : payloads) EXPECT_EQ(payload[0], '\x09'); // wall_time
+  for (const std::string& payload: payloads) EXPECT_EQ(payload[0], '\x09'); // wall_time
   EXPECT_EQ(after_time(0), std::string("\x10\x00\x1A\x0D", 4) + "brain.Event:2");
   EXPECT_EQ(after_time(1), std::string("\x10\x08\x3A\x02\x08\x01")); // step 8, START
   EXPECT_EQ(after_time(2),
-      std::string("\x10\xAC\x02\x2A\x17" // step 300, summary
-                  "\x0A\x08\x0A\x01"
-                  "a\x15\x00\x00\xC0\x3F" // a = 1.5
-                  "\x0A\x0B\x0A\x04"
-                  "b/ü\x15\x00\x00\x00\xC0", // b/ü = -2
-          28));
+    std::string("\x10\xAC\x02\x2A\x17" // step 300, summary
+                "\x0A\x08\x0A\x01"
+                "a\x15\x00\x00\xC0\x3F" // a = 1.5
+                "\x0A\x0B\x0A\x04"
+                "b/ü\x15\x00\x00\x00\xC0", // b/ü = -2
+      28));
 }
 
 } // namespace

@@ -22,25 +22,25 @@ template <class Model = Qwen3MoeModel> struct Ruled {
   std::vector<std::string> rules;
 
   explicit Ruled(const RunConfig::Training& training, const nlohmann::json& json = tiny_config(),
-      at::ScalarType dtype = at::kFloat)
+    at::ScalarType dtype = at::kFloat)
       : Ruled(Model::Config::parse(json, "test"), training, dtype) {}
-  Ruled(const typename Model::Config& config, const RunConfig::Training& training,
-      at::ScalarType dtype)
+  Ruled(
+    const typename Model::Config& config, const RunConfig::Training& training, at::ScalarType dtype)
       : model(config, whole_model(config.num_layers, config.num_experts)) {
     const Units units = model.parameter_units();
     rules = set_update_rules(units, units, training);
     groups = make_shard_groups(
-        units, dtype, mesh, ShardGroup::Use::training, ShardMode::keep, optimizer_states(training));
-    for (ShardGroup& group : groups) group.initialize(7, 0.1, config.num_layers);
+      units, dtype, mesh, ShardGroup::Use::training, ShardMode::keep, optimizer_states(training));
+    for (ShardGroup& group: groups) group.initialize(7, 0.1, config.num_layers);
   }
   void step(const RunConfig::Training& training, int64_t number, double lr = 1e-2) {
-    for (ShardGroup& group : groups) {
+    for (ShardGroup& group: groups) {
       Tensor noise = at::empty_like(group.grad_part);
       fill_normal(noise, 3, fmt::format("gradient {} {}", group.unit(), number), 1e-2);
       group.grads.zero_();
-      for (const auto& piece : group.pieces()) // not the padding
+      for (const auto& piece: group.pieces()) // not the padding
         group.grad_part.narrow(0, piece.begin, piece.count)
-            .copy_(noise.narrow(0, piece.begin, piece.count));
+          .copy_(noise.narrow(0, piece.begin, piece.count));
     }
     optimizer_step(groups, training, lr, number, grad_norm(groups, mesh));
   }
@@ -52,15 +52,15 @@ template <class Model> void check_matrices(const typename Model::Config& config,
   SCOPED_TRACE(fmt::format("{} matrices", expected));
   Ruled<Model> tiny(config, muon(), at::kFloat);
   size_t matrices = 0;
-  for (const ShardGroup& group : tiny.groups) {
-    for (const Parameter* parameter : group.parameters()) {
+  for (const ShardGroup& group: tiny.groups) {
+    for (const Parameter* parameter: group.parameters()) {
       Tensor seen = at::zeros_like(parameter->grad);
-      for (const HfTensor& tensor : parameter->tensors) {
+      for (const HfTensor& tensor: parameter->tensors) {
         const bool matrix = parameter->group == ParameterGroup::matrix ||
-            (parameter->group == ParameterGroup::expert && !tensor.name.ends_with("_bias"));
+          (parameter->group == ParameterGroup::expert && !tensor.name.ends_with("_bias"));
         EXPECT_EQ(tensor.rule.muon, matrix) << tensor.name;
         if (!matrix) continue;
-        for (Tensor& one : muon_matrices(Parameter::view_of(seen, tensor), tensor.fused)) {
+        for (Tensor& one: muon_matrices(Parameter::view_of(seen, tensor), tensor.fused)) {
           EXPECT_LE(one.size(0), one.size(1)) << tensor.name;
           if (parameter->group == ParameterGroup::expert) { // gate, up and down of one size
             EXPECT_EQ(one.sizes(), (std::vector<int64_t>{24, 32})) << tensor.name;
@@ -78,14 +78,14 @@ template <class Model> void check_matrices(const typename Model::Config& config,
 TEST(Muon, TakesEveryMatrixOnce) {
   // Qwen3: 4 of each attention, 3 of the dense layer, 3 of each of 6 experts in two layers.
   check_matrices<Qwen3MoeModel>(
-      Qwen3MoeConfig::parse(tiny_config(), "test"), 3 * 4 + 3 + 2 * 6 * 3);
+    Qwen3MoeConfig::parse(tiny_config(), "test"), 3 * 4 + 3 + 2 * 6 * 3);
   // q_a, q_b, kv_a, kv_b, o; 3 of the dense layer; 8 experts and the shared one in two layers.
   check_matrices<DeepseekV2Model>(
-      DeepseekV2Config::parse(tiny_deepseek_config(), "test"), 3 * 5 + 3 + 2 * 9 * 3);
+    DeepseekV2Config::parse(tiny_deepseek_config(), "test"), 3 * 5 + 3 + 2 * 9 * 3);
   check_matrices<GptOssModel>(GptOssConfig::parse(tiny_gpt_oss_config(), "test"), 3 * (4 + 8 * 3));
   // qkv, z, b, a, out in two layers, 4 in the third; 8 experts and the shared one in each.
   Qwen35MoeConfig config = Qwen35MoeConfig::parse(tiny_qwen35_config(), "test");
-  for (const bool fused : {true, false}) {
+  for (const bool fused: {true, false}) {
     config.fused_experts = fused;
     check_matrices<Qwen35MoeModel>(config, 2 * 5 + 4 + 3 * 9 * 3);
   }
@@ -96,13 +96,13 @@ TEST(Muon, TakesEveryMatrixOnce) {
 TEST(Muon, FollowsThePaperOnEveryMatrix) {
   RunConfig::Training training = muon();
   training.clip_norm = 0;
-  for (const bool gpt : {false, true}) {
+  for (const bool gpt: {false, true}) {
     const auto check = [&]<class Model>(Ruled<Model> tiny) {
       std::map<std::string, std::pair<Tensor, Tensor>> expected; // weight, momentum
       const auto each = [&](const auto& use) {
-        for (ShardGroup& group : tiny.groups)
+        for (ShardGroup& group: tiny.groups)
           for (size_t i = 0; i < group.parameters().size(); ++i)
-            for (const HfTensor& tensor : group.parameters()[i]->tensors) {
+            for (const HfTensor& tensor: group.parameters()[i]->tensors) {
               if (!tensor.rule.muon) continue;
               const auto view = [&](const Tensor& flat) {
                 return Parameter::view_of(group.slice(flat, i), tensor).to(at::kDouble);
@@ -157,12 +157,12 @@ TEST(Muon, HasNoSecondMoments) {
   Ruled<> adamw(RunConfig::Training{}), tiny(muon());
   const auto elements = [](const Ruled<>& model) {
     int64_t sum = 0;
-    for (const ShardGroup& group : model.groups) sum += group.exp_avg_sq.numel();
+    for (const ShardGroup& group: model.groups) sum += group.exp_avg_sq.numel();
     return sum;
   };
   int64_t matrices = 0;
-  for (const ShardGroup& group : tiny.groups)
-    for (const auto& piece : group.pieces())
+  for (const ShardGroup& group: tiny.groups)
+    for (const auto& piece: group.pieces())
       if (piece.tensor->rule.muon) matrices += piece.count;
   EXPECT_LE(elements(tiny) + matrices, elements(adamw));
   EXPECT_LT(elements(tiny), elements(adamw) / 3);
@@ -177,11 +177,11 @@ std::string refusal(const std::vector<TensorGroup>& groups) {
 TEST(Groups, TheLastMatchDecides) {
   RunConfig::Training training = muon();
   training.groups = {{"self_attn", "adamw", 0.5, 0.3}, {"q_proj", "", 2},
-      {"\\.norm\\.", "", 1, 0.7}, {"layers\\.2\\..*gate\\.weight$", "muon"}};
+    {"\\.norm\\.", "", 1, 0.7}, {"layers\\.2\\..*gate\\.weight$", "muon"}};
   Ruled<> tiny(training);
   std::map<std::string, UpdateRule> rules;
-  for (const Parameter* parameter : all_parameters(tiny.groups))
-    for (const HfTensor& tensor : parameter->tensors) rules[tensor.name] = tensor.rule;
+  for (const Parameter* parameter: all_parameters(tiny.groups))
+    for (const HfTensor& tensor: parameter->tensors) rules[tensor.name] = tensor.rule;
   const std::string layer = "model.layers.2.";
   EXPECT_EQ(rules.at(layer + "self_attn.k_proj.weight"), (UpdateRule{false, true, 0.5, 0.3}));
   EXPECT_EQ(rules.at(layer + "self_attn.q_proj.weight"), (UpdateRule{true, true, 2}));
@@ -203,25 +203,25 @@ TEST(Groups, ReachOneTensorOfAFusedParameter) {
   // Equal gradients although the layouts differ.
   const auto named = [](Ruled<>& tiny, bool grads) {
     std::map<std::string, Tensor> all;
-    for (ShardGroup& group : tiny.groups)
-      for (const auto& piece : group.pieces())
+    for (ShardGroup& group: tiny.groups)
+      for (const auto& piece: group.pieces())
         all[piece.tensor->name] =
-            (grads ? group.grad_part : group.master).narrow(0, piece.begin, piece.count);
+          (grads ? group.grad_part : group.master).narrow(0, piece.begin, piece.count);
     return all;
   };
   const auto before = [&] {
     std::map<std::string, Tensor> all;
-    for (const auto& [name, tensor] : named(a, false)) all[name] = tensor.clone();
+    for (const auto& [name, tensor]: named(a, false)) all[name] = tensor.clone();
     return all;
   }();
-  for (Ruled<>* tiny : {&a, &b}) {
+  for (Ruled<>* tiny: {&a, &b}) {
     zero_grads(tiny->groups);
-    for (auto& [name, grad] : named(*tiny, true)) fill_normal(grad, 5, name, 1e-2);
+    for (auto& [name, grad]: named(*tiny, true)) fill_normal(grad, 5, name, 1e-2);
     optimizer_step(
-        tiny->groups, tiny == &a ? plain : grouped, 1e-2, 1, grad_norm(tiny->groups, tiny->mesh));
+      tiny->groups, tiny == &a ? plain : grouped, 1e-2, 1, grad_norm(tiny->groups, tiny->mesh));
   }
   const auto of_a = named(a, false), of_b = named(b, false);
-  for (const auto& [name, tensor] : of_a) {
+  for (const auto& [name, tensor]: of_a) {
     const Tensor& other = of_b.at(name);
     if (name.find("k_proj") != std::string::npos) {
       EXPECT_TRUE(at::equal(other, before.at(name))) << name;
@@ -237,10 +237,10 @@ TEST(Groups, ReachOneTensorOfAFusedParameter) {
 
 TEST(Groups, RefusesByName) {
   EXPECT_EQ(refusal({{"mlp"}, {"mlp.*norm"}}),
-      "training.groups: no tensor of the model matches \"mlp.*norm\"; the first one is called "
-      "model.embed_tokens.weight");
+    "training.groups: no tensor of the model matches \"mlp.*norm\"; the first one is called "
+    "model.embed_tokens.weight");
   EXPECT_EQ(refusal({{"^model.norm", "muon"}}),
-      "training.groups: Muon takes matrices, model.norm.weight has the shape (32)");
+    "training.groups: Muon takes matrices, model.norm.weight has the shape (32)");
   RunConfig::Training training;
   training.groups = {{"gate_up_proj_bias", "muon"}};
   EXPECT_ERROR(Ruled<GptOssModel>(training, tiny_gpt_oss_config()), "gate_up_proj_bias");
@@ -248,7 +248,7 @@ TEST(Groups, RefusesByName) {
 
 // BF16 moments: near the FP32 run's weights, half the memory.
 TEST(Moments, Bf16StaysNearFp32) {
-  for (const char* optimizer : {"adamw", "muon"}) {
+  for (const char* optimizer: {"adamw", "muon"}) {
     RunConfig::Training wide, half;
     wide.optimizer = half.optimizer = optimizer;
     half.moments = "bfloat16";
@@ -256,11 +256,11 @@ TEST(Moments, Bf16StaysNearFp32) {
     EXPECT_EQ(b.groups[1].exp_avg.scalar_type(), at::kBFloat16);
     EXPECT_EQ(b.groups[1].exp_avg_sq.scalar_type(), at::kBFloat16);
     std::vector<Tensor> start;
-    for (const ShardGroup& group : a.groups) start.push_back(group.master.clone());
+    for (const ShardGroup& group: a.groups) start.push_back(group.master.clone());
     for (int64_t step = 1; step <= 5; ++step) a.step(wide, step), b.step(half, step);
     for (size_t g = 0; g < a.groups.size(); ++g) {
       const double error =
-          relative_error(b.groups[g].master - start[g], a.groups[g].master - start[g]);
+        relative_error(b.groups[g].master - start[g], a.groups[g].master - start[g]);
       EXPECT_LT(error, 2e-2) << optimizer;
       EXPECT_GT(error, 0) << optimizer;
     }
@@ -272,7 +272,7 @@ TEST(Ema, FollowsItsClosedForm) {
   training.ema_decay = 0.9;
   Ruled<> tiny(training, tiny_config(), at::kBFloat16);
   std::vector<Tensor> expected;
-  for (const ShardGroup& group : tiny.groups) expected.push_back(group.master.to(at::kDouble));
+  for (const ShardGroup& group: tiny.groups) expected.push_back(group.master.to(at::kDouble));
   for (int64_t step = 1; step <= 5; ++step) {
     tiny.step(training, step);
     for (size_t g = 0; g < expected.size(); ++g) {
@@ -302,15 +302,15 @@ TEST(Resume, IsExactForEveryState) {
   training.groups = {{"k_proj", "adamw", 0.5}};
   const Scratch scratch;
   Ruled<> saved(training, tiny_config(), at::kBFloat16);
-  for (const int64_t step : {1, 2}) saved.step(training, step);
+  for (const int64_t step: {1, 2}) saved.step(training, step);
   const fs::path folder = save(saved.groups, scratch.path);
   EXPECT_TRUE(verify_checkpoint(folder).empty());
   Ruled<> loaded(training, tiny_config(), at::kBFloat16);
   restore_state(loaded.groups, folder);
   const auto expect_equal = [&](const char* when) {
     for (size_t g = 0; g < saved.groups.size(); ++g)
-      for (const auto buffer : {&ShardGroup::values, &ShardGroup::master, &ShardGroup::exp_avg,
-               &ShardGroup::exp_avg_sq, &ShardGroup::ema})
+      for (const auto buffer: {&ShardGroup::values, &ShardGroup::master, &ShardGroup::exp_avg,
+             &ShardGroup::exp_avg_sq, &ShardGroup::ema})
         EXPECT_TRUE(at::equal(saved.groups[g].*buffer, loaded.groups[g].*buffer)) << when;
   };
   expect_equal("restored");

@@ -23,11 +23,11 @@ Outcome run(TinyModel& tiny, const std::vector<MicroBatch>& batches, double bala
   out.loss = result.loss_sum.item<double>() / static_cast<double>(batches[0].global_trained_tokens);
   out.balance = result.balance_sum.item<double>();
   out.norm = grad_norm(tiny.groups, tiny.mesh).item<double>();
-  for (const ShardGroup& group : tiny.groups) out.grads.push_back(group.grads.clone());
+  for (const ShardGroup& group: tiny.groups) out.grads.push_back(group.grads.clone());
   for (size_t layer = 0; layer < tapes[0].topk_idx.size(); ++layer) {
     if (!tapes[0].topk_idx[layer].defined()) continue;
     std::vector<Tensor> parts;
-    for (const RoutingTape& tape : tapes) parts.push_back(tape.topk_idx[layer]);
+    for (const RoutingTape& tape: tapes) parts.push_back(tape.topk_idx[layer]);
     out.topk_idx.push_back(at::cat(parts));
   }
   return out;
@@ -38,12 +38,12 @@ TEST(Pipeline, MicroBatchAndAccumulationDoNotChangeNumbers) {
   const std::vector<Row> rows = ragged_rows(8, 48, 61);
   const Outcome whole = run(tiny, cut(rows, 8), 0.1);
   EXPECT_GT(whole.norm, 0);
-  for (const int64_t micro_batch : {4, 2, 1}) {
+  for (const int64_t micro_batch: {4, 2, 1}) {
     const Outcome parts = run(tiny, cut(rows, micro_batch), 0.1);
     ASSERT_EQ(parts.topk_idx.size(), whole.topk_idx.size());
     for (size_t i = 0; i < parts.topk_idx.size(); ++i)
       ASSERT_TRUE(at::equal(parts.topk_idx[i], whole.topk_idx[i]))
-          << "routes, micro-batch " << micro_batch;
+        << "routes, micro-batch " << micro_batch;
     EXPECT_NEAR(parts.loss, whole.loss, 1e-6 * whole.loss);
     EXPECT_NEAR(parts.balance, whole.balance, 1e-6 * whole.balance);
     EXPECT_NEAR(parts.norm, whole.norm, 1e-6 * whole.norm);
@@ -68,7 +68,7 @@ TEST(Pipeline, LossIsDividedOnceByAllTrainedTokens) {
 TEST(Pipeline, BatchWithoutTrainedTokensHasNoLossAndNoGradient) {
   TinyModel tiny;
   std::vector<Row> rows = ragged_rows(1, 16, 61);
-  for (int64_t& label : rows[0].labels) label = -100;
+  for (int64_t& label: rows[0].labels) label = -100;
   auto pipeline = tiny.pipeline();
   zero_grads(tiny.groups);
   const BatchResult result = pipeline.forward_backward(cut(rows, 1), NextTokenLoss());
@@ -96,17 +96,17 @@ TEST(Pipeline, DocumentsOfARowDoNotSeeEachOther) {
 // each time; the others' gradients are exactly zero.
 TEST(Pipeline, TiesGoToTheLowestExpertsAndUnusedExpertsHaveNoGradient) {
   TinyModel tiny;
-  for (Parameter* parameter : all_parameters(tiny.groups))
+  for (Parameter* parameter: all_parameters(tiny.groups))
     if (parameter->group == ParameterGroup::router) parameter->value.detach().zero_();
   const auto batches = cut(ragged_rows(2, 24, 61), 1);
   for (int repeat = 0; repeat < 20; ++repeat) {
     const Outcome out = run(tiny, batches, 0);
-    for (const Tensor& idx : out.topk_idx) {
+    for (const Tensor& idx: out.topk_idx) {
       EXPECT_TRUE(idx.select(1, 0).eq(0).all().item<bool>());
       EXPECT_TRUE(idx.select(1, 1).eq(1).all().item<bool>());
     }
   }
-  for (Parameter* parameter : all_parameters(tiny.groups)) {
+  for (Parameter* parameter: all_parameters(tiny.groups)) {
     if (parameter->group != ParameterGroup::expert) continue;
     EXPECT_GT(parameter->grad.narrow(0, 0, 2).abs().max().item<double>(), 0) << parameter->name;
     EXPECT_EQ(parameter->grad.narrow(0, 2, 4).abs().max().item<double>(), 0) << parameter->name;
@@ -118,7 +118,7 @@ TEST(Pipeline, ForwardOnlyTouchesNoGradient) {
   zero_grads(tiny.groups);
   auto pipeline = tiny.pipeline(0.1);
   pipeline.forward_only(cut(ragged_rows(2, 24, 61), 1), NextTokenLoss());
-  for (const ShardGroup& group : tiny.groups) EXPECT_EQ(group.grads.abs().max().item<double>(), 0);
+  for (const ShardGroup& group: tiny.groups) EXPECT_EQ(group.grads.abs().max().item<double>(), 0);
 }
 
 // Two sequences of unequal length, token by token through the cache, against the whole at once.
@@ -126,7 +126,7 @@ template <class Model> void check_unequal_decoding(const nlohmann::json& config)
   TinyModelOf<Model> tiny(config);
   auto pipeline = tiny.pipeline();
   std::vector<Row> rows = ragged_rows(2, 12, 61);
-  for (Row& row : rows) {
+  for (Row& row: rows) {
     row.document_begins = {0};
     for (size_t t = 0; t < row.positions.size(); ++t) row.positions[t] = static_cast<int64_t>(t);
   }
@@ -142,11 +142,11 @@ template <class Model> void check_unequal_decoding(const nlohmann::json& config)
   };
   std::vector<LayerCache> caches(3);
   size_t done_a = 0, done_b = 0;
-  for (const auto& [a, b] : {std::pair<size_t, size_t>{5, 3}, {6, 4}, {7, 5}, {9, 6}, {12, 7}}) {
+  for (const auto& [a, b]: {std::pair<size_t, size_t>{5, 3}, {6, 4}, {7, 5}, {9, 6}, {12, 7}}) {
     const std::vector<Row> fresh{part(rows[0], done_a, a), part(rows[1], done_b, b)};
     const std::vector<Row> all{part(rows[0], 0, a), part(rows[1], 0, b)};
     const Tensor cached =
-        pipeline.forward_only(cut(fresh, 2), LastTokenLogits(), caches).per_token[0];
+      pipeline.forward_only(cut(fresh, 2), LastTokenLogits(), caches).per_token[0];
     const Tensor full = pipeline.forward_only(cut(all, 2), LastTokenLogits()).per_token[0];
     EXPECT_LT(relative_error(cached, full), 1e-5) << "after " << a << " and " << b << " tokens";
     EXPECT_TRUE(at::equal(cached.argmax(1), full.argmax(1)));
@@ -168,7 +168,7 @@ template <class Model> void check_padding(const nlohmann::json& config) {
   auto pipeline = tiny.pipeline();
   const auto balance = [&](int64_t padding, int64_t token) {
     std::vector<Row> rows = ragged_rows(2, 24, 61);
-    for (Row& row : rows) {
+    for (Row& row: rows) {
       row.padding = padding;
       row.document_begins = {0, 16};
       for (size_t t = 0; t < 24; ++t) {
@@ -193,7 +193,7 @@ TEST(Pipeline, ZLossAndBiasOfTheRouter) {
   Tensor rows;
   const auto gradient = [&](double z_loss, const Tensor& bias, RoutingTape& tape) {
     Pipeline<Qwen3MoeModel> pipeline(
-        tiny.model, tiny.mesh, 64, {.z_loss = z_loss, .state = {bias, {}}});
+      tiny.model, tiny.mesh, 64, {.z_loss = z_loss, .state = {bias, {}}});
     pipeline.observe([&](const std::string& stage, const Tensor& value) {
       if (stage == fmt::format("model.layers.{}.attend.rows", last)) rows = value.clone();
     });
@@ -204,10 +204,10 @@ TEST(Pipeline, ZLossAndBiasOfTheRouter) {
     for (size_t layer = 0; layer < tape.topk_idx.size(); ++layer) {
       const Tensor& idx = tape.topk_idx[layer];
       if (!idx.defined()) continue;
-      EXPECT_TRUE(at::equal(
-          result.expert_counts[static_cast<int64_t>(layer)], idx.view(-1).bincount({}, 6)));
+      EXPECT_TRUE(
+        at::equal(result.expert_counts[static_cast<int64_t>(layer)], idx.view(-1).bincount({}, 6)));
     }
-    for (const Parameter* p : all_parameters(tiny.groups))
+    for (const Parameter* p: all_parameters(tiny.groups))
       if (p->name == name) return std::pair(p->value.detach().clone(), p->grad.clone());
     throw std::runtime_error(name);
   };
@@ -216,7 +216,7 @@ TEST(Pipeline, ZLossAndBiasOfTheRouter) {
   const auto [again, with] = gradient(0.5, {}, same);
   const Tensor logits = at::matmul(rows, weight.t());
   const Tensor factor = logits.logsumexp(1, true) * logits.softmax(1) *
-      (2 * 0.5 / static_cast<double>(batches[0].global_trained_tokens));
+    (2 * 0.5 / static_cast<double>(batches[0].global_trained_tokens));
   EXPECT_LT(relative_error(with - without, at::matmul(factor.t(), rows)), 1e-5);
 
   const Tensor bias = at::zeros({last + 1, 6});

@@ -28,23 +28,23 @@ TEST(Qwen35Moe, CountsTheReleasedModels) {
   json& text = config["text_config"];
   text.erase("layer_types");
   text.update({{"hidden_size", 3072}, {"num_hidden_layers", 48}, {"num_attention_heads", 32},
-      {"linear_num_value_heads", 64}, {"moe_intermediate_size", 1024},
-      {"shared_expert_intermediate_size", 1024}});
+    {"linear_num_value_heads", 64}, {"moe_intermediate_size", 1024},
+    {"shared_expert_intermediate_size", 1024}});
   EXPECT_NEAR(static_cast<double>(size(config).parameters), 122e9, 0.5e9);
   EXPECT_NEAR(static_cast<double>(size(config).active_parameters), 10e9, 0.5e9);
   text.update({{"hidden_size", 4096}, {"num_hidden_layers", 60}, {"num_experts", 512},
-      {"num_experts_per_tok", 10}});
+    {"num_experts_per_tok", 10}});
   EXPECT_NEAR(static_cast<double>(size(config).parameters), 397e9, 1e9);
   EXPECT_NEAR(static_cast<double>(size(config).active_parameters), 17e9, 0.5e9);
 }
 
 TEST(Qwen35Moe, CountEqualsTheTensors) {
-  for (const bool tied : {false, true}) {
+  for (const bool tied: {false, true}) {
     json config = tiny_qwen35_config();
     config["tie_word_embeddings"] = tied;
     TinyModelOf<Qwen35MoeModel> tiny(config);
     int64_t held = 0;
-    for (const Parameter* parameter : all_parameters(tiny.groups)) held += parameter->numel();
+    for (const Parameter* parameter: all_parameters(tiny.groups)) held += parameter->numel();
     EXPECT_EQ(held, tiny.model.config().size(64).parameters);
   }
 }
@@ -67,7 +67,7 @@ TEST(Qwen35Moe, ReadsTheReleasedConfiguration) {
   EXPECT_FALSE(written.contains("num_hidden_layers"));
   // What is written is read as the same model, and written again without a change.
   EXPECT_EQ(
-      Qwen35MoeConfig::parse(written, "x").to_json(at::kBFloat16), cut.to_json(at::kBFloat16));
+    Qwen35MoeConfig::parse(written, "x").to_json(at::kBFloat16), cut.to_json(at::kBFloat16));
   const auto text = Qwen35MoeConfig::parse(tiny_qwen35_config(), "x");
   EXPECT_EQ(text.prefix, "model.");
   EXPECT_FALSE(text.fused_experts);
@@ -81,23 +81,23 @@ TEST(Qwen35Moe, ListsEverythingThatIsWrong) {
   text["rope_parameters"]["partial_rotary_factor"] = 0.001;
   text.update({{"attention_bias", true}, {"linear_num_key_heads", 5}, {"attn_output_gate", false}});
   const std::string error = error_text([&] { Qwen35MoeConfig::parse(config, "here"); });
-  for (const char* part :
-      {"here: not a usable", "shared_expert_intermediate_size is missing", "layer_types holds",
-          "partial_rotary_factor", "attention_bias", "linear_num_key_heads", "attn_output_gate"})
+  for (const char* part:
+    {"here: not a usable", "shared_expert_intermediate_size is missing", "layer_types holds",
+      "partial_rotary_factor", "attention_bias", "linear_num_key_heads", "attn_output_gate"})
     EXPECT_THAT(error, HasSubstr(part));
 }
 
 // Decay looks at the groups; zero-centred norms start at 0, the gated one at 1.
 TEST(Qwen35Moe, StartsAsDocumented) {
   TinyModelOf<Qwen35MoeModel> tiny(tiny_qwen35_config());
-  for (const Parameter* parameter : all_parameters(tiny.groups)) {
+  for (const Parameter* parameter: all_parameters(tiny.groups)) {
     const Tensor value = parameter->value.detach();
     const std::string& name = parameter->name;
     const bool decays = parameter->group == ParameterGroup::matrix ||
-        parameter->group == ParameterGroup::expert || parameter->group == ParameterGroup::embedding;
+      parameter->group == ParameterGroup::expert || parameter->group == ParameterGroup::embedding;
     EXPECT_EQ(
-        decays, value.dim() > 1 && !name.ends_with("gate.weight") && !name.ends_with("1d.weight"))
-        << name;
+      decays, value.dim() > 1 && !name.ends_with("gate.weight") && !name.ends_with("1d.weight"))
+      << name;
     if (name.ends_with("A_log")) {
       EXPECT_GE(value.min().item<float>(), std::log(0.01f));
       EXPECT_LE(value.max().item<float>(), std::log(16.0f));
@@ -118,15 +118,15 @@ TEST(Qwen35Moe, ImportsTheTextPart) {
   const Scratch scratch;
   const HfFolder source(golden);
   std::vector<NamedTensor> tensors;
-  for (const std::string& name : source.names()) tensors.emplace_back(name, source.tensor(name));
+  for (const std::string& name: source.names()) tensors.emplace_back(name, source.tensor(name));
   const auto import = [&] {
     write_safetensors(scratch / "model.safetensors", tensors);
     TinyModelOf<Qwen35MoeModel> tiny(config, at::kFloat, at::kCPU, 0.02);
     restore_weights(tiny.groups, scratch.path, false);
     return first_non_finite(tiny.groups);
   };
-  for (const char* name : {"model.visual.blocks.0.attn.qkv.weight",
-           "model.visual.blocks.1.attn.qkv.weight", "mtp.layers.0.input_layernorm.weight"})
+  for (const char* name: {"model.visual.blocks.0.attn.qkv.weight",
+         "model.visual.blocks.1.attn.qkv.weight", "mtp.layers.0.input_layernorm.weight"})
     tensors.emplace_back(name, at::zeros({3}));
   testing::internal::CaptureStderr();
   EXPECT_EQ(import(), "");
@@ -135,7 +135,7 @@ TEST(Qwen35Moe, ImportsTheTextPart) {
   EXPECT_THAT(told, HasSubstr("mtp.layers.0.input_layernorm.weight"));
   tensors.emplace_back("model.language_model.layers.0.mlp.extra", at::zeros({3}));
   EXPECT_THAT(
-      error_text(import), HasSubstr("not in the model: model.language_model.layers.0.mlp.extra"));
+    error_text(import), HasSubstr("not in the model: model.language_model.layers.0.mlp.extra"));
 }
 
 // Packed documents are isolated in every layer: one token changed changes its document's later
@@ -147,7 +147,7 @@ TEST(Qwen35Moe, DocumentsAreIsolated) {
   const auto run = [&] { return pipeline.forward_only(cut(rows, 1), AllLogits()).per_token[0]; };
   const Tensor before = run();
   const auto& begins = rows[0].document_begins;
-  for (const size_t document : {size_t{0}, size_t{2}}) {
+  for (const size_t document: {size_t{0}, size_t{2}}) {
     const auto t = static_cast<size_t>(begins[document]);
     const int64_t kept = rows[0].tokens[t];
     rows[0].tokens[t] = (kept + 1) % 61;

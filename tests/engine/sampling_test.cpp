@@ -12,7 +12,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // How often each id was drawn.
 std::map<int64_t, int> counts(
-    const std::vector<float>& logits, const SamplingOptions& options, int draws) {
+  const std::vector<float>& logits, const SamplingOptions& options, int draws) {
   std::map<int64_t, int> result;
   for (int i = 0; i < draws; ++i) ++result[sample(logits, options, static_cast<uint64_t>(i))];
   return result;
@@ -20,11 +20,11 @@ std::map<int64_t, int> counts(
 
 // The draws follow `expected` (0 = never drawn): chi-square below its 99.9 % point for up to 9
 // degrees of freedom, with a fixed seed.
-void expect_distribution(const std::vector<float>& logits, const SamplingOptions& options,
-    std::vector<double> expected) {
+void expect_distribution(
+  const std::vector<float>& logits, const SamplingOptions& options, std::vector<double> expected) {
   constexpr int kDraws = 10000;
   double total = 0, chi_square = 0;
-  for (const double p : expected) total += p;
+  for (const double p: expected) total += p;
   auto drawn = counts(logits, options, kDraws);
   for (size_t i = 0; i < expected.size(); ++i) {
     const double wanted = kDraws * expected[i] / total, got = drawn[static_cast<int64_t>(i)];
@@ -39,7 +39,7 @@ void expect_distribution(const std::vector<float>& logits, const SamplingOptions
 
 std::vector<float> logits_of(const std::vector<double>& probabilities) {
   std::vector<float> logits;
-  for (const double p : probabilities) logits.push_back(static_cast<float>(std::log(p) + 3));
+  for (const double p: probabilities) logits.push_back(static_cast<float>(std::log(p) + 3));
   return logits;
 }
 
@@ -47,7 +47,7 @@ TEST(Sampling, FollowsTheSoftmax) {
   const std::vector<double> p = {0.05, 0.4, 0.15, 0.1, 0.3};
   expect_distribution(logits_of(p), {.seed = 1}, p);
   std::vector<double> squared, root;
-  for (const double x : p) squared.push_back(x * x), root.push_back(std::sqrt(x));
+  for (const double x: p) squared.push_back(x * x), root.push_back(std::sqrt(x));
   expect_distribution(logits_of(p), {.temperature = 0.5, .seed = 2}, squared);
   expect_distribution(logits_of(p), {.temperature = 2, .seed = 3}, root);
 }
@@ -83,9 +83,8 @@ TEST(Sampling, GreedyAndItsEquals) {
 
 TEST(Sampling, EqualLogitsRankByTheLowerId) {
   const std::vector<float> logits(100, 2.5f);
-  for (const auto& [id, count] : counts(logits, {.top_k = 3, .seed = 5}, 500)) EXPECT_LT(id, 3);
-  for (const auto& [id, count] : counts(logits, {.top_p = 0.0299, .seed = 5}, 500))
-    EXPECT_LT(id, 3);
+  for (const auto& [id, count]: counts(logits, {.top_k = 3, .seed = 5}, 500)) EXPECT_LT(id, 3);
+  for (const auto& [id, count]: counts(logits, {.top_p = 0.0299, .seed = 5}, 500)) EXPECT_LT(id, 3);
   expect_distribution(std::vector<float>(10, 0.f), {.seed = 4}, std::vector<double>(10, 1));
 }
 
@@ -115,7 +114,7 @@ TEST(Sampling, WideNucleus) {
   std::vector<float> logits(2000);
   for (size_t i = 0; i < logits.size(); ++i) logits[i] = static_cast<float>(i) * 1e-4f;
   int64_t smallest = 2000;
-  for (const auto& [id, count] : counts(logits, {.top_p = 0.5, .seed = 1}, 1000)) {
+  for (const auto& [id, count]: counts(logits, {.top_p = 0.5, .seed = 1}, 1000)) {
     smallest = std::min(smallest, id);
   }
   EXPECT_GE(smallest, 1049); // ids above 1049 hold half of the mass: sum of exp(i / 10^4)
@@ -125,17 +124,16 @@ TEST(Sampling, WideNucleus) {
 TEST(Sampling, RefusesWhatCannotBeDrawnFrom) {
   const std::vector<float> good = {1, 2};
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  for (const std::vector<float>& bad :
-      std::vector<std::vector<float>>{{nan, 1}, {1, nan}, {1, kInf}, {-kInf, -kInf}}) {
+  for (const std::vector<float>& bad:
+    std::vector<std::vector<float>>{{nan, 1}, {1, nan}, {1, kInf}, {-kInf, -kInf}}) {
     EXPECT_THROW(sample(bad, {}, 0), Error);
     EXPECT_THROW(sample(bad, {.temperature = 0}, 0), Error);
   }
   const double not_a_number = std::nan("");
-  for (const SamplingOptions& bad :
-      {SamplingOptions{.temperature = -1}, SamplingOptions{.temperature = not_a_number},
-          SamplingOptions{.temperature = double{kInf}}, SamplingOptions{.top_p = 1.1},
-          SamplingOptions{.top_p = not_a_number}, SamplingOptions{.min_p = -0.1},
-          SamplingOptions{.top_k = -1}}) {
+  for (const SamplingOptions& bad: {SamplingOptions{.temperature = -1},
+         SamplingOptions{.temperature = not_a_number}, SamplingOptions{.temperature = double{kInf}},
+         SamplingOptions{.top_p = 1.1}, SamplingOptions{.top_p = not_a_number},
+         SamplingOptions{.min_p = -0.1}, SamplingOptions{.top_k = -1}}) {
     EXPECT_THROW(sample(good, bad, 0), Error);
   }
 }

@@ -11,14 +11,14 @@ std::vector<StageCosts> equal_costs(int64_t ranks, double hidden) {
 }
 
 TEST(Schedule, BubbleIsThePublishedOne) {
-  for (const int64_t ranks : {1, 2, 3, 4, 8}) {
-    for (const int64_t n : {2 * ranks, 2 * ranks + 3, 4 * ranks}) {
-      for (const double hidden : {0.0, 0.5, 1.0}) {
+  for (const int64_t ranks: {1, 2, 3, 4, 8}) {
+    for (const int64_t n: {2 * ranks, 2 * ranks + 3, 4 * ranks}) {
+      for (const double hidden: {0.0, 0.5, 1.0}) {
         const Simulation s = simulate(ranks, n, true, equal_costs(ranks, hidden));
         const double backward = 2, both = 3 - hidden;
         EXPECT_DOUBLE_EQ(s.bubble.back(), static_cast<double>(ranks - 1) * (both + backward - 3))
-            << ranks << " ranks, " << n << " micro-batches, hidden " << hidden;
-        for (const int64_t peak : s.peak_activations) EXPECT_EQ(peak, 2 * ranks + 1);
+          << ranks << " ranks, " << n << " micro-batches, hidden " << hidden;
+        for (const int64_t peak: s.peak_activations) EXPECT_EQ(peak, 2 * ranks + 1);
       }
     }
   }
@@ -27,7 +27,7 @@ TEST(Schedule, BubbleIsThePublishedOne) {
 // Every (chunk, micro-batch) once forward and once backward, in order, each weight gradient that
 // was put off done once and after its backward.
 TEST(Schedule, EveryMicroBatchOnce) {
-  for (const int64_t ranks : {1, 2, 4, 5}) {
+  for (const int64_t ranks: {1, 2, 4, 5}) {
     for (int64_t rank = 0; rank < ranks; ++rank) {
       const int64_t n = 2 * ranks + 1;
       std::map<int, int64_t> forwards, backwards;
@@ -36,7 +36,7 @@ TEST(Schedule, EveryMicroBatchOnce) {
         EXPECT_EQ(backwards[chunk]++, microbatch);
         EXPECT_LT(microbatch, forwards[chunk]);
       };
-      for (const Action& a : make_schedule(ranks, rank, n, true)) {
+      for (const Action& a: make_schedule(ranks, rank, n, true)) {
         // Of a forward against a backward, the backward is of an earlier micro-batch.
         for (auto pass = a.rbegin(); pass != a.rend(); ++pass) {
           switch (pass->kind) {
@@ -50,14 +50,14 @@ TEST(Schedule, EveryMicroBatchOnce) {
           }
         }
         const bool pair =
-            a.size() == 2 && a[0].kind == Pass::forward && a[1].kind == Pass::backward;
+          a.size() == 2 && a[0].kind == Pass::forward && a[1].kind == Pass::backward;
         EXPECT_TRUE(a.size() == 1 || pair);
       }
-      for (const int chunk : {0, 1}) {
+      for (const int chunk: {0, 1}) {
         EXPECT_EQ(forwards[chunk], n);
         EXPECT_EQ(backwards[chunk], n);
       }
-      for (const auto& [key, open] : put_off) EXPECT_EQ(open, 0);
+      for (const auto& [key, open]: put_off) EXPECT_EQ(open, 0);
     }
   }
 }
@@ -87,12 +87,12 @@ TEST(Schedule, ChunksAreBalancedByCost) {
 
 // Rank 1's share of a head that weighs three layers of eight: the last chunk does not wait for it.
 TEST(Schedule, SharedHead) {
-  for (const int64_t ranks : {2, 3, 4, 8}) {
-    for (const int64_t n : {2 * ranks, 2 * ranks + 3, 4 * ranks}) {
+  for (const int64_t ranks: {2, 3, 4, 8}) {
+    for (const int64_t n: {2 * ranks, 2 * ranks + 3, 4 * ranks}) {
       std::vector<int64_t> heads;
       std::map<int64_t, int64_t> leads_there;
-      for (const Action& a : make_schedule(ranks, 1, n, true, true)) {
-        for (const Pass& pass : a) {
+      for (const Action& a: make_schedule(ranks, 1, n, true, true)) {
+        for (const Pass& pass: a) {
           if (pass.kind == Pass::head) heads.push_back(pass.microbatch);
           if (pass.kind == Pass::forward && pass.chunk == 1)
             leads_there[pass.microbatch] = std::ssize(heads);
@@ -109,7 +109,7 @@ TEST(Schedule, SharedHead) {
   const auto step = [&](double share) {
     const HeadCosts head{9, share};
     std::vector<StageCosts> costs;
-    for (const int64_t count : balance_chunks(2, 8, head)) {
+    for (const int64_t count: balance_chunks(2, 8, head)) {
       const auto layer = static_cast<double>(count);
       costs.push_back({layer, layer, layer, 0});
     }
@@ -124,8 +124,8 @@ TEST(Schedule, Drawing) {
   const Simulation s = simulate(2, 4, true, equal_costs(2, 0.5));
   const std::string svg = draw_svg(s);
   std::ptrdiff_t passes = 0, drawn = 0;
-  for (const auto& actions : s.actions)
-    for (const Action& action : actions) passes += std::ssize(action);
+  for (const auto& actions: s.actions)
+    for (const Action& action: actions) passes += std::ssize(action);
   for (size_t at = 0; (at = svg.find("<rect", at)) != svg.npos; ++at) ++drawn;
   EXPECT_EQ(drawn, passes);
   EXPECT_TRUE(svg.ends_with("</svg>\n"));

@@ -34,10 +34,10 @@ inline std::string error_of(const std::function<void()>& action) {
   return "";
 }
 
-#define EXPECT_ERROR(statement, ...)                                                     \
-  do {                                                                                   \
-    const std::string text_ = ::pith::error_of([&] { statement; });                      \
-    for (const std::string& part_ : std::initializer_list<std::string>{__VA_ARGS__})     \
+#define EXPECT_ERROR(statement, ...) \
+  do { \
+    const std::string text_ = ::pith::error_of([&] { statement; }); \
+    for (const std::string& part_: std::initializer_list<std::string>{__VA_ARGS__}) \
       EXPECT_NE(text_.find(part_), std::string::npos) << part_ << "\nnot in: " << text_; \
   } while (false)
 

@@ -36,7 +36,7 @@ template <class Body> Outcome in_child(Body body) {
 }
 
 TEST(Signals, FirstOneAsksToStop) {
-  for (const int signal : {SIGINT, SIGTERM}) {
+  for (const int signal: {SIGINT, SIGTERM}) {
     const Outcome outcome = in_child([signal] {
       if (stop_requested()) return 1;
       errno = 77;
@@ -46,7 +46,7 @@ TEST(Signals, FirstOneAsksToStop) {
     EXPECT_TRUE(WIFEXITED(outcome.status));
     EXPECT_EQ(WEXITSTATUS(outcome.status), 0);
     EXPECT_EQ(outcome.text,
-        "\nstopping: this step is finished and saved first; once more to exit at once\n");
+      "\nstopping: this step is finished and saved first; once more to exit at once\n");
   }
 }
 

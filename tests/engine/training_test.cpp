@@ -22,7 +22,7 @@ fs::path scratch(const std::string& name) {
 TEST(Optimizer, DecaysMatricesAndLeavesNormsAndRouter) {
   TinyModel tiny;
   std::vector<Tensor> before;
-  for (const ShardGroup& group : tiny.groups) before.push_back(group.master.clone());
+  for (const ShardGroup& group: tiny.groups) before.push_back(group.master.clone());
   RunConfig::Training training;
   training.weight_decay = 0.1;
   zero_grads(tiny.groups);
@@ -35,7 +35,7 @@ TEST(Optimizer, DecaysMatricesAndLeavesNormsAndRouter) {
       const bool decays = kind != ParameterGroup::norm && kind != ParameterGroup::router;
       const Tensor expected = group.slice(before[g], i) * (decays ? std::pow(0.99, 10) : 1.0);
       EXPECT_LT(relative_error(group.slice(group.master, i), expected), 1e-6)
-          << group.parameters()[i]->name;
+        << group.parameters()[i]->name;
       EXPECT_TRUE(at::equal(group.slice(group.values, i), group.slice(group.master, i)));
     }
   }
@@ -62,7 +62,7 @@ TEST(Optimizer, Fp32MastersKeepSmallUpdates) {
   RunConfig::Training training;
   training.weight_decay = 0;
   training.clip_norm = 0;
-  for (ShardGroup& group : tiny.groups) {
+  for (ShardGroup& group: tiny.groups) {
     group.master.fill_(1);
     group.grads.fill_(1);
     group.publish();
@@ -77,7 +77,7 @@ TEST(Initialisation, FollowsThePapers) {
   nlohmann::json json = tiny_config();
   json["hidden_size"] = 128;
   TinyModel tiny(json, at::kFloat, at::kCPU, 0.02);
-  for (Parameter* parameter : all_parameters(tiny.groups)) {
+  for (Parameter* parameter: all_parameters(tiny.groups)) {
     const double std = parameter->value.std().item<double>();
     const double mean = parameter->value.mean().item<double>();
     if (parameter->group == ParameterGroup::norm) {
@@ -98,7 +98,7 @@ TEST(Initialisation, DoesNotDependOnWhatElseTheModelHolds) {
   TinyModel full, cut_down(shorter);
   EXPECT_TRUE(at::equal(full.groups[0].values, cut_down.groups[0].values));
   EXPECT_TRUE(
-      at::equal(full.groups[1].parameters()[0]->value, cut_down.groups[1].parameters()[0]->value));
+    at::equal(full.groups[1].parameters()[0]->value, cut_down.groups[1].parameters()[0]->value));
 }
 
 TEST(Restore, WeightsMastersAndMomentsAreBitEqual) {
@@ -136,7 +136,7 @@ TEST(Restore, WeightsMastersAndMomentsAreBitEqual) {
   // values.
   TinyModel imported(tiny_config(), at::kFloat, at::kCPU, 0.5);
   restore_weights(imported.groups, *folder, false);
-  for (ShardGroup& group : imported.groups) group.grads.fill_(1);
+  for (ShardGroup& group: imported.groups) group.grads.fill_(1);
   optimizer_step(imported.groups, training, 1e-8, 1, grad_norm(imported.groups, imported.mesh));
   for (size_t g = 0; g < saved.groups.size(); ++g)
     EXPECT_LT(relative_error(imported.groups[g].values, saved.groups[g].values), 1e-6);
@@ -149,7 +149,7 @@ TEST(Restore, AForeignFolderListsEveryProblemAtOnce) {
   std::vector<NamedTensor> weights;
   CheckpointContent content;
   collect_state(tiny.groups, content);
-  for (auto& [name, tensor] : content.weights) {
+  for (auto& [name, tensor]: content.weights) {
     if (name == "model.norm.weight") continue; // missing
     Tensor changed = tensor;
     if (name == "lm_head.weight") changed = at::full({3, 4}, 1.0f); // wrong shape
@@ -164,8 +164,8 @@ TEST(Restore, AForeignFolderListsEveryProblemAtOnce) {
     restore_weights(tiny.groups, folder, false);
     FAIL() << "accepted";
   } catch (const Error& error) {
-    for (const char* part :
-        {"model.norm.weight", "lm_head.weight", "q_norm.weight", "model.layers.9.extra"})
+    for (const char* part:
+      {"model.norm.weight", "lm_head.weight", "q_norm.weight", "model.layers.9.extra"})
       EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part << "\n"
                                                                          << error.what();
   }
@@ -185,8 +185,8 @@ TEST(TrainingState, RoundTripsAndNamesWhatDiffers) {
   EXPECT_EQ(TrainingState::differences(read.data, state.data), "");
   state.data = {{"data.packing", "concat"}};
   EXPECT_EQ(TrainingState::differences(read.data, state.data),
-      "\n  corpus 2 of data.train: weight: 3 in the checkpoint, not in use now"
-      "\n  data.packing: best_fit in the checkpoint, concat now");
+    "\n  corpus 2 of data.train: weight: 3 in the checkpoint, not in use now"
+    "\n  data.packing: best_fit in the checkpoint, concat now");
   EXPECT_THROW(TrainingState::from_json("{\"step\": 1", "broken"), Error);
   EXPECT_THROW(TrainingState::from_json("{\"step\": \"x\"}", "broken"), Error);
 }
@@ -202,18 +202,18 @@ TEST(TrainingState, NamesEveryChangeOfTheSchedule) {
     return TrainingState::differences(saved, schedule_settings(training));
   };
   EXPECT_EQ(differences([](auto& t) { t.steps = 2000, t.lr = 1e-4; }),
-      "\n  training.lr: 0.0003 in the checkpoint, 0.0001 now"
-      "\n  training.steps: 1000 in the checkpoint, 2000 now");
+    "\n  training.lr: 0.0003 in the checkpoint, 0.0001 now"
+    "\n  training.steps: 1000 in the checkpoint, 2000 now");
   EXPECT_EQ(differences([](auto& t) { t.warmup_steps = 5, t.min_lr_ratio = 0; }),
-      "\n  training.min_lr_ratio: 0.1 in the checkpoint, 0 now"
-      "\n  training.warmup_steps: 0 in the checkpoint, 5 now");
+    "\n  training.min_lr_ratio: 0.1 in the checkpoint, 0 now"
+    "\n  training.warmup_steps: 0 in the checkpoint, 5 now");
   EXPECT_EQ(differences([](auto& t) { t.schedule = "wsd", t.decay_steps = 9; }),
-      "\n  training.decay_shape: not in use in the checkpoint, linear now"
-      "\n  training.decay_steps: not in use in the checkpoint, 9 now"
-      "\n  training.schedule: cosine in the checkpoint, wsd now");
+    "\n  training.decay_shape: not in use in the checkpoint, linear now"
+    "\n  training.decay_steps: not in use in the checkpoint, 9 now"
+    "\n  training.schedule: cosine in the checkpoint, wsd now");
   EXPECT_EQ(differences([](auto& t) { t.steps = 2000; }, "constant"), "");
   EXPECT_EQ(differences([](auto& t) { t.lr = 1; }, "constant"),
-      "\n  training.lr: 0.0003 in the checkpoint, 1 now");
+    "\n  training.lr: 0.0003 in the checkpoint, 1 now");
 }
 
 TEST(NonFinite, IsNamed) {

@@ -10,7 +10,7 @@
 PITH_FUZZ(text) {
   const nlohmann::json json = pith::parse_json(text, "fuzz");
   const auto family =
-      json.is_object() ? json.value("model_type", nlohmann::json()) : nlohmann::json();
+    json.is_object() ? json.value("model_type", nlohmann::json()) : nlohmann::json();
   if (family == "deepseek_v2") pith::DeepseekV2Config::parse(json, "fuzz");
   else if (family == "gpt_oss") pith::GptOssConfig::parse(json, "fuzz");
   else if (family == "qwen3_5_moe" || family == "qwen3_5_moe_text")

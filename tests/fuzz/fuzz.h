@@ -6,12 +6,12 @@
 #include <string_view>
 #include "core/error.h"
 
-#define PITH_FUZZ(text)                                                     \
-  static void fuzz_one(std::string_view text);                              \
+#define PITH_FUZZ(text) \
+  static void fuzz_one(std::string_view text); \
   extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) { \
-    try {                                                                   \
-      fuzz_one({reinterpret_cast<const char*>(data), size});                \
-    } catch (const pith::Error&) {}                                         \
-    return 0;                                                               \
-  }                                                                         \
+    try { \
+      fuzz_one({reinterpret_cast<const char*>(data), size}); \
+    } catch (const pith::Error&) {} \
+    return 0; \
+  } \
   static void fuzz_one(std::string_view text)

@@ -9,6 +9,6 @@ PITH_FUZZ(input) {
   pith::Chunk chunk;
   chunk.lines = input.substr(1);
   pith::read_lines(chunk, options);
-  for (const pith::Document& document : chunk.documents)
+  for (const pith::Document& document: chunk.documents)
     if (!document.problem.empty() && !document.text.empty()) __builtin_trap();
 }

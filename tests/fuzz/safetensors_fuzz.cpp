@@ -4,6 +4,6 @@
 
 PITH_FUZZ(file) {
   const auto header = pith::parse_safetensors_header(file, file.size(), "fuzz");
-  for (const auto& [name, entry] : header.tensors)
+  for (const auto& [name, entry]: header.tensors)
     if (entry.begin > entry.end || header.data_offset + entry.end > file.size()) __builtin_trap();
 }

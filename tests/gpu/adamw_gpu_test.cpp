@@ -9,9 +9,9 @@ namespace {
 // Three steps on the CPU, in FP64 or with BF16 moments, and on CUDA; `offset` moves the tensors off
 // 16-byte addresses.
 void compare(
-    int64_t n, int64_t offset, at::ScalarType value_dtype, at::ScalarType moments = at::kFloat) {
+  int64_t n, int64_t offset, at::ScalarType value_dtype, at::ScalarType moments = at::kFloat) {
   SCOPED_TRACE(fmt::format("{} elements from {}, {}, moments {}", n, offset,
-      dtype_name(value_dtype), dtype_name(moments)));
+    dtype_name(value_dtype), dtype_name(moments)));
   const bool half = moments == at::kBFloat16;
   const at::ScalarType exact = half ? at::kFloat : at::kDouble;
   const auto make = [&](const char* name, double std) {
@@ -40,8 +40,8 @@ void compare(
 }
 
 TEST(AdamWGpu, AgreesWithCpu) {
-  for (int64_t n : {1, 2, 3, 4, 5, 1023, 1024, 1025, 100'003}) {
-    for (int64_t offset : {0, 1, 2, 4}) {
+  for (int64_t n: {1, 2, 3, 4, 5, 1023, 1024, 1025, 100'003}) {
+    for (int64_t offset: {0, 1, 2, 4}) {
       compare(n, offset, at::kFloat);
       compare(n, offset, at::kBFloat16);
       compare(n, offset, at::kBFloat16, at::kBFloat16);
@@ -77,7 +77,7 @@ TEST(AdamWGpu, LargeShard) {
   Tensor value = at::zeros({n}, options.dtype(at::kBFloat16));
   const Tensor grad = at::ones({n}, options), scale = at::ones({}, options);
   adamw_update(w, m, v, grad, value, scale, {0.5, 0.9, 0.95, 0.0, 0.0, 1});
-  for (int64_t i : {int64_t{0}, n / 2, n - 2, n - 1}) {
+  for (int64_t i: {int64_t{0}, n / 2, n - 2, n - 1}) {
     EXPECT_NEAR(w[i].item<double>(), 0.5, 1e-6);
     EXPECT_EQ(value[i].item<double>(), 0.5);
   }
@@ -85,8 +85,8 @@ TEST(AdamWGpu, LargeShard) {
 }
 
 TEST(SumOfSquaresGpu, AgreesWithCpu) {
-  for (int64_t n : {0, 1, 2, 3, 4, 5, 255, 1024, 1'081'343, 1'081'344, 10'000'019}) {
-    for (int64_t offset : {0, 1, 3}) {
+  for (int64_t n: {0, 1, 2, 3, 4, 5, 255, 1024, 1'081'343, 1'081'344, 10'000'019}) {
+    for (int64_t offset: {0, 1, 3}) {
       SCOPED_TRACE(fmt::format("{} elements from {}", n, offset));
       const Tensor x = random_tensor("x", {n + offset}, at::kFloat);
       const Tensor part = x.to(kGpu).narrow(0, offset, n);

@@ -11,13 +11,13 @@ TEST(EmbeddingGpu, AgreesWithCpu) {
   const auto longs = at::TensorOptions().dtype(at::kLong);
   const Tensor mixed = (at::arange(1023, longs) * 7919) % 37;
   std::vector<Tensor> cases = {
-      at::zeros({0}, longs), at::full({1}, 36, longs), mixed, mixed % 2, at::arange(37, longs)};
-  for (int64_t run : {7, 8, 9, 16, 17, 3000}) cases.push_back(at::full({run}, 5, longs));
-  for (int64_t hidden : {1, 3, 64, 516, 2048}) {
-    for (const Tensor& tokens : cases) {
+    at::zeros({0}, longs), at::full({1}, 36, longs), mixed, mixed % 2, at::arange(37, longs)};
+  for (int64_t run: {7, 8, 9, 16, 17, 3000}) cases.push_back(at::full({run}, 5, longs));
+  for (int64_t hidden: {1, 3, 64, 516, 2048}) {
+    for (const Tensor& tokens: cases) {
       SCOPED_TRACE(fmt::format("hidden {}, {} tokens", hidden, tokens.numel()));
       check_on_gpu([](const auto& in, auto& w) { return embedding(in[0], w[0]); }, {tokens},
-          {random_tensor("w", {37, hidden})});
+        {random_tensor("w", {37, hidden})});
     }
   }
 }

@@ -25,7 +25,7 @@ inline void poison() {
 // see one key have no gradient) what is left is the rounding of terms of size 1, which is then the
 // scale.
 inline void expect_close(
-    const Tensor& got, const Tensor& exact, double noise, const std::string& name) {
+  const Tensor& got, const Tensor& exact, double noise, const std::string& name) {
   ASSERT_EQ(got.sizes(), exact.sizes()) << name;
   if (got.numel() == 0) return;
   const Tensor wanted = exact.detach().to(at::kDouble), size = wanted.abs();
@@ -48,20 +48,20 @@ struct Outcome {
 };
 
 inline Outcome run_operator(const Operator& f, const std::vector<Tensor>& inputs,
-    const std::vector<Tensor>& values, at::ScalarType dtype, at::Device device,
-    const Tensor& cotangent) {
+  const std::vector<Tensor>& values, at::ScalarType dtype, at::Device device,
+  const Tensor& cotangent) {
   std::vector<Tensor> arguments;
-  for (const Tensor& input : inputs) {
+  for (const Tensor& input: inputs) {
     const bool floating = at::isFloatingType(input.scalar_type());
     Tensor argument =
-        input.detach().to(device, floating ? dtype : input.scalar_type(), false, true);
+      input.detach().to(device, floating ? dtype : input.scalar_type(), false, true);
     argument.set_requires_grad(floating);
     arguments.push_back(argument);
   }
   std::vector<Parameter> parameters;
   for (size_t i = 0; i < values.size(); ++i) {
     parameters.emplace_back("parameter " + std::to_string(i), values[i].sizes().vec(),
-        ParameterGroup::matrix, Init::normal);
+      ParameterGroup::matrix, Init::normal);
     allocate(parameters.back(), dtype, device);
     parameters.back().value.detach().copy_(values[i]);
     parameters.back().grad.fill_(0.5);
@@ -74,7 +74,7 @@ inline Outcome run_operator(const Operator& f, const std::vector<Tensor>& inputs
     outcome.names.push_back("gradient of input " + std::to_string(i));
     outcome.tensors.push_back(arguments[i].grad());
   }
-  for (const Parameter& parameter : parameters) {
+  for (const Parameter& parameter: parameters) {
     outcome.names.push_back("gradient of " + parameter.name);
     outcome.tensors.push_back(parameter.grad);
   }
@@ -82,12 +82,12 @@ inline Outcome run_operator(const Operator& f, const std::vector<Tensor>& inputs
 }
 
 inline void check_on_gpu(const Operator& f, const std::vector<Tensor>& inputs,
-    const std::vector<Tensor>& values, double noise = 1e-5) {
-  for (at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+  const std::vector<Tensor>& values, double noise = 1e-5) {
+  for (at::ScalarType dtype: {at::kFloat, at::kBFloat16}) {
     SCOPED_TRACE(dtype_name(dtype));
     const auto rounded = [&](const std::vector<Tensor>& tensors) {
       std::vector<Tensor> result;
-      for (const Tensor& t : tensors)
+      for (const Tensor& t: tensors)
         result.push_back(at::isFloatingType(t.scalar_type()) ? t.to(dtype) : t);
       return result;
     };

@@ -11,15 +11,15 @@ struct Case {
 };
 // Sizes that _grouped_mm takes and sizes that it does not (rows of 16-byte multiples).
 const Case kCases[] = {{{0, 1, 127, 128, 129, 0}, 64, 48}, {{300, 0, 0}, 128, 264}, {{1}, 8, 8},
-    {{3, 0, 2}, 17, 33}, {{0, 0}, 16, 16}, {{5, 70}, 24, 31},
-    // The weight-gradient kernel: whole and cut tiles, steps of 64 rows and their ends, no rows.
-    // The product kernel: tiles of 128 rows and 256 columns, whole, cut, and of one row.
-    {{700, 129, 0, 5, 128}, 72, 328}, {{64, 0, 200, 63, 65, 1}, 256, 128},
-    {{128, 1, 500}, 264, 136}, {{0, 320, 7}, 520, 392}, {{300, 0, 0}, 128, 272},
-    {{0, 320, 7}, 520, 416}, {{700, 129, 0, 5, 128}, 72, 336}};
+  {{3, 0, 2}, 17, 33}, {{0, 0}, 16, 16}, {{5, 70}, 24, 31},
+  // The weight-gradient kernel: whole and cut tiles, steps of 64 rows and their ends, no rows.
+  // The product kernel: tiles of 128 rows and 256 columns, whole, cut, and of one row.
+  {{700, 129, 0, 5, 128}, 72, 328}, {{64, 0, 200, 63, 65, 1}, 256, 128}, {{128, 1, 500}, 264, 136},
+  {{0, 320, 7}, 520, 392}, {{300, 0, 0}, 128, 272}, {{0, 320, 7}, 520, 416},
+  {{700, 129, 0, 5, 128}, 72, 336}};
 
 TEST(GroupedLinearGpu, MatchesTheReference) {
-  for (const Case& c : kCases) {
+  for (const Case& c: kCases) {
     SCOPED_TRACE(fmt::format("rows {}, {} -> {}", fmt::join(c.counts, " "), c.in, c.out));
     std::vector<Tensor> parts;
     for (size_t e = 0; e < c.counts.size(); ++e) {
@@ -32,7 +32,7 @@ TEST(GroupedLinearGpu, MatchesTheReference) {
     }, {random_tensor("x", {idx.size(0), c.in})}, {random_tensor("w", {num_experts, c.out, c.in})});
     const Tensor x = random_tensor("x", {idx.size(0), c.in});
     const std::vector<Tensor> weights{
-        random_tensor("w", {num_experts, c.in, c.out}), random_tensor("b", {num_experts, c.out})};
+      random_tensor("w", {num_experts, c.in, c.out}), random_tensor("b", {num_experts, c.out})};
     const auto affine = [&](const std::vector<Tensor>& in, std::vector<Parameter>& p) {
       const ExpertPlan plan = make_expert_plan(idx.to(in[0].device()), num_experts);
       return grouped_affine(in[0], p[0], p[1], plan);
@@ -45,7 +45,7 @@ TEST(GroupedLinearGpu, MatchesTheReference) {
 // The results of its parts, bit for bit: listed rows and the activation beside the products change
 // no sum. Gradients have the same kernels.
 TEST(GroupedLinearGpu, PermutedSwigluEqualsItsParts) {
-  for (const Case& c : kCases) {
+  for (const Case& c: kCases) {
     if (c.out % 16 != 0) continue; // others have no kernel for both
     SCOPED_TRACE(fmt::format("rows {}, {} -> {}", fmt::join(c.counts, " "), c.in, c.out));
     std::vector<Tensor> parts;
@@ -55,7 +55,7 @@ TEST(GroupedLinearGpu, PermutedSwigluEqualsItsParts) {
     const auto experts = static_cast<int64_t>(c.counts.size());
     const ExpertPlan plan = make_expert_plan(at::cat({idx, idx.flip(0)}, 1).to(kGpu), experts);
     const SwigluForm form{1.702f, 6, 1, true};
-    for (const bool affine : {false, true}) {
+    for (const bool affine: {false, true}) {
       const Operator fused = [&](const auto& x, auto& p) {
         return affine ? permuted_swiglu(x[0], p[0], plan, form, &p[1])
                       : permuted_swiglu(x[0], p[0], plan);
@@ -89,7 +89,7 @@ TEST(GroupedLinearGpu, HundredRunsAreIdentical) {
   const std::vector<Tensor> x{random_tensor("x", {rows, in})};
   const Tensor weight = random_tensor("weight", {rows, 4}, at::kFloat).to(kGpu);
   const std::vector<Tensor> w{
-      random_tensor("up", {experts, out, in}), random_tensor("down", {experts, in, out / 2})};
+    random_tensor("up", {experts, out, in}), random_tensor("down", {experts, in, out / 2})};
   const Operator weighted = [&](const auto& rows_of, auto& p) {
     return layer({rows_of[0], weight}, p);
   };

@@ -17,11 +17,11 @@ struct Result {
 // spread by about 3. With `one_hot`, rows of hidden pick a column of the weight, so that logits are
 // numbers that BF16 holds.
 Result run(at::ScalarType dtype, at::Device device, at::ScalarType rounded, int64_t tokens,
-    int64_t hidden_size, int64_t vocabulary, int64_t chunk, bool one_hot) {
+  int64_t hidden_size, int64_t vocabulary, int64_t chunk, bool one_hot) {
   Parameter weight("head", {vocabulary, hidden_size}, ParameterGroup::embedding, Init::normal);
   allocate(weight, dtype, device);
   const Tensor value = random_tensor(
-      "head", {vocabulary, hidden_size}, rounded, one_hot ? 3.0 : 3.0 / std::sqrt(hidden_size));
+    "head", {vocabulary, hidden_size}, rounded, one_hot ? 3.0 : 3.0 / std::sqrt(hidden_size));
   weight.value.detach().copy_(value);
   weight.grad.fill_(0.5);
   Tensor hidden = random_tensor("hidden", {tokens, hidden_size}, rounded);
@@ -33,7 +33,7 @@ Result run(at::ScalarType dtype, at::Device device, at::ScalarType rounded, int6
     labels.push_back(t % 5 == 3 ? -100 : (t * 977 + 3) % vocabulary);
   Result result;
   result.entropy =
-      linear_cross_entropy(hidden, weight, ids(labels, {tokens}).to(device), 0.125, chunk);
+    linear_cross_entropy(hidden, weight, ids(labels, {tokens}).to(device), 0.125, chunk);
   result.entropy.loss.backward();
   result.dhidden = hidden.grad();
   result.dweight = weight.grad;
@@ -46,12 +46,12 @@ TEST(LinearCrossEntropyGpu, MatchesTheReference) {
   };
   // Odd and even vocabularies, below and above one tile of the kernel (4096), whole and cut.
   const Case cases[] = {{1, 8, 2, 0}, {5, 24, 257, 2}, {130, 64, 1000, 0}, {33, 16, 4096, 8},
-      {64, 48, 5003, 24}, {40, 32, 20004, 0}};
-  for (const Case& c : cases) {
-    for (const auto& [dtype, one_hot] :
-        {std::pair{at::kFloat, false}, {at::kBFloat16, true}, {at::kBFloat16, false}}) {
+    {64, 48, 5003, 24}, {40, 32, 20004, 0}};
+  for (const Case& c: cases) {
+    for (const auto& [dtype, one_hot]:
+      {std::pair{at::kFloat, false}, {at::kBFloat16, true}, {at::kBFloat16, false}}) {
       SCOPED_TRACE(fmt::format("{} tokens, hidden {}, vocabulary {}, {}, one_hot {}", c.tokens,
-          c.hidden_size, c.vocabulary, dtype_name(dtype), one_hot));
+        c.hidden_size, c.vocabulary, dtype_name(dtype), one_hot));
       const auto on = [&](at::ScalarType computed, at::Device device, int64_t chunk) {
         return run(computed, device, dtype, c.tokens, c.hidden_size, c.vocabulary, chunk, one_hot);
       };
@@ -90,10 +90,10 @@ TEST(LinearCrossEntropyGpu, WithoutGradModeNoBufferIsTouched) {
   const auto logprobs = list<float>(linear_cross_entropy(hidden, weight, labels, 1.0).logprobs);
   EXPECT_EQ(logprobs[2], 0.0f);
   EXPECT_TRUE(
-      std::isnan(logprobs[5]) && std::isnan(logprobs[6])); // neither -100 nor in the vocabulary
+    std::isnan(logprobs[5]) && std::isnan(logprobs[6])); // neither -100 nor in the vocabulary
   EXPECT_TRUE(at::equal(weight.grad, at::full_like(weight.grad, 0.25)));
   const Tensor logits =
-      at::matmul(hidden.cpu().to(at::kDouble), weight.value.cpu().to(at::kDouble).t());
+    at::matmul(hidden.cpu().to(at::kDouble), weight.value.cpu().to(at::kDouble).t());
   expect_close(head_logits(hidden, weight), logits, 1e-5, "head_logits");
   const double largest = logits[3].abs().max().item<double>(); // rounded to BF16
   EXPECT_NEAR(logprobs[3], logits.log_softmax(1)[3][1000].item<double>(), largest * 0x1p-8);

@@ -8,15 +8,15 @@ TEST(LinearGpu, AgreesWithCpu) {
   struct Shape {
     int64_t tokens, in, out;
   };
-  for (const Shape& s : {Shape{1, 1, 1}, {2, 3, 5}, {3, 64, 32}, {0, 16, 8}, {1, 2048, 128},
-           {257, 130, 66}, {515, 2048, 128}, {128, 96, 513}}) {
+  for (const Shape& s: {Shape{1, 1, 1}, {2, 3, 5}, {3, 64, 32}, {0, 16, 8}, {1, 2048, 128},
+         {257, 130, 66}, {515, 2048, 128}, {128, 96, 513}}) {
     SCOPED_TRACE(fmt::format("{} {} {}", s.tokens, s.in, s.out));
     const Tensor x = random_tensor("x", {s.tokens, s.in}), w = random_tensor("w", {s.out, s.in});
     check_on_gpu([](const auto& in, auto& weights) { return linear(in[0], weights[0]); }, {x}, {w});
     check_on_gpu(
-        [](const auto& in, auto& weights) { return linear_fp32(in[0], weights[0]); }, {x}, {w});
+      [](const auto& in, auto& weights) { return linear_fp32(in[0], weights[0]); }, {x}, {w});
     const Tensor b = random_tensor("b", {s.out});
-    for (const auto map : {linear, linear_fp32})
+    for (const auto map: {linear, linear_fp32})
       check_on_gpu([map](const auto& in, auto& p) { return map(in[0], p[0], &p[1]); }, {x}, {w, b});
   }
 }
@@ -31,7 +31,7 @@ TEST(LinearGpu, Fp32BackwardOfBFloat16) {
   const Tensor dy = random_tensor("dy", {300, 128}, at::kFloat, 1e-3);
   linear_fp32(x.to(kGpu), w).backward(dy.to(kGpu));
   EXPECT_LE(
-      relative_difference(w.grad.cpu(), dy.to(at::kDouble).t().matmul(x.to(at::kDouble))), 2e-6);
+    relative_difference(w.grad.cpu(), dy.to(at::kDouble).t().matmul(x.to(at::kDouble))), 2e-6);
 }
 
 } // namespace

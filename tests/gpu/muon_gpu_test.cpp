@@ -12,8 +12,8 @@ double frobenius_error(const Tensor& got, const Tensor& wanted) {
 }
 
 TEST(MuonGpu, NewtonSchulzAgreesWithCpu) {
-  for (const auto& shape : std::vector<std::vector<int64_t>>{
-           {5, 1, 17}, {3, 8, 8}, {2, 61, 130}, {7, 96, 128}, {2, 512, 2048}}) {
+  for (const auto& shape: std::vector<std::vector<int64_t>>{
+         {5, 1, 17}, {3, 8, 8}, {2, 61, 130}, {7, 96, 128}, {2, 512, 2048}}) {
     SCOPED_TRACE(fmt::format("({})", fmt::join(shape, ", ")));
     const Tensor x = random_tensor("x", shape, at::kBFloat16);
     const Tensor exact = newton_schulz(x.to(at::kDouble), 2.5);
@@ -27,7 +27,7 @@ TEST(MuonGpu, NewtonSchulzAgreesWithCpu) {
 TEST(MuonGpu, MomentumAndUpdateAgreeWithCpu) {
   const int64_t n = 100'003;
   const auto make = [&](const char* name) { return random_tensor(name, {n}, at::kFloat); };
-  for (const auto moments : {at::kFloat, at::kBFloat16}) {
+  for (const auto moments: {at::kFloat, at::kBFloat16}) {
     Tensor m = make("m").to(moments), there = m.to(kGpu);
     Tensor direction = at::empty({n}, at::kBFloat16), other = direction.to(kGpu);
     const Tensor grad = make("g"), scale = at::scalar_tensor(0.5f);
@@ -54,22 +54,22 @@ TEST(MuonGpu, StepsOfShardGroupsAgreeWithCpu) {
     own.emplace_back("q", std::vector<int64_t>{96, 64}, ParameterGroup::matrix, Init::normal);
     const std::vector<int64_t> halves{3, 128, 64}, columns{3, 64, 128};
     own.emplace_back("halves", halves,
-        std::vector<HfTensor>{{"halves", halves, 0, 0, 3, Fused::rows}}, ParameterGroup::expert,
-        Init::normal);
+      std::vector<HfTensor>{{"halves", halves, 0, 0, 3, Fused::rows}}, ParameterGroup::expert,
+      Init::normal);
     own.emplace_back("columns", columns,
-        std::vector<HfTensor>{{"columns", columns, 0, 0, 3, Fused::columns}},
-        ParameterGroup::expert, Init::normal);
+      std::vector<HfTensor>{{"columns", columns, 0, 0, 3, Fused::columns}}, ParameterGroup::expert,
+      Init::normal);
     own.emplace_back("norm", std::vector<int64_t>{77}, ParameterGroup::norm, Init::ones);
     Units units(1);
-    for (Parameter& parameter : own) units[0].push_back(&parameter);
+    for (Parameter& parameter: own) units[0].push_back(&parameter);
     set_update_rules(units, units, training);
     Mesh mesh;
     mesh.device = device;
     auto groups = make_shard_groups(
-        units, dtype, mesh, ShardGroup::Use::training, ShardMode::keep, optimizer_states(training));
+      units, dtype, mesh, ShardGroup::Use::training, ShardMode::keep, optimizer_states(training));
     groups[0].initialize(1, 0.1, 2);
     for (int64_t step = 1; step <= 3; ++step) {
-      for (const Parameter& parameter : own) {
+      for (const Parameter& parameter: own) {
         Tensor grad = parameter.grad;
         grad.copy_(random_tensor(fmt::format("{} {}", parameter.name, step), parameter.shape));
       }
@@ -77,8 +77,8 @@ TEST(MuonGpu, StepsOfShardGroupsAgreeWithCpu) {
     }
     return std::pair(groups[0].master.cpu(), groups[0].ema.cpu());
   };
-  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    for (const char* moments : {"float32", "bfloat16"}) {
+  for (const auto dtype: {at::kFloat, at::kBFloat16}) {
+    for (const char* moments: {"float32", "bfloat16"}) {
       training.moments = moments;
       const auto [master, ema] = train(at::kCPU, dtype);
       const auto [master_there, ema_there] = train(kGpu, dtype);

@@ -22,7 +22,7 @@ struct Case {
   int64_t rows, k, num_experts, hidden;
 };
 const Case kCases[] = {{1, 1, 1, 8}, {3, 2, 5, 7}, {64, 8, 128, 264}, {1000, 6, 64, 33},
-    {777, 3, 9, 129}, {70000, 2, 4, 8}, {300, 5, 1024, 16}, {0, 2, 3, 8}};
+  {777, 3, 9, 129}, {70000, 2, 4, 8}, {300, 5, 1024, 16}, {0, 2, 3, 8}};
 
 void expect_equal_plans(const ExpertPlan& got, const ExpertPlan& wanted) {
   EXPECT_EQ(got.num_slots(), wanted.num_slots());
@@ -32,14 +32,14 @@ void expect_equal_plans(const ExpertPlan& got, const ExpertPlan& wanted) {
 }
 
 TEST(PermuteGpu, PlanEqualsTheReference) {
-  for (const Case& c : kCases) {
+  for (const Case& c: kCases) {
     const Tensor idx = some_routes(c.rows, c.k, c.num_experts);
     for (int repeat = 0; repeat < 2; ++repeat) {
       poison();
       expect_equal_plans(
-          make_expert_plan(idx.to(kGpu), c.num_experts), make_expert_plan(idx, c.num_experts));
+        make_expert_plan(idx.to(kGpu), c.num_experts), make_expert_plan(idx, c.num_experts));
       const ExpertPlan known =
-          make_expert_plan(idx, c.num_experts, idx.ge(0).sum().item<int64_t>());
+        make_expert_plan(idx, c.num_experts, idx.ge(0).sum().item<int64_t>());
       expect_equal_plans(make_expert_plan(idx.to(kGpu), c.num_experts, known.num_slots()), known);
     }
   }
@@ -50,23 +50,22 @@ TEST(PermuteGpu, PlanEqualsTheReference) {
 }
 
 TEST(PermuteGpu, MatchesTheReference) {
-  for (const Case& c : kCases) {
+  for (const Case& c: kCases) {
     if (c.rows > 10000) continue;
     SCOPED_TRACE(
-        fmt::format("{} rows, k {}, {} experts, hidden {}", c.rows, c.k, c.num_experts, c.hidden));
+      fmt::format("{} rows, k {}, {} experts, hidden {}", c.rows, c.k, c.num_experts, c.hidden));
     const Tensor idx = some_routes(c.rows, c.k, c.num_experts);
     const int64_t slots = make_expert_plan(idx, c.num_experts).num_slots();
-    auto plan = [&](const Tensor& x) {
-      return make_expert_plan(idx.to(x.device()), c.num_experts);
-    };
+    auto plan = [&](
+                  const Tensor& x) { return make_expert_plan(idx.to(x.device()), c.num_experts); };
     check_on_gpu([&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
       return permute(x[0], plan(x[0]));
     }, {random_tensor("rows", {c.rows, c.hidden})}, {});
     check_on_gpu(
-        [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
+      [&](const std::vector<Tensor>& x, std::vector<Parameter>&) {
       return unpermute(x[0], x[1].to(wide_dtype(x[1].scalar_type())), plan(x[0]));
     }, {random_tensor("expert_rows", {slots, c.hidden}), random_tensor("weight", {c.rows, c.k})},
-        {});
+      {});
   }
 }
 
@@ -81,9 +80,9 @@ TEST(PermuteGpu, IndexesBeyond31Bits) {
   const Tensor permuted = permute(x, plan);
   ASSERT_GT(permuted.numel(), int64_t{1} << 31);
   const Tensor sample =
-      at::cat({at::arange(5), at::arange(plan.num_slots() - 5, plan.num_slots())}).to(at::kLong);
+    at::cat({at::arange(5), at::arange(plan.num_slots() - 5, plan.num_slots())}).to(at::kLong);
   const Tensor wanted =
-      x.index_select(0, host.row_of_slot.index_select(0, sample).to(at::kLong).to(kGpu));
+    x.index_select(0, host.row_of_slot.index_select(0, sample).to(at::kLong).to(kGpu));
   EXPECT_TRUE(at::equal(permuted.index_select(0, sample.to(kGpu)), wanted));
   // Every slot holds its row, so weights of 1/8 sum up to the row again, exactly.
   EXPECT_TRUE(at::equal(unpermute(permuted, at::full({rows, k}, 0.125f, kGpu), plan), x));

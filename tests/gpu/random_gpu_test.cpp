@@ -5,8 +5,8 @@ namespace pith::test {
 namespace {
 // Up to 6.8 standard deviations; log, sin and cos differ in their last digits.
 TEST(RandomGpu, AgreesWithCpu) {
-  for (int64_t n : {0, 1, 3, 4, 5, 1'000'003}) {
-    for (int64_t first : {0, 1, 2, 3, 1'000'001}) {
+  for (int64_t n: {0, 1, 3, 4, 5, 1'000'003}) {
+    for (int64_t first: {0, 1, 2, 3, 1'000'001}) {
       Tensor cpu = at::empty({n}, at::kFloat),
              gpu = at::empty({n}, at::TensorOptions().device(kGpu));
       gpu.fill_(std::nan(""));

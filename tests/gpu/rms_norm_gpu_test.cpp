@@ -5,27 +5,27 @@ namespace pith::test {
 namespace {
 // Noise: FP32 sums over a row, and over up to 131 rows for the weight.
 TEST(RmsNormGpu, AgreesWithCpu) {
-  for (int64_t dim : {1, 2, 7, 16, 64, 100, 127, 128, 136, 192, 256, 257, 512, 520, 768, 1000, 1024,
-           2048, 2051, 2880, 4096, 7168, 8191, 8192}) {
-    for (int64_t rows : {0, 1, 3, 131}) {
+  for (int64_t dim: {1, 2, 7, 16, 64, 100, 127, 128, 136, 192, 256, 257, 512, 520, 768, 1000, 1024,
+         2048, 2051, 2880, 4096, 7168, 8191, 8192}) {
+    for (int64_t rows: {0, 1, 3, 131}) {
       SCOPED_TRACE(fmt::format("{} rows of {}", rows, dim));
       // In very short rows the gradient is all cancellation unless eps matters.
       const double eps = dim < 4 ? 1e-2 : 1e-6;
       check_on_gpu([eps](const auto& in, auto& w) { return rms_norm(in[0], w[0], eps); },
-          {random_tensor("x", {rows, dim})}, {random_tensor("w", {dim}, at::kDouble, 0.3) + 1});
+        {random_tensor("x", {rows, dim})}, {random_tensor("w", {dim}, at::kDouble, 0.3) + 1});
     }
   }
 }
 
 TEST(RmsNormGpu, ZeroCentred) {
-  for (const int64_t dim : {7, 256, 2048, 2051})
+  for (const int64_t dim: {7, 256, 2048, 2051})
     check_on_gpu([](const auto& in, auto& w) { return rms_norm(in[0], w[0], 1e-6, true); },
-        {random_tensor("x", {131, dim})}, {random_tensor("w", {dim}, at::kDouble, 0.01)});
+      {random_tensor("x", {131, dim})}, {random_tensor("w", {dim}, at::kDouble, 0.01)});
 }
 
 // Heads inside a fused projection (T, 3 heads of D), aligned and not.
 TEST(RmsNormGpu, StridedHeads) {
-  for (int64_t dim : {64, 128, 129}) {
+  for (int64_t dim: {64, 128, 129}) {
     SCOPED_TRACE(dim);
     const auto k_heads = [dim](const auto& in, auto& w) {
       return rms_norm(in[0].view({33, 7, dim}).narrow(1, 2, 3), w[0], 1e-6);
@@ -43,7 +43,7 @@ TEST(RmsNormGpu, StridedHeads) {
 // tree.
 TEST(RmsNormGpu, ManyShortRows) {
   check_on_gpu([](const auto& in, auto& w) { return rms_norm(in[0], w[0], 1e-6); },
-      {random_tensor("x", {20'003, 3, 128})}, {random_tensor("w", {128})}, 3e-5);
+    {random_tensor("x", {20'003, 3, 128})}, {random_tensor("w", {128})}, 3e-5);
 }
 
 // Elements past 2^31: sampled rows against the CPU.
@@ -58,7 +58,7 @@ TEST(RmsNormGpu, LargeTensor) {
   w.grad = w.grad.to(kGpu);
   const Tensor y = rms_norm(x, w, 1e-6);
   y.backward(y.detach());
-  for (int64_t r : {int64_t{0}, rows / 2, rows - 1000, rows - 1}) {
+  for (int64_t r: {int64_t{0}, rows / 2, rows - 1000, rows - 1}) {
     const Tensor row = x.detach()[r].cpu().set_requires_grad(true);
     const Tensor expected = rms_norm(row, cpu, 1e-6);
     expected.backward(expected.detach());

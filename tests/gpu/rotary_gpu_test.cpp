@@ -12,35 +12,35 @@ Tensor rotate(const Tensor& x, const Tensor& positions) {
 
 // Noise: two FP32 products and a difference.
 TEST(RotaryGpu, AgreesWithCpu) {
-  for (int64_t dim : {2, 6, 16, 64, 128, 192}) {
-    for (int64_t heads : {1, 2, 3, 12, 40}) {
-      for (int64_t tokens : {0, 1, 2, 133}) {
+  for (int64_t dim: {2, 6, 16, 64, 128, 192}) {
+    for (int64_t heads: {1, 2, 3, 12, 40}) {
+      for (int64_t tokens: {0, 1, 2, 133}) {
         SCOPED_TRACE(fmt::format("{} {} {}", tokens, heads, dim));
         const Tensor positions = ((at::arange(tokens) * 37) % 5000).to(at::kInt);
         check_on_gpu([](const auto& in, auto&) { return rotate(in[0], in[1]); },
-            {random_tensor("x", {tokens, heads, dim}), positions}, {}, 1e-6);
+          {random_tensor("x", {tokens, heads, dim}), positions}, {}, 1e-6);
       }
     }
   }
 }
 
 TEST(RotaryGpu, StridedHeads) {
-  for (int64_t dim : {128, 34}) {
+  for (int64_t dim: {128, 34}) {
     const auto k_heads = [dim](const auto& in, auto&) {
       return rotate(in[0].view({33, 7, dim}).narrow(1, 2, 3), in[1]);
     };
     check_on_gpu(
-        k_heads, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {}, 1e-6);
+      k_heads, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {}, 1e-6);
     const auto columns = [dim](const auto& in, auto&) {
       return rotate(in[0].narrow(1, 1, 3 * dim).view({33, 3, dim}), in[1]);
     };
     check_on_gpu(
-        columns, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {}, 1e-6);
+      columns, {random_tensor("x", {33, 7 * dim}), at::arange(33).to(at::kInt)}, {}, 1e-6);
   }
 }
 
 TEST(RotaryGpu, PartOfAHead) {
-  for (const int64_t dim : {64, 256, 65})
+  for (const int64_t dim: {64, 256, 65})
     check_on_gpu([](const auto& in, auto&) {
       return rotary(in[0], in[1], make_rotary_table(5000, 64, 1e7, in[0].device()));
     }, {random_tensor("x", {133, 3, dim}), at::arange(133).to(at::kInt)}, {}, 1e-6);
@@ -48,19 +48,19 @@ TEST(RotaryGpu, PartOfAHead) {
 
 // Pairs of neighbours, behind elements that are only copied; vectors of 8, 4, 2 and 1.
 TEST(RotaryGpu, NeighboursBehindPlainElements) {
-  for (const int64_t first : {0, 8, 13, 128}) {
-    for (const int64_t dim : {2, 6, 16, 64}) {
-      for (const int64_t heads : {1, 3, 16}) {
+  for (const int64_t first: {0, 8, 13, 128}) {
+    for (const int64_t dim: {2, 6, 16, 64}) {
+      for (const int64_t heads: {1, 3, 16}) {
         SCOPED_TRACE(fmt::format("{} + {}, {} heads", first, dim, heads));
         const auto turn = [&](const auto& in, auto&) {
           const RotaryTable table = make_rotary_table(5000, dim, 1e4, in[0].device());
           const Tensor view = in[0].narrow(1, 3, heads * (first + dim));
           return rotary(
-              view.view({-1, heads, first + dim}), in[1], table, RotaryPairs::neighbours, first);
+            view.view({-1, heads, first + dim}), in[1], table, RotaryPairs::neighbours, first);
         };
         const Tensor positions = ((at::arange(133) * 37) % 5000).to(at::kInt);
         check_on_gpu(
-            turn, {random_tensor("x", {133, heads * (first + dim) + 5}), positions}, {}, 1e-6);
+          turn, {random_tensor("x", {133, heads * (first + dim) + 5}), positions}, {}, 1e-6);
         const auto halves = [&](const auto& in, auto&) {
           const RotaryTable table = make_rotary_table(5000, dim, 1e4, in[0].device());
           return rotary(in[0], in[1], table, RotaryPairs::halves, first);
@@ -88,9 +88,9 @@ TEST(RotaryGpu, LargeTensor) {
   fill_normal(x, 1, "x", 1.0);
   const Tensor positions = (at::arange(tokens) % 5000).to(at::kInt).to(kGpu);
   const Tensor y = rotate(x, positions);
-  for (int64_t t : {int64_t{0}, tokens / 2, tokens - 101, tokens - 1}) {
+  for (int64_t t: {int64_t{0}, tokens / 2, tokens - 101, tokens - 1}) {
     const Tensor expected =
-        rotate(x.narrow(0, t, 1).cpu().to(at::kDouble), positions.narrow(0, t, 1).cpu());
+      rotate(x.narrow(0, t, 1).cpu().to(at::kDouble), positions.narrow(0, t, 1).cpu());
     expect_close(y.narrow(0, t, 1), expected, 1e-6, "token");
   }
 }

@@ -8,14 +8,14 @@ SwigluForm clamped(double alpha, double limit) { return {float(alpha), float(lim
 
 // Noise: the kernel's fast exponential and division are right to about 1e-6.
 TEST(SwiGluGpu, AgreesWithCpu) {
-  for (int64_t width : {1, 3, 8, 20, 768, 1000, 1024, 2881, 4104}) {
-    for (int64_t rows : {0, 1, 2, 3, 131}) {
+  for (int64_t width: {1, 3, 8, 20, 768, 1000, 1024, 2881, 4104}) {
+    for (int64_t rows: {0, 1, 2, 3, 131}) {
       SCOPED_TRACE(fmt::format("{} rows of {}", rows, width));
       const Tensor x = random_tensor("x", {rows, 2 * width}, at::kDouble, 3.0);
       check_on_gpu([](const auto& in, auto&) { return swiglu(in[0]); }, {x}, {});
       // A limit that no input of either dtype equals.
       check_on_gpu(
-          [](const auto& in, auto&) { return swiglu(in[0], clamped(1.702, 2.512345)); }, {x}, {});
+        [](const auto& in, auto&) { return swiglu(in[0], clamped(1.702, 2.512345)); }, {x}, {});
     }
   }
 }
@@ -27,7 +27,7 @@ TEST(SwiGluGpu, ExtremeGates) {
   y.sum().backward();
   EXPECT_LE(max_difference(y, at::tensor({0.0, 600.0, 0.0}).view({1, 3})), 1e-30);
   EXPECT_LE(
-      max_difference(x.grad(), at::tensor({0.0, 3.0, 0.0, 0.0, 200.0, 0.0}).view({1, 6})), 1e-30);
+    max_difference(x.grad(), at::tensor({0.0, 3.0, 0.0, 0.0, 200.0, 0.0}).view({1, 6})), 1e-30);
 }
 
 // Elements past 2^31: sampled rows against the CPU.
@@ -38,7 +38,7 @@ TEST(SwiGluGpu, LargeTensor) {
   x.set_requires_grad(true);
   const Tensor y = swiglu(x);
   y.backward(y.detach());
-  for (int64_t r : {int64_t{0}, rows / 2, rows - 1000, rows - 1}) {
+  for (int64_t r: {int64_t{0}, rows / 2, rows - 1000, rows - 1}) {
     const Tensor row = x.detach().narrow(0, r, 1).cpu().to(at::kDouble).set_requires_grad(true);
     const Tensor expected = swiglu(row);
     expected.backward(y.detach().narrow(0, r, 1).cpu().to(at::kDouble));

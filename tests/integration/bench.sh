@@ -72,7 +72,7 @@ cat >run/profile-rank0.txt <<'TEXT'
 100.00 ms: computing 95.00, communication 0.00 (0.0 % behind computing, 0.00 ms alone), idle 5.00
 
       ms      %   calls  name
-   20.00  20.00     256  void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape
+   20.00  20.00     256  void pith::cuda::(anonymous namespace)::product_kernel<false, true>(CUtensorMap_st, CUtensorMap_st, CUtensorMap_st, CUtensorMap_st
    12.00  12.00     128  void pith::cuda::(anonymous namespace)::weight_gradient_kernel(CUtensorMap, CUtensorMap, float*)
    11.00  11.00       3  nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT
     9.00   9.00      64  nvjet_sm90_tst_128x256_64x4_2x1_v_bz_TNT
@@ -84,7 +84,7 @@ cat >run/profile-rank0.txt <<'TEXT'
     1.50   1.50     264  void pith::cuda::(anonymous namespace)::backward_kernel<__nv_bfloat16, pith::cuda::(anonymous namespace)::Spread>
     0.25   0.25     264  pith::cuda::(anonymous namespace)::add_columns_kernel(float const*, float*, long, long)
     1.00   1.00     256  void pith::cuda::(anonymous namespace)::rotary_kernel<__nv_bfloat16, 8, false>(__nv_bfloat16 const*)
-    1.25   1.25      64  void pith::cuda::(anonymous namespace)::gather_kernel<uint4>(uint4*, uint4 const*, int const*)
+    1.25   1.25      64  void pith::cuda::(anonymous namespace)::scatter_kernel<uint4>(uint4*, uint4 const*, int const*)
     1.50   1.50     128  void pith::cuda::(anonymous namespace)::gather_sum_kernel<__nv_bfloat16, 8>(__nv_bfloat16*)
     1.00   1.00      64  void pith::cuda::(anonymous namespace)::unpermute_backward_kernel<__nv_bfloat16, 8>(__nv_bfloat16*)
     2.75   2.75     128  void pith::cuda::(anonymous namespace)::swiglu_kernel<__nv_bfloat16, 8, false, true>(__nv_bfloat16 const*)

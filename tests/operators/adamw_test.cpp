@@ -27,7 +27,7 @@ void update(State& s, const Tensor& grad, double grad_scale, const AdamWStep& st
 
 // Algorithm 2 of the paper, term by term, in FP64.
 TEST(AdamW, FollowsThePaper) {
-  for (at::ScalarType dtype : {at::kDouble, at::kFloat}) {
+  for (at::ScalarType dtype: {at::kDouble, at::kFloat}) {
     SCOPED_TRACE(dtype_name(dtype));
     State s = make_state(101, dtype, dtype);
     Tensor w = s.master.clone().to(at::kDouble), m = at::zeros_like(w), v = at::zeros_like(w);
@@ -105,7 +105,7 @@ TEST(AdamW, ShardsEqualTheWhole) {
   const Tensor grad = random_tensor("grad", {40'001}, at::kFloat);
   const AdamWStep step{1e-3, 0.9, 0.95, 1e-8, 0.1, 1};
   update(whole, grad, 0.5, step);
-  for (int64_t begin : {0, 1, 17'002}) {
+  for (int64_t begin: {0, 1, 17'002}) {
     const int64_t end = begin == 0 ? 1 : begin == 1 ? 17'002 : 40'001;
     const auto cut = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
     State part{cut(parts.master), cut(parts.exp_avg), cut(parts.exp_avg_sq), cut(parts.value)};

@@ -11,7 +11,7 @@ namespace pith::test {
 namespace {
 // Straight from the definition, one query at a time, in FP64.
 Tensor naive_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionSpan& span,
-    double scale, int64_t window = 0, const Tensor& sinks = {}) {
+  double scale, int64_t window = 0, const Tensor& sinks = {}) {
   const Tensor query = q.to(at::kDouble).contiguous(), key = k.to(at::kDouble).contiguous();
   const Tensor value = v.to(at::kDouble).contiguous();
   const int64_t heads = q.size(1), kv_heads = k.size(1), dim = q.size(2), v_dim = v.size(2);
@@ -51,16 +51,16 @@ struct Case {
 };
 
 const Case kCases[] = {
-    {{0, 5}, {0, 5}, 2, 2, 4}, // one document
-    {{0, 1}, {0, 1}, 3, 1, 2}, // one token
-    {{0, 0, 5, 5, 12}, {0, 0, 5, 5, 12}, 4, 2, 3}, // empty documents, odd head size
-    {{0, 4, 8, 12}, {0, 4, 8, 12}, 2, 1, 8}, // equal documents
-    {{0, 3, 6, 7, 8, 13}, {0, 3, 6, 7, 8, 13}, 6, 3, 5},
-    {{0, 1, 2}, {0, 7, 12}, 4, 2, 4}, // decoding: one query each
-    {{0, 3, 3, 5}, {0, 9, 13, 15}, 4, 1, 4}, // fewer queries than keys, none, as many
-    {{0, 4, 4, 9}, {0, 4, 4, 9}, 4, 2, 6, 3}, // values narrower than keys, and wider
-    {{0, 5, 10}, {0, 5, 10}, 2, 1, 3, 5},
-    {{0, 1, 3}, {0, 7, 12}, 2, 2, 3, 2},
+  {{0, 5}, {0, 5}, 2, 2, 4}, // one document
+  {{0, 1}, {0, 1}, 3, 1, 2}, // one token
+  {{0, 0, 5, 5, 12}, {0, 0, 5, 5, 12}, 4, 2, 3}, // empty documents, odd head size
+  {{0, 4, 8, 12}, {0, 4, 8, 12}, 2, 1, 8}, // equal documents
+  {{0, 3, 6, 7, 8, 13}, {0, 3, 6, 7, 8, 13}, 6, 3, 5},
+  {{0, 1, 2}, {0, 7, 12}, 4, 2, 4}, // decoding: one query each
+  {{0, 3, 3, 5}, {0, 9, 13, 15}, 4, 1, 4}, // fewer queries than keys, none, as many
+  {{0, 4, 4, 9}, {0, 4, 4, 9}, 4, 2, 6, 3}, // values narrower than keys, and wider
+  {{0, 5, 10}, {0, 5, 10}, 2, 1, 3, 5},
+  {{0, 1, 3}, {0, 7, 12}, 2, 2, 3, 2},
 };
 
 struct Inputs {
@@ -69,12 +69,12 @@ struct Inputs {
 
 Inputs inputs(const Case& c, at::ScalarType dtype) {
   return {random_tensor("q", {c.cu_q.back(), c.heads, c.dim}, dtype),
-      random_tensor("k", {c.cu_k.back(), c.kv_heads, c.dim}, dtype),
-      random_tensor("v", {c.cu_k.back(), c.kv_heads, c.v_dim}, dtype)};
+    random_tensor("k", {c.cu_k.back(), c.kv_heads, c.dim}, dtype),
+    random_tensor("v", {c.cu_k.back(), c.kv_heads, c.v_dim}, dtype)};
 }
 
 TEST(Attention, MatchesTheDefinition) {
-  for (const Case& c : kCases) {
+  for (const Case& c: kCases) {
     const AttentionSpan span = make_span(c.cu_q, c.cu_k);
     const Inputs x = inputs(c, at::kDouble);
     const Tensor expected = naive_attention(x.q, x.k, x.v, span, 0.3);
@@ -90,7 +90,7 @@ TEST(Attention, MatchesTheDefinition) {
 
 TEST(Attention, GradientsMatchFiniteDifferences) {
   const OneThread scope;
-  for (const Case& c : kCases) {
+  for (const Case& c: kCases) {
     const AttentionSpan span = make_span(c.cu_q, c.cu_k);
     const Inputs x = inputs(c, at::kDouble);
     check_gradients([&] { return attention(x.q, x.k, x.v, span, 0.4); }, {x.q, x.k, x.v}, {});
@@ -99,9 +99,9 @@ TEST(Attention, GradientsMatchFiniteDifferences) {
 
 TEST(Attention, WindowsAndSinksMatchTheDefinition) {
   const OneThread scope;
-  for (const Case& c : kCases) {
+  for (const Case& c: kCases) {
     const AttentionSpan span = make_span(c.cu_q, c.cu_k);
-    for (const int64_t window : {0, 1, 2, 4, 9, 100}) {
+    for (const int64_t window: {0, 1, 2, 4, 9, 100}) {
       SCOPED_TRACE(fmt::format("{} queries, window {}", c.cu_q.back(), window));
       Parameter sinks = make_parameter("sinks", {c.heads});
       const Inputs x = inputs(c, at::kDouble);
@@ -109,17 +109,17 @@ TEST(Attention, WindowsAndSinksMatchTheDefinition) {
         return attention(x.q, x.k, x.v, span, 0.4, {.window = window, .sinks = s});
       };
       EXPECT_LE(
-          max_difference(with(nullptr), naive_attention(x.q, x.k, x.v, span, 0.4, window)), 1e-13);
+        max_difference(with(nullptr), naive_attention(x.q, x.k, x.v, span, 0.4, window)), 1e-13);
       EXPECT_LE(max_difference(with(&sinks),
-                    naive_attention(x.q, x.k, x.v, span, 0.4, window, sinks.value.detach())),
-          1e-13);
+                  naive_attention(x.q, x.k, x.v, span, 0.4, window, sinks.value.detach())),
+        1e-13);
       check_gradients([&] { return with(&sinks); }, {x.q, x.k, x.v}, {&sinks});
       const Inputs b = inputs(c, at::kBFloat16);
       Parameter rounded = make_parameter("sinks", {c.heads}, at::kBFloat16);
       EXPECT_LE(max_difference(attention(b.q, b.k, b.v, span, 0.4, {window, &rounded}),
-                    naive_attention(
-                        b.q, b.k, b.v, span, 0.4, window, rounded.value.detach().to(at::kDouble))),
-          0.04);
+                  naive_attention(
+                    b.q, b.k, b.v, span, 0.4, window, rounded.value.detach().to(at::kDouble))),
+        0.04);
     }
   }
 }
@@ -130,9 +130,8 @@ TEST(Attention, AWindowHoldsAsManyKeysAsItSays) {
          k = random_tensor("k", {6, 1, 4}, at::kFloat);
   Tensor v = random_tensor("v", {6, 1, 4}, at::kFloat);
   const AttentionSpan span = make_span({0, 6});
-  const auto run = [&](int64_t window) {
-    return attention(q, k, v, span, 0.5, {.window = window});
-  };
+  const auto run = [&](
+                     int64_t window) { return attention(q, k, v, span, 0.5, {.window = window}); };
   const Tensor before = run(4), whole = run(0);
   EXPECT_TRUE(at::equal(run(6), whole));
   k.select(0, 0).add_(1.0);
@@ -161,9 +160,9 @@ TEST(Attention, Bfloat16GradientsAgreeWithFloat) {
   const Case c{{0, 33, 50}, {0, 33, 50}, 4, 2, 16};
   const AttentionSpan span = make_span(c.cu_q, c.cu_k);
   std::vector<Tensor> gradients[2];
-  for (bool wide : {false, true}) {
+  for (bool wide: {false, true}) {
     Inputs x = inputs(c, at::kBFloat16);
-    for (Tensor* t : {&x.q, &x.k, &x.v}) {
+    for (Tensor* t: {&x.q, &x.k, &x.v}) {
       *t = wide ? t->to(at::kFloat) : *t;
       t->set_requires_grad(true);
     }
@@ -205,8 +204,8 @@ TEST(Attention, TakesSlicesOfAFusedProjection) {
   auto slice = [&](int64_t first, int64_t count) { return fused.narrow(1, first, count); };
   const Tensor strided = attention(slice(0, 4), slice(4, 2), slice(6, 2), span, 0.5);
   EXPECT_TRUE(at::equal(strided,
-      attention(slice(0, 4).contiguous(), slice(4, 2).contiguous(), slice(6, 2).contiguous(), span,
-          0.5)));
+    attention(
+      slice(0, 4).contiguous(), slice(4, 2).contiguous(), slice(6, 2).contiguous(), span, 0.5)));
 }
 
 TEST(Attention, DecodingContinuesTheFullResult) {
@@ -214,7 +213,7 @@ TEST(Attention, DecodingContinuesTheFullResult) {
                k = random_tensor("k", {20, 2, 8}, at::kFloat);
   const Tensor v = random_tensor("v", {20, 2, 8}, at::kFloat);
   const Tensor full = attention(q, k, v, make_span({0, 20}), 0.4);
-  for (int32_t n : {1, 2, 7}) {
+  for (int32_t n: {1, 2, 7}) {
     const Tensor tail = attention(q.narrow(0, 20 - n, n), k, v, make_span({0, n}, {0, 20}), 0.4);
     EXPECT_LE(max_difference(tail, full.narrow(0, 20 - n, n)), 1e-6) << n;
   }
@@ -242,9 +241,9 @@ TEST(Attention, NamesWhatDoesNotFit) {
   EXPECT_TRUE(contains(error(q, k, k, make_span({0, 5})), "q has 6 rows"));
   Parameter sinks = make_parameter("layers.3.sinks", {3}, at::kFloat);
   EXPECT_TRUE(contains(
-      error_text([&] { attention(q, k, k, span, 1.0, {.sinks = &sinks}); }), "layers.3.sinks"));
+    error_text([&] { attention(q, k, k, span, 1.0, {.sinks = &sinks}); }), "layers.3.sinks"));
   EXPECT_TRUE(
-      contains(error(q, k, k, make_span({0, 4, 6}, {0, 3, 6})), "document 0 has 4 queries and 3"));
+    contains(error(q, k, k, make_span({0, 4, 6}, {0, 3, 6})), "document 0 has 4 queries and 3"));
 }
 
 } // namespace

@@ -18,7 +18,7 @@ using Lengths = std::vector<int64_t>;
 // Positions of documents of these lengths.
 Tensor positions_of(const Lengths& documents) {
   std::vector<int32_t> positions;
-  for (const int64_t length : documents)
+  for (const int64_t length: documents)
     for (int32_t i = 0; i < length; ++i) positions.push_back(i);
   return at::tensor(positions, at::kInt);
 }
@@ -31,7 +31,7 @@ struct DeltaInputs {
   Parameter a_log, dt_bias;
 
   explicit DeltaInputs(int64_t tokens, at::ScalarType dtype = at::kDouble, int64_t key_heads = 1,
-      int64_t heads = 2, int64_t dk = 3, int64_t dv = 2)
+    int64_t heads = 2, int64_t dk = 3, int64_t dv = 2)
       : q(random_tensor("q", {tokens, key_heads, dk}, dtype)),
         k(random_tensor("k", {tokens, key_heads, dk}, dtype)),
         v(random_tensor("v", {tokens, heads, dv}, dtype)),
@@ -60,7 +60,7 @@ Tensor step_by_step(const DeltaInputs& x, const Tensor& positions, Tensor* state
     if (positions[t].item<int32_t>() == 0) s = at::zeros_like(s);
     s = s * g[t].exp().view({heads, 1, 1});
     const Tensor delta =
-        (x.v[t] - (s * k[t].unsqueeze(2)).sum(1)) * beta[t].unsqueeze(1); // (heads, dv)
+      (x.v[t] - (s * k[t].unsqueeze(2)).sum(1)) * beta[t].unsqueeze(1); // (heads, dv)
     s = s + k[t].unsqueeze(2) * delta.unsqueeze(1);
     out.push_back((s * q[t].unsqueeze(2)).sum(1));
   }
@@ -69,8 +69,8 @@ Tensor step_by_step(const DeltaInputs& x, const Tensor& positions, Tensor* state
 }
 
 TEST(DeltaRule, ChunkedEqualsStepByStep) {
-  for (const Lengths& documents : kDocuments)
-    for (const int64_t chunk : {1, 3, 4, 64}) {
+  for (const Lengths& documents: kDocuments)
+    for (const int64_t chunk: {1, 3, 4, 64}) {
       SCOPED_TRACE(fmt::format("{} in chunks of {}", fmt::join(documents, " "), chunk));
       const Tensor positions = positions_of(documents);
       DeltaInputs x(positions.size(0), at::kDouble, 2, 4, 5, 3);
@@ -85,8 +85,8 @@ TEST(DeltaRule, LongDocuments) {
   const int64_t tokens = positions.size(0);
   DeltaInputs x(tokens, at::kDouble, 2, 4, 8, 6), y(tokens, at::kDouble, 2, 4, 8, 6);
   const Tensor dout = random_tensor("dout", {tokens, 4, 6});
-  for (Tensor& input : x.all()) input.set_requires_grad(true);
-  for (Tensor& input : y.all()) input.set_requires_grad(true);
+  for (Tensor& input: x.all()) input.set_requires_grad(true);
+  for (Tensor& input: y.all()) input.set_requires_grad(true);
   const Tensor out = x.run({positions}, 64), expected = step_by_step(y, positions);
   EXPECT_LE(max_difference(out, expected), 1e-12);
   out.backward(dout), expected.backward(dout);
@@ -98,12 +98,12 @@ TEST(DeltaRule, LongDocuments) {
 
 TEST(DeltaRule, GradientsMatchFiniteDifferences) {
   const OneThread scope;
-  for (const Lengths& documents : kDocuments) {
+  for (const Lengths& documents: kDocuments) {
     SCOPED_TRACE(fmt::format("{}", fmt::join(documents, " ")));
     const Tensor positions = positions_of(documents);
     DeltaInputs x(positions.size(0));
     check_gradients(
-        [&] { return x.run({positions}, 4); }, x.all(), {&x.a_log, &x.dt_bias}, 1e-6, 1e-5);
+      [&] { return x.run({positions}, 4); }, x.all(), {&x.a_log, &x.dt_bias}, 1e-6, 1e-5);
   }
 }
 
@@ -115,13 +115,13 @@ TEST(DeltaRule, DocumentsAndPartsAreSeparate) {
   const Tensor all = x.run({positions}, 4);
   EXPECT_LE(max_difference(all, x.run({positions, 2}, 4)), 1e-14);
   int64_t begin = 0;
-  for (const int64_t length : documents) {
+  for (const int64_t length: documents) {
     DeltaInputs alone(0, at::kDouble, 2, 4);
-    for (auto part :
-        {&DeltaInputs::q, &DeltaInputs::k, &DeltaInputs::v, &DeltaInputs::a, &DeltaInputs::b})
+    for (auto part:
+      {&DeltaInputs::q, &DeltaInputs::k, &DeltaInputs::v, &DeltaInputs::a, &DeltaInputs::b})
       alone.*part = (x.*part).narrow(0, begin, length);
-    EXPECT_LE(max_difference(all.narrow(0, begin, length), alone.run({positions_of({length})}, 4)),
-        1e-14);
+    EXPECT_LE(
+      max_difference(all.narrow(0, begin, length), alone.run({positions_of({length})}, 4)), 1e-14);
     begin += length;
   }
 }
@@ -133,15 +133,15 @@ TEST(DeltaRule, StateContinues) {
   DeltaInputs x(2 * length, at::kDouble, 2, 4, 5, 3);
   const Tensor whole = x.run({positions, 2}, 64).view({2, length, 4, 3});
   const Tensor state = random_tensor("state", {2, 4, 5, 3}); // forgotten at position 0
-  for (const auto& [begin, count] : {std::pair<int64_t, int64_t>{0, 7}, {7, 1}, {8, 4}}) {
+  for (const auto& [begin, count]: {std::pair<int64_t, int64_t>{0, 7}, {7, 1}, {8, 4}}) {
     const auto rows = [&, begin = begin, count = count](const Tensor& t) {
       std::vector<int64_t> shape = t.sizes().vec();
       shape[0] = length, shape.insert(shape.begin(), 2);
       return t.view(shape).narrow(1, begin, count).flatten(0, 1);
     };
     DeltaInputs part(0, at::kDouble, 2, 4, 5, 3);
-    for (auto member :
-        {&DeltaInputs::q, &DeltaInputs::k, &DeltaInputs::v, &DeltaInputs::a, &DeltaInputs::b})
+    for (auto member:
+      {&DeltaInputs::q, &DeltaInputs::k, &DeltaInputs::v, &DeltaInputs::a, &DeltaInputs::b})
       part.*member = rows(x.*member);
     const Tensor out = part.run({rows(positions), 2}, 4, state);
     EXPECT_LE(max_difference(out.view({2, count, 4, 3}), whole.narrow(1, begin, count)), 1e-13);
@@ -154,7 +154,7 @@ TEST(DeltaRule, StableInFloat) {
   const int64_t tokens = 200;
   const Tensor positions = positions_of({150, 50});
   DeltaInputs x(tokens, at::kFloat, 1, 2, 16, 16), exact(tokens, at::kDouble, 1, 2, 16, 16);
-  for (DeltaInputs* inputs : {&x, &exact}) {
+  for (DeltaInputs* inputs: {&x, &exact}) {
     const at::NoGradGuard no_grad;
     inputs->k.copy_(inputs->k[0].clone().expand_as(inputs->k));
     inputs->k.narrow(0, 40, 3).zero_();
@@ -169,13 +169,13 @@ TEST(DeltaRule, StableInFloat) {
 TEST(DeltaRule, BFloat16) {
   const Tensor positions = positions_of({90, 38});
   DeltaInputs x(128, at::kBFloat16, 2, 4, 8, 8);
-  for (Tensor& input : x.all()) input.set_requires_grad(true);
+  for (Tensor& input: x.all()) input.set_requires_grad(true);
   const Tensor out = x.run({positions}, 64),
                dout = random_tensor("dout", {128, 4, 8}, at::kBFloat16);
   out.backward(dout);
   DeltaInputs wide(128, at::kDouble, 2, 4, 8, 8);
-  for (auto member :
-      {&DeltaInputs::q, &DeltaInputs::k, &DeltaInputs::v, &DeltaInputs::a, &DeltaInputs::b})
+  for (auto member:
+    {&DeltaInputs::q, &DeltaInputs::k, &DeltaInputs::v, &DeltaInputs::a, &DeltaInputs::b})
     wide.*member = (x.*member).detach().to(at::kDouble).set_requires_grad(true);
   wide.a_log.value = x.a_log.value.detach().to(at::kDouble);
   wide.dt_bias.value = x.dt_bias.value.detach().to(at::kDouble);
@@ -220,15 +220,15 @@ Tensor convolve(const Tensor& x, const Tensor& weight, const Tensor& positions) 
 
 TEST(CausalConvolution, StopsAtDocuments) {
   const OneThread scope;
-  for (const Lengths& documents : kDocuments) {
+  for (const Lengths& documents: kDocuments) {
     SCOPED_TRACE(fmt::format("{}", fmt::join(documents, " ")));
     const Tensor positions = positions_of(documents);
     Tensor wide = random_tensor("x", {positions.size(0), 5});
     const auto x = [&] { return wide.narrow(1, 1, 3); }; // a slice of a fused projection
     Parameter w = make_parameter("w", {3, 1, 4});
     const TokenParts parts{positions};
-    EXPECT_LE(max_difference(causal_convolution(x(), w, parts), convolve(x(), w.value, positions)),
-        1e-14);
+    EXPECT_LE(
+      max_difference(causal_convolution(x(), w, parts), convolve(x(), w.value, positions)), 1e-14);
     check_gradients([&] { return causal_convolution(x(), w, parts); }, {wide}, {&w});
   }
 }
@@ -239,7 +239,7 @@ TEST(CausalConvolution, StateContinues) {
   const Tensor whole = causal_convolution(x, w, {positions, 2}).view({2, 9, 3});
   EXPECT_LE(max_difference(whole.flatten(0, 1), causal_convolution(x, w, {positions})), 0);
   const Tensor state = random_tensor("state", {2, 3, 3});
-  for (const auto& [begin, count] : {std::pair<int64_t, int64_t>{0, 2}, {2, 1}, {3, 6}}) {
+  for (const auto& [begin, count]: {std::pair<int64_t, int64_t>{0, 2}, {2, 1}, {3, 6}}) {
     const Tensor part = x.view({2, 9, 3}).narrow(1, begin, count).flatten(0, 1);
     const Tensor at = positions.view({2, 9}).narrow(1, begin, count).flatten();
     const Tensor out = causal_convolution(part, w, {at, 2}, state);

@@ -11,13 +11,13 @@ Tensor token_ids(std::vector<int64_t> values) { return at::tensor(values, at::kL
 
 TEST(Embedding, GradientsMatchFiniteDifferences) {
   const std::vector<std::vector<int64_t>> cases = {
-      {0}, {4}, {1, 1, 1, 1}, {3, 0, 3, 2, 0, 3}, {0, 1, 2, 3, 4}, {}};
-  for (const auto& tokens : cases) {
+    {0}, {4}, {1, 1, 1, 1}, {3, 0, 3, 2, 0, 3}, {0, 1, 2, 3, 4}, {}};
+  for (const auto& tokens: cases) {
     SCOPED_TRACE(fmt::format("{}", fmt::join(tokens, " ")));
     Parameter w = make_parameter("w", {5, 3});
     check_gradients([&] { return embedding(token_ids(tokens), w); }, {}, {&w});
     EXPECT_TRUE(
-        at::equal(embedding(token_ids(tokens), w), w.value.index_select(0, token_ids(tokens))));
+      at::equal(embedding(token_ids(tokens), w), w.value.index_select(0, token_ids(tokens))));
   }
 }
 

@@ -22,7 +22,7 @@ namespace pith::test {
 
 // N(0, std) of this shape; `name` chooses the numbers. Equal numbers, rounded, in every dtype.
 inline Tensor random_tensor(std::string_view name, std::vector<int64_t> shape,
-    at::ScalarType dtype = at::kDouble, double std = 1.0) {
+  at::ScalarType dtype = at::kDouble, double std = 1.0) {
   Tensor out = at::empty(shape, at::TensorOptions().dtype(dtype));
   fill_normal(out, 1, name, std);
   return out;
@@ -30,7 +30,7 @@ inline Tensor random_tensor(std::string_view name, std::vector<int64_t> shape,
 
 // A parameter on the CPU with value N(mean, std) and gradient 0; `name` chooses the numbers.
 inline Parameter make_parameter(const std::string& name, std::vector<int64_t> shape,
-    at::ScalarType dtype = at::kDouble, double std = 1.0, double mean = 0.0) {
+  at::ScalarType dtype = at::kDouble, double std = 1.0, double mean = 0.0) {
   Parameter parameter(name, shape, ParameterGroup::matrix, Init::normal);
   allocate(parameter, dtype, at::kCPU);
   at::NoGradGuard no_grad;
@@ -61,7 +61,7 @@ inline double relative_difference(const Tensor& a, const Tensor& b) {
 // that writing instead of adding is noticed. Error: |analytic - numeric| relative to the largest
 // gradient of the tensor (at least 1e-3).
 inline void check_gradients(const std::function<Tensor()>& f, std::vector<Tensor> inputs,
-    const std::vector<Parameter*>& parameters, double tolerance = 1e-6, double step = 1e-5) {
+  const std::vector<Parameter*>& parameters, double tolerance = 1e-6, double step = 1e-5) {
   Tensor cotangent;
   const auto loss = [&]() -> Tensor {
     const Tensor y = f();
@@ -70,12 +70,12 @@ inline void check_gradients(const std::function<Tensor()>& f, std::vector<Tensor
     if (!cotangent.defined()) cotangent = random_tensor("cotangent", y.sizes().vec());
     return (y * cotangent).sum();
   };
-  for (Tensor& input : inputs) {
+  for (Tensor& input: inputs) {
     ASSERT_EQ(input.scalar_type(), at::kDouble);
     input.set_requires_grad(true);
     input.mutable_grad() = Tensor();
   }
-  for (Parameter* parameter : parameters) parameter->grad.fill_(1.0);
+  for (Parameter* parameter: parameters) parameter->grad.fill_(1.0);
   loss().backward();
 
   const auto check = [&](const std::string& name, Tensor values, const Tensor& analytic) {
@@ -94,15 +94,15 @@ inline void check_gradients(const std::function<Tensor()>& f, std::vector<Tensor
       numeric.data_ptr<double>()[i] = (above - below) / (2 * step);
     }
     const double scale =
-        values.numel() == 0 ? 1 : std::max(numeric.abs().max().item<double>(), 1e-3);
+      values.numel() == 0 ? 1 : std::max(numeric.abs().max().item<double>(), 1e-3);
     EXPECT_LE(max_difference(analytic, numeric) / scale, tolerance) << name;
   };
   for (size_t i = 0; i < inputs.size(); ++i) {
     const Tensor& grad = inputs[i].grad();
     check("input " + std::to_string(i), inputs[i].detach(),
-        grad.defined() ? grad : at::zeros_like(inputs[i]));
+      grad.defined() ? grad : at::zeros_like(inputs[i]));
   }
-  for (Parameter* parameter : parameters) {
+  for (Parameter* parameter: parameters) {
     EXPECT_FALSE(parameter->value.grad().defined()) << parameter->name << ": .grad() was allocated";
     check(parameter->name, parameter->value.detach(), parameter->grad - 1.0);
   }

@@ -14,14 +14,14 @@ ExpertPlan plan_of(const std::vector<int64_t>& counts) {
     expert.insert(expert.end(), static_cast<size_t>(counts[e]), static_cast<int64_t>(e));
   }
   return make_expert_plan(
-      ids(expert, {static_cast<int64_t>(expert.size()), 1}), static_cast<int64_t>(counts.size()));
+    ids(expert, {static_cast<int64_t>(expert.size()), 1}), static_cast<int64_t>(counts.size()));
 }
 
 const std::vector<int64_t> kCounts[] = {{3, 0, 2, 1}, {0, 0, 5}, {1}, {0, 0}, {4, 4}};
 
 TEST(GroupedLinear, GradientsMatchFiniteDifferences) {
   const OneThread scope;
-  for (const auto& counts : kCounts) {
+  for (const auto& counts: kCounts) {
     const ExpertPlan plan = plan_of(counts);
     Parameter weight = make_parameter("w", {static_cast<int64_t>(counts.size()), 3, 5});
     const Tensor x = random_tensor("x", {plan.num_slots(), 5});
@@ -31,7 +31,7 @@ TEST(GroupedLinear, GradientsMatchFiniteDifferences) {
 
 TEST(GroupedLinear, AffineGradientsMatchFiniteDifferences) {
   const OneThread scope;
-  for (const auto& counts : kCounts) {
+  for (const auto& counts: kCounts) {
     const ExpertPlan plan = plan_of(counts);
     const auto experts = static_cast<int64_t>(counts.size());
     Parameter weight = make_parameter("w", {experts, 5, 3}),
@@ -44,7 +44,7 @@ TEST(GroupedLinear, AffineGradientsMatchFiniteDifferences) {
 // The transposed weight with no bias is grouped_linear.
 TEST(GroupedLinear, AffineEqualsLinear) {
   const ExpertPlan plan = plan_of({0, 29, 1, 17, 0, 7});
-  for (auto dtype : {at::kFloat, at::kBFloat16}) {
+  for (auto dtype: {at::kFloat, at::kBFloat16}) {
     Parameter weight = make_parameter("w", {6, 17, 33}, dtype),
               turned = make_parameter("t", {6, 33, 17}, dtype);
     Parameter bias = make_parameter("b", {6, 17}, dtype, 0.0);
@@ -67,9 +67,9 @@ TEST(GroupedLinear, PermutedSwigluIsThatOfTheMapOfPermutedRows) {
   const SwigluForm form{1.5f, 0.8f, 1, true};
   const Tensor idx = (at::arange(60, at::kLong) * 7).remainder(5).view({20, 3});
   const ExpertPlan plan = make_expert_plan(idx.masked_fill(idx == 3, -1), 5);
-  for (auto dtype : {at::kFloat, at::kBFloat16}) {
+  for (auto dtype: {at::kFloat, at::kBFloat16}) {
     std::vector<Parameter> a, b;
-    for (auto* p : {&a, &b}) {
+    for (auto* p: {&a, &b}) {
       p->push_back(make_parameter("w", {5, 33, 18}, dtype, 0.2));
       p->push_back(make_parameter("b", {5, 18}, dtype, 0.2));
     }
@@ -82,7 +82,7 @@ TEST(GroupedLinear, PermutedSwigluIsThatOfTheMapOfPermutedRows) {
     y.backward(dy);
     same.backward(dy);
     EXPECT_LE(
-        relative_difference(again.grad(), rows.grad()), dtype == at::kFloat ? 1e-6 : 1.0 / 256);
+      relative_difference(again.grad(), rows.grad()), dtype == at::kFloat ? 1e-6 : 1.0 / 256);
     for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(a[i].grad, b[i].grad));
 
     Parameter c = make_parameter("w", {5, 18, 33}, dtype, 0.2);
@@ -95,14 +95,14 @@ TEST(GroupedLinear, PermutedSwigluIsThatOfTheMapOfPermutedRows) {
     z.backward(dy);
     same_z.backward(dy);
     EXPECT_LE(
-        relative_difference(fourth.grad(), third.grad()), dtype == at::kFloat ? 1e-6 : 1.0 / 256);
+      relative_difference(fourth.grad(), third.grad()), dtype == at::kFloat ? 1e-6 : 1.0 / 256);
     EXPECT_TRUE(at::equal(c.grad, d.grad));
   }
 }
 
 TEST(GroupedLinear, EqualsOneProductPerExpert) {
   const ExpertPlan plan = plan_of({0, 129, 1, 127, 0, 7});
-  for (auto dtype : {at::kFloat, at::kBFloat16}) {
+  for (auto dtype: {at::kFloat, at::kBFloat16}) {
     Parameter weight = make_parameter("w", {6, 17, 33}, dtype, 0.2);
     const Tensor x = random_tensor("x", {plan.num_slots(), 33}, dtype).set_requires_grad(true);
     const Tensor y = grouped_linear(x, weight, plan);
@@ -115,9 +115,8 @@ TEST(GroupedLinear, EqualsOneProductPerExpert) {
     for (int64_t e = 0, begin = 0; e < 6; begin = end[e++]) {
       const int64_t count = end[e] - begin;
       const Tensor w = weight.value.detach()[e].to(at::kDouble);
-      auto rows = [&](const Tensor& t) {
-        return t.detach().narrow(0, begin, count).to(at::kDouble);
-      };
+      auto rows = [&](
+                    const Tensor& t) { return t.detach().narrow(0, begin, count).to(at::kDouble); };
       EXPECT_LE(relative_difference(rows(y), at::matmul(rows(x), w.t())), tolerance);
       EXPECT_LE(relative_difference(rows(x.grad()), at::matmul(rows(dy), w)), tolerance);
       EXPECT_LE(relative_difference(weight.grad[e], at::matmul(rows(dy).t(), rows(x))), 2e-6);
@@ -141,7 +140,7 @@ TEST(GroupedLinear, WithoutGradModeNothingIsRecorded) {
   Parameter weight = make_parameter("w", {2, 4, 4}, at::kFloat);
   at::NoGradGuard no_grad;
   EXPECT_FALSE(
-      grouped_linear(random_tensor("x", {5, 4}, at::kFloat), weight, plan).requires_grad());
+    grouped_linear(random_tensor("x", {5, 4}, at::kFloat), weight, plan).requires_grad());
 }
 
 TEST(GroupedLinear, NamesWhatDoesNotFit) {
@@ -150,15 +149,15 @@ TEST(GroupedLinear, NamesWhatDoesNotFit) {
             other = make_parameter("w", {3, 4, 6});
   const Tensor x = random_tensor("x", {5, 6}, at::kFloat);
   EXPECT_TRUE(
-      contains(error_text([&] { grouped_linear(x.narrow(0, 0, 4), weight, plan); }), "x: float32"));
+    contains(error_text([&] { grouped_linear(x.narrow(0, 0, 4), weight, plan); }), "x: float32"));
   EXPECT_TRUE(
-      contains(error_text([&] { grouped_linear(x.to(at::kBFloat16), weight, plan); }), "bfloat16"));
+    contains(error_text([&] { grouped_linear(x.to(at::kBFloat16), weight, plan); }), "bfloat16"));
   EXPECT_TRUE(contains(error_text([&] { grouped_linear(x, other, plan); }), "w: "));
   Parameter bias = make_parameter("experts.bias", {2, 4}, at::kFloat);
   EXPECT_TRUE(
-      contains(error_text([&] { grouped_affine(x, weight, bias, plan); }), "grouped_affine: x"));
+    contains(error_text([&] { grouped_affine(x, weight, bias, plan); }), "grouped_affine: x"));
   EXPECT_TRUE(contains(
-      error_text([&] { grouped_affine(x.narrow(1, 0, 4), weight, bias, plan); }), "experts.bias"));
+    error_text([&] { grouped_affine(x.narrow(1, 0, 4), weight, bias, plan); }), "experts.bias"));
 }
 
 } // namespace

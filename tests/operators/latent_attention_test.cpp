@@ -30,7 +30,7 @@ const std::vector<int32_t> kBorders[] = {{0, 1}, {0, 5}, {0, 0, 3, 3, 9}, {0, 4,
 
 // By the definition: each head's key is its part of the projection and the shared rotary key.
 TEST(LatentAttention, IsAttentionOverExpandedKeys) {
-  for (const auto& borders : kBorders) {
+  for (const auto& borders: kBorders) {
     const AttentionSpan span = make_span(borders);
     Inputs x(borders.back());
     std::vector<Tensor> k, v;
@@ -51,7 +51,7 @@ TEST(LatentAttention, IsAttentionOverExpandedKeys) {
 
 TEST(LatentAttention, GradientsMatchFiniteDifferences) {
   const OneThread scope;
-  for (const auto& borders : kBorders) {
+  for (const auto& borders: kBorders) {
     const AttentionSpan span = make_span(borders);
     Inputs x(borders.back());
     check_gradients([&] { return x.attend(span); }, {x.q, x.latent, x.rotary_key}, {&x.up});
@@ -65,7 +65,7 @@ TEST(LatentAttention, GradientsMatchFiniteDifferences) {
 TEST(LatentAttention, BFloat16AgreesWithFloat) {
   const AttentionSpan span = make_span({0, 20, 33});
   std::vector<Tensor> results[2];
-  for (const bool wide : {false, true}) {
+  for (const bool wide: {false, true}) {
     Inputs x(33, at::kBFloat16);
     if (wide) {
       const at::NoGradGuard no_grad;
@@ -74,10 +74,10 @@ TEST(LatentAttention, BFloat16AgreesWithFloat) {
       x.up.value.copy_(rounded);
     }
     std::vector<Tensor> leaves{x.q, x.latent, x.rotary_key};
-    for (Tensor& t : leaves) t = (wide ? t.to(at::kFloat) : t).set_requires_grad(true);
+    for (Tensor& t: leaves) t = (wide ? t.to(at::kFloat) : t).set_requires_grad(true);
     x.up.grad.zero_();
     const Tensor out =
-        latent_attention(leaves[0], leaves[1], leaves[2], x.up, kV, whole_ring(span, 33), 0.4);
+      latent_attention(leaves[0], leaves[1], leaves[2], x.up, kV, whole_ring(span, 33), 0.4);
     out.backward(random_tensor("dout", out.sizes().vec(), at::kBFloat16).to(out.scalar_type()));
     results[wide] = {out.detach(), leaves[0].grad(), leaves[1].grad(), leaves[2].grad(), x.up.grad};
   }

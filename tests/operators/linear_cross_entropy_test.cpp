@@ -19,15 +19,15 @@ Tensor some_labels(int64_t tokens, int64_t vocabulary) {
 
 TEST(LinearCrossEntropy, GradientsMatchFiniteDifferences) {
   const OneThread scope;
-  for (auto [tokens, hidden_size, vocabulary] :
-      {std::array<int64_t, 3>{7, 5, 11}, {1, 3, 2}, {4, 4, 4}}) {
+  for (auto [tokens, hidden_size, vocabulary]:
+    {std::array<int64_t, 3>{7, 5, 11}, {1, 3, 2}, {4, 4, 4}}) {
     Parameter weight = make_parameter("head", {vocabulary, hidden_size});
     const Tensor hidden = random_tensor("hidden", {tokens, hidden_size});
     const Tensor labels = some_labels(tokens, vocabulary);
-    check_gradients([&] { return linear_cross_entropy(hidden, weight, labels, 0.25).loss; },
-        {hidden}, {&weight});
+    check_gradients(
+      [&] { return linear_cross_entropy(hidden, weight, labels, 0.25).loss; }, {hidden}, {&weight});
     check_gradients([&] { return linear_cross_entropy(hidden, weight, labels, 3.0, 2).loss; },
-        {hidden}, {&weight});
+      {hidden}, {&weight});
   }
 }
 
@@ -37,12 +37,12 @@ struct Result {
 };
 
 Result run(
-    at::ScalarType dtype, int64_t tokens, int64_t vocabulary, int64_t chunk, double scale = 0.125) {
+  at::ScalarType dtype, int64_t tokens, int64_t vocabulary, int64_t chunk, double scale = 0.125) {
   Parameter weight = make_parameter("head", {vocabulary, 24}, dtype, 0.3);
   Tensor hidden = random_tensor("hidden", {tokens, 24}, dtype).set_requires_grad(true);
   Result result;
   result.entropy =
-      linear_cross_entropy(hidden, weight, some_labels(tokens, vocabulary), scale, chunk);
+    linear_cross_entropy(hidden, weight, some_labels(tokens, vocabulary), scale, chunk);
   result.entropy.loss.backward();
   result.dhidden = hidden.grad();
   result.dweight = weight.grad;
@@ -51,7 +51,7 @@ Result run(
 
 TEST(LinearCrossEntropy, DoesNotDependOnTheChunk) {
   const Result whole = run(at::kDouble, 29, 37, 29);
-  for (int64_t chunk : {0, 1, 2, 7, 28, 64}) {
+  for (int64_t chunk: {0, 1, 2, 7, 28, 64}) {
     const Result cut = run(at::kDouble, 29, 37, chunk);
     EXPECT_LE(max_difference(cut.entropy.logprobs, whole.entropy.logprobs), 1e-13);
     EXPECT_LE(max_difference(cut.entropy.loss, whole.entropy.loss), 1e-13);
@@ -61,7 +61,7 @@ TEST(LinearCrossEntropy, DoesNotDependOnTheChunk) {
 }
 
 TEST(LinearCrossEntropy, MatchesLogSoftmax) {
-  for (auto dtype : {at::kFloat, at::kBFloat16}) {
+  for (auto dtype: {at::kFloat, at::kBFloat16}) {
     const Result result = run(dtype, 50, 257, 16);
     const Tensor hidden = random_tensor("hidden", {50, 24}, dtype).to(at::kDouble);
     const Parameter weight = make_parameter("head", {257, 24}, dtype, 0.3);
@@ -69,9 +69,9 @@ TEST(LinearCrossEntropy, MatchesLogSoftmax) {
     const Tensor logprobs = at::log_softmax(at::matmul(hidden, value.t()), 1);
     const Tensor trained = labels.ge(0).to(at::kDouble);
     const Tensor expected =
-        logprobs.gather(1, labels.clamp_min(0).unsqueeze(1)).squeeze(1) * trained;
+      logprobs.gather(1, labels.clamp_min(0).unsqueeze(1)).squeeze(1) * trained;
     EXPECT_LE(max_difference(result.entropy.logprobs, expected),
-        1e-5); // FP32 logits of BF16 products
+      1e-5); // FP32 logits of BF16 products
     EXPECT_NEAR(result.entropy.loss_sum.item<double>(), -expected.sum().item<double>(), 1e-3);
     EXPECT_NEAR(result.entropy.loss.item<double>(), -expected.sum().item<double>() / 8, 1e-4);
     Tensor dlogits = logprobs.exp();
@@ -82,9 +82,9 @@ TEST(LinearCrossEntropy, MatchesLogSoftmax) {
     EXPECT_LE(relative_difference(result.dhidden, at::matmul(dlogits, value)), rounding);
     EXPECT_LE(relative_difference(result.dweight, at::matmul(dlogits.t(), hidden)), rounding);
     EXPECT_FALSE(
-        result.entropy.loss_sum.requires_grad() || result.entropy.logprobs.requires_grad());
+      result.entropy.loss_sum.requires_grad() || result.entropy.logprobs.requires_grad());
     EXPECT_LE(
-        max_difference(head_logits(hidden.to(dtype), weight), at::matmul(hidden, value.t())), 1e-4);
+      max_difference(head_logits(hidden.to(dtype), weight), at::matmul(hidden, value.t())), 1e-4);
   }
 }
 
@@ -100,7 +100,7 @@ TEST(LinearCrossEntropy, ScaleIsTheGlobalCount) {
   const float four = logit_for(4.0), one = logit_for(1.0);
   const auto first = linear_cross_entropy(values({four}, {1, 1}), weight, ids({0}, {1}), 0.25);
   const auto second = linear_cross_entropy(
-      values({one, one, 9, one}, {4, 1}), weight, ids({0, 0, -100, 0}, {4}), 0.25);
+    values({one, one, 9, one}, {4, 1}), weight, ids({0, 0, -100, 0}, {4}), 0.25);
   EXPECT_NEAR(first.loss.item<double>() + second.loss.item<double>(), 1.75, 1e-6);
 }
 
@@ -114,7 +114,7 @@ TEST(LinearCrossEntropy, NothingTrained) {
   EXPECT_TRUE(at::equal(hidden.grad(), at::zeros({3, 4})));
   EXPECT_TRUE(at::equal(weight.grad, at::zeros({5, 4})));
   const auto empty =
-      linear_cross_entropy(hidden.narrow(0, 0, 0), weight, at::zeros({0}, at::kLong), 0.5);
+    linear_cross_entropy(hidden.narrow(0, 0, 0), weight, at::zeros({0}, at::kLong), 0.5);
   EXPECT_EQ(empty.loss.item<float>(), 0.0f);
 }
 

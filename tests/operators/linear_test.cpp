@@ -11,7 +11,7 @@ struct Shape {
 const Shape kShapes[] = {{1, 1, 1}, {1, 5, 3}, {2, 3, 7}, {7, 4, 2}, {0, 3, 2}, {3, 9, 1}};
 
 TEST(Linear, GradientsMatchFiniteDifferences) {
-  for (const Shape& s : kShapes) {
+  for (const Shape& s: kShapes) {
     SCOPED_TRACE(fmt::format("{} {} {}", s.tokens, s.in, s.out));
     Tensor x = random_tensor("x", {s.tokens, s.in});
     Parameter w = make_parameter("w", {s.out, s.in});
@@ -89,9 +89,9 @@ TEST(Linear, Refuses) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what())
-                  .find("input of model.layers.3.mlp.gate.weight: float64 (3, 5) on cpu"),
-        std::string::npos)
-        << error.what();
+                .find("input of model.layers.3.mlp.gate.weight: float64 (3, 5) on cpu"),
+      std::string::npos)
+      << error.what();
   }
   EXPECT_THROW(linear(random_tensor("x", {3, 4}, at::kFloat), w), Error);
   EXPECT_THROW(linear_fp32(random_tensor("x", {12}), w), Error);

@@ -12,7 +12,7 @@
 namespace pith::test {
 namespace {
 const std::vector<std::vector<int64_t>> kShapes = {
-    {3, 1, 17}, {1, 1, 1}, {2, 8, 8}, {1, 24, 32}, {2, 13, 61}, {1, 96, 100}, {1, 64, 512}};
+  {3, 1, 17}, {1, 1, 1}, {2, 8, 8}, {1, 24, 32}, {2, 13, 61}, {1, 96, 100}, {1, 64, 512}};
 
 double frobenius_error(const Tensor& got, const Tensor& wanted) {
   const Tensor exact = wanted.to(at::kDouble);
@@ -30,7 +30,7 @@ Tensor iterate(const Tensor& x) {
 }
 
 TEST(NewtonSchulz, FollowsThePaperInFp64) {
-  for (const auto& shape : kShapes) {
+  for (const auto& shape: kShapes) {
     const Tensor x = random_tensor("x", shape), y = newton_schulz(x, 3.0);
     for (int64_t i = 0; i < shape[0]; ++i)
       EXPECT_LT(frobenius_error(y[i], iterate(x[i]) * 3.0), 1e-13) << shape[1] << " " << shape[2];
@@ -38,29 +38,29 @@ TEST(NewtonSchulz, FollowsThePaperInFp64) {
 }
 
 TEST(NewtonSchulz, Fp32AgreesWithFp64) {
-  for (const auto& shape : kShapes) {
+  for (const auto& shape: kShapes) {
     const Tensor x = random_tensor("x", shape, at::kFloat, 1e-3);
     const Tensor y = newton_schulz(x);
     EXPECT_EQ(y.scalar_type(), at::kFloat);
     EXPECT_LT(frobenius_error(y, newton_schulz(x.to(at::kDouble))), 1e-5)
-        << shape[1] << " " << shape[2];
+      << shape[1] << " " << shape[2];
   }
 }
 
 // Each of the 16 roundings, half a unit of 2^-8, may turn a singular vector.
 TEST(NewtonSchulz, Bf16AgreesWithFp32WithinItsRounding) {
-  for (const auto& shape : kShapes) {
+  for (const auto& shape: kShapes) {
     const Tensor x = random_tensor("x", shape, at::kBFloat16);
     const Tensor y = newton_schulz(x);
     EXPECT_EQ(y.scalar_type(), at::kBFloat16);
     EXPECT_LT(frobenius_error(y, newton_schulz(x.to(at::kFloat))), 16 * 0x1p-9)
-        << shape[1] << " " << shape[2];
+      << shape[1] << " " << shape[2];
   }
 }
 
 // Singular values near 1, the vectors those of x.
 TEST(NewtonSchulz, MakesMatricesNearlyOrthogonal) {
-  for (const auto& shape : std::vector<std::vector<int64_t>>{{2, 1, 9}, {2, 16, 64}, {1, 24, 40}}) {
+  for (const auto& shape: std::vector<std::vector<int64_t>>{{2, 1, 9}, {2, 16, 64}, {1, 24, 40}}) {
     const Tensor x = random_tensor("x", shape), y = newton_schulz(x);
     const auto [u, s, vh] = at::linalg_svd(y, /*full_matrices=*/false);
     EXPECT_GT(s.min().item<double>(), 0.6);
@@ -90,7 +90,7 @@ TEST(Muon, MomentumAndUpdate) {
     const Tensor grad = random_tensor("g" + std::to_string(step), {n}, at::kFloat);
     muon_momentum(momentum, grad, scale, 0.95, direction);
     muon_momentum(rounded, grad, scale, 0.95, of_rounded);
-    for (const auto& [begin, end] : {std::pair(0, 1), {1, 517}, {517, 1003}}) {
+    for (const auto& [begin, end]: {std::pair(0, 1), {1, 517}, {517, 1003}}) {
       Tensor part = in_parts.slice(0, begin, end);
       muon_momentum(part, grad.slice(0, begin, end), scale, 0.95, parts.slice(0, begin, end));
     }

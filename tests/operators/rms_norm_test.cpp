@@ -12,8 +12,8 @@ Tensor reference(const Tensor& x, const Tensor& weight, double eps) {
 
 TEST(RmsNorm, GradientsMatchFiniteDifferences) {
   const std::vector<std::vector<int64_t>> shapes = {
-      {1}, {7}, {1, 1}, {3, 5}, {2, 17}, {0, 4}, {3, 2, 6}, {2, 3, 2, 4}, {40, 3}, {1, 70}};
-  for (const auto& shape : shapes) {
+    {1}, {7}, {1, 1}, {3, 5}, {2, 17}, {0, 4}, {3, 2, 6}, {2, 3, 2, 4}, {40, 3}, {1, 70}};
+  for (const auto& shape: shapes) {
     SCOPED_TRACE(fmt::format("{}", fmt::join(shape, " ")));
     Tensor x = random_tensor("x", shape);
     Parameter w = make_parameter("w", {shape.back()}, at::kDouble, 0.3, 1.0);
@@ -81,7 +81,7 @@ TEST(RmsNorm, WeightGradientRepeatsToTheBit) {
   const Tensor x = random_tensor("x", {4099, 3, 16}, at::kFloat);
   const Tensor dy = random_tensor("dy", {4099, 3, 16}, at::kFloat);
   Tensor first;
-  for (int threads : {1, 2, 2}) {
+  for (int threads: {1, 2, 2}) {
     at::set_num_threads(threads);
     Parameter w = make_parameter("w", {16}, at::kFloat, 0.3, 1.0);
     rms_norm(x, w, 1e-6).backward(dy);

@@ -22,7 +22,7 @@ TEST(Rotary, GradientsMatchFiniteDifferences) {
     int64_t heads, dim;
   };
   const Turn cases[] = {{{0}, 1, 2}, {{5}, 1, 4}, {{3, 0, 9}, 3, 6}, {{1, 2}, 5, 10}, {{}, 2, 4}};
-  for (const Turn& c : cases) {
+  for (const Turn& c: cases) {
     SCOPED_TRACE(fmt::format("{} tokens {} {}", c.positions.size(), c.heads, c.dim));
     const RotaryTable table = make_rotary_table(10, c.dim, 10000.0, at::kCPU);
     Tensor x = random_tensor("x", {static_cast<int64_t>(c.positions.size()), c.heads, c.dim});
@@ -42,7 +42,7 @@ TEST(Rotary, HalfSplitLayout) {
     EXPECT_NEAR(y[0][0][i].item<double>(), std::cos(angle), 1e-7);
     EXPECT_NEAR(y[0][0][i + 4].item<double>(), std::sin(angle), 1e-7);
     EXPECT_NEAR(
-        y.abs().sum().item<double>(), std::abs(std::cos(angle)) + std::abs(std::sin(angle)), 1e-6);
+      y.abs().sum().item<double>(), std::abs(std::cos(angle)) + std::abs(std::sin(angle)), 1e-6);
   }
 }
 
@@ -55,10 +55,10 @@ TEST(Rotary, NeighboursBehindPlainElements) {
   };
   const nlohmann::json expected = golden()["pair_layout"];
   ASSERT_EQ(expected["theta"], 10000.0);
-  for (const char* name : {"q", "k"}) {
+  for (const char* name: {"q", "k"}) {
     const std::vector<double> x = expected[name], y = expected["interleaved"][name];
     const Tensor got = turn(
-        at::tensor(x, at::kDouble).view({1, 1, 8}), {expected[std::string(name) + "_position"]}, 0);
+      at::tensor(x, at::kDouble).view({1, 1, 8}), {expected[std::string(name) + "_position"]}, 0);
     EXPECT_LE(max_difference(got, at::tensor(y, at::kDouble).view({1, 1, 8})), 1e-6);
   }
   Tensor x = random_tensor("x", {3, 2, 11});
@@ -95,7 +95,7 @@ TEST(Rotary, YarnOfDeepseek) {
   EXPECT_GT((before[11] / angle[11]).item<double>(), 1.01);
   EXPECT_LT((before[22] / angle[22]).item<double>(), 39);
   const RotaryTable louder =
-      make_rotary_table(2, 64, 10000.0, at::kCPU, {.factor = 40, .magnitude = 1.5});
+    make_rotary_table(2, 64, 10000.0, at::kCPU, {.factor = 40, .magnitude = 1.5});
   EXPECT_LE(max_difference(louder.cos, got.cos * 1.5), 1e-6);
   // gpt-oss does not round the borders (8.09 and 17.4 of 32).
   const Yarn exact{.factor = 32, .original_positions = 4096, .truncate = false};
@@ -110,8 +110,8 @@ TEST(Rotary, ProductsDependOnDistance) {
   const Tensor q = random_tensor("q", {1, 1, 16}), k = random_tensor("k", {1, 1, 16});
   const auto product = [&](int32_t at_q, int32_t at_k) {
     return (rotary(q, places({at_q}), table) * rotary(k, places({at_k}), table))
-        .sum()
-        .item<double>();
+      .sum()
+      .item<double>();
   };
   EXPECT_NEAR(product(7, 3), product(4, 0), 1e-5);
   EXPECT_NEAR(product(7, 3), product(4900, 4896), 1e-5);
@@ -122,7 +122,7 @@ TEST(Rotary, ProductsDependOnDistance) {
 TEST(Rotary, TableHasFp32Precision) {
   const nlohmann::json tables = golden()["tables"];
   ASSERT_EQ(tables.size(), 2u);
-  for (const nlohmann::json& table : tables) {
+  for (const nlohmann::json& table: tables) {
     const int64_t dim = table["head_dim"];
     const RotaryTable got = make_rotary_table(131072, dim, table["theta"], at::kCPU);
     EXPECT_EQ(got.cos.scalar_type(), at::kFloat);
@@ -141,7 +141,7 @@ TEST(Rotary, AgreesWithTransformers) {
   const nlohmann::json expected = golden()["pair_layout"];
   const RotaryTable table = make_rotary_table(8, 8, expected["theta"], at::kCPU);
   std::vector<Tensor> turned;
-  for (const char* name : {"q", "k"}) {
+  for (const char* name: {"q", "k"}) {
     const std::vector<double> x = expected[name], y = expected["half_split"][name];
     const int32_t position = expected[std::string(name) + "_position"];
     turned.push_back(rotary(at::tensor(x, at::kDouble).view({1, 1, 8}), places({position}), table));

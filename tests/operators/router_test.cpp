@@ -15,10 +15,10 @@ namespace {
 TEST(TopK, SortsAndGivesTiesToTheLowerId) {
   const Tensor scores = values({1, 3, 3, 2, 3, 0, 5, 5, 5, 5, 5, 5}, {2, 6});
   EXPECT_EQ(
-      list<int64_t>(topk_lowest_id(scores, 4)), (std::vector<int64_t>{1, 2, 4, 3, 0, 1, 2, 3}));
+    list<int64_t>(topk_lowest_id(scores, 4)), (std::vector<int64_t>{1, 2, 4, 3, 0, 1, 2, 3}));
   EXPECT_EQ(list<int64_t>(topk_lowest_id(scores, 1)), (std::vector<int64_t>{1, 0}));
   EXPECT_EQ(list<int64_t>(topk_lowest_id(scores.slice(0, 0, 1), 6)),
-      (std::vector<int64_t>{1, 2, 4, 3, 0, 5}));
+    (std::vector<int64_t>{1, 2, 4, 3, 0, 5}));
   EXPECT_EQ(topk_lowest_id(at::zeros({0, 6}), 2).size(0), 0);
 }
 
@@ -45,12 +45,12 @@ TEST(TopK, DegenerateRowsKeepDistinctIds) {
 // their four experts, wherever the others are.
 TEST(TopK, LimitedToGroups) {
   const Tensor scores =
-      values({9, 0, 7, 6, 8, 8, 1, 1, 1, 1, 1, 1, -5, -1, -2, -6, -3, -4}, {3, 6});
+    values({9, 0, 7, 6, 8, 8, 1, 1, 1, 1, 1, 1, -5, -1, -2, -6, -3, -4}, {3, 6});
   EXPECT_EQ(list<int64_t>(group_limited_topk(scores, 3, 3, 2)),
-      (std::vector<int64_t>{0, 4, 5, 0, 1, 2, 1, 2, 0}));
+    (std::vector<int64_t>{0, 4, 5, 0, 1, 2, 1, 2, 0}));
   EXPECT_TRUE(at::equal(group_limited_topk(scores, 3, 3, 3), topk_lowest_id(scores, 3)));
   EXPECT_EQ(
-      list<int64_t>(group_limited_topk(scores, 2, 3, 1)), (std::vector<int64_t>{0, 1, 0, 1, 1, 0}));
+    list<int64_t>(group_limited_topk(scores, 2, 3, 1)), (std::vector<int64_t>{0, 1, 0, 1, 1, 0}));
   EXPECT_EQ(group_limited_topk(at::zeros({0, 6}), 2, 3, 2).size(0), 0);
   EXPECT_THROW(group_limited_topk(scores, 3, 3, 1), Error);
   EXPECT_THROW(group_limited_topk(scores, 1, 4, 2), Error);
@@ -71,13 +71,13 @@ TEST(Route, WeightsOfTheTwoConventions) {
 TEST(Route, GradientsMatchFiniteDifferences) {
   const OneThread scope;
   const Tensor forced = ids({0, 4, 4, 2, 2, 2, 1, 3, 0}, {3, 3}); // with repeated experts
-  for (bool normalize : {false, true}) {
-    for (const Tensor& replay : {Tensor(), forced}) {
+  for (bool normalize: {false, true}) {
+    for (const Tensor& replay: {Tensor(), forced}) {
       const Tensor logits = random_tensor("logits", {3, 5});
       check_gradients(
-          [&] { return route(logits, 3, normalize, replay).topk_weight; }, {logits}, {});
+        [&] { return route(logits, 3, normalize, replay).topk_weight; }, {logits}, {});
       check_gradients(
-          [&] { return route(logits, 3, normalize, replay).probabilities; }, {logits}, {});
+        [&] { return route(logits, 3, normalize, replay).probabilities; }, {logits}, {});
       check_gradients([&] {
         const Routing r = route(logits, 3, normalize, replay);
         return at::cat({r.probabilities, r.topk_weight}, 1);
@@ -106,16 +106,16 @@ TEST(Route, BalancedRoutesLoadAllExpertsEqually) {
 TEST(Route, NamesWhatDoesNotFit) {
   const Tensor logits = at::zeros({3, 4});
   EXPECT_TRUE(
-      contains(error_text([&] { route(logits.to(at::kBFloat16), 2, true); }), "route: logits"));
+    contains(error_text([&] { route(logits.to(at::kBFloat16), 2, true); }), "route: logits"));
   EXPECT_TRUE(contains(error_text([&] { route(logits, 5, true); }), "k = 5 of 4"));
   EXPECT_TRUE(
-      contains(error_text([&] { route(logits, 2, true, ids({0, 1}, {1, 2})); }), "route: forced"));
+    contains(error_text([&] { route(logits, 2, true, ids({0, 1}, {1, 2})); }), "route: forced"));
   EXPECT_TRUE(contains(
-      error_text([&] { route(logits, 1, true, ids({0, 4, 1}, {3, 1})); }), "forced(1, 0) = 4"));
+    error_text([&] { route(logits, 1, true, ids({0, 4, 1}, {3, 1})); }), "forced(1, 0) = 4"));
 }
 
 Tensor sequence_balance_loss(
-    const Tensor& probabilities, const Tensor& topk_idx, const Tensor& row_id, int64_t num_rows) {
+  const Tensor& probabilities, const Tensor& topk_idx, const Tensor& row_id, int64_t num_rows) {
   return start_balance_loss(probabilities, topk_idx, row_id, num_rows)().loss;
 }
 
@@ -148,7 +148,7 @@ TEST(BalanceLoss, KindsByDefinition) {
   EXPECT_NEAR(run(BalanceKind::micro_batch, {}), 1 + 1, 1e-6);
   const Tensor shares = at::tensor({.75, .25}, at::kDouble);
   EXPECT_NEAR(run(BalanceKind::global_batch, shares),
-      2 * (.75 * 2 / 3 + .25 / 3) + 2 * (.75 * .4 + .25 * .6), 1e-6);
+    2 * (.75 * 2 / 3 + .25 / 3) + 2 * (.75 * .4 + .25 * .6), 1e-6);
 }
 
 TEST(BalanceLoss, GradientsMatchFiniteDifferences) {
@@ -166,10 +166,10 @@ TEST(BalanceLoss, IsTheSumOverRows) {
   const Tensor row = at::cat({at::zeros({7}), at::full({13}, 1)}).to(at::kInt);
   const auto part = [&](int64_t first, int64_t count) {
     return sequence_balance_loss(r.probabilities.narrow(0, first, count),
-        r.topk_idx.narrow(0, first, count), at::zeros({count}, at::TensorOptions(at::kInt)), 1);
+      r.topk_idx.narrow(0, first, count), at::zeros({count}, at::TensorOptions(at::kInt)), 1);
   };
   EXPECT_NEAR(sequence_balance_loss(r.probabilities, r.topk_idx, row, 2).item<float>(),
-      part(0, 7).item<float>() + part(7, 13).item<float>(), 1e-6);
+    part(0, 7).item<float>() + part(7, 13).item<float>(), 1e-6);
 }
 
 // Known fault 27: rows padded at their end, from 3 to 8 and from 4 to 4 tokens, lose nothing and
@@ -187,7 +187,7 @@ TEST(BalanceLoss, PaddingDoesNotCount) {
   };
   Tensor padded, alone;
   EXPECT_EQ(run(logits, ids({0, 0, 0, ~0, ~0, ~0, ~0, ~0, 2, 2, 2, 2}, {12}), padded),
-      run(logits.index_select(0, kept), ids({0, 0, 0, 2, 2, 2, 2}, {7}), alone));
+    run(logits.index_select(0, kept), ids({0, 0, 0, 2, 2, 2, 2}, {7}), alone));
   EXPECT_TRUE(at::equal(padded.index_select(0, kept), alone));
   EXPECT_EQ(padded.narrow(0, 3, 5).abs().sum().item<float>(), 0);
 }
@@ -198,7 +198,7 @@ TEST(BalanceLoss, CountsAreExact) {
   Tensor p = at::full({81800, 2}, 0.5f).set_requires_grad(true);
   sequence_balance_loss(p, routes, at::zeros({81800}, at::TensorOptions(at::kInt)), 1).backward();
   EXPECT_NEAR(
-      p.grad()[0][0].item<double>() / p.grad()[0][1].item<double>(), 40960.0 / 40840.0, 1e-6);
+    p.grad()[0][0].item<double>() / p.grad()[0][1].item<double>(), 40960.0 / 40840.0, 1e-6);
 }
 
 TEST(BalanceLoss, NamesWhatDoesNotFit) {

@@ -9,7 +9,7 @@ namespace pith::test {
 
 // Borders of queries and keys, with their copies on `device`.
 inline AttentionSpan make_span(const std::vector<int32_t>& cu_q, const std::vector<int32_t>& cu_k,
-    at::Device device = at::kCPU) {
+  at::Device device = at::kCPU) {
   auto tensor = [](const std::vector<int32_t>& values) {
     Tensor out = at::empty({static_cast<int64_t>(values.size())}, at::TensorOptions(at::kInt));
     std::copy(values.begin(), values.end(), out.mutable_data_ptr<int32_t>());

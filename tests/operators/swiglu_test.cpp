@@ -16,7 +16,7 @@ Tensor reference(const Tensor& gate_up) {
 
 TEST(SwiGlu, GradientsMatchFiniteDifferences) {
   const std::vector<std::vector<int64_t>> shapes = {{1, 2}, {3, 10}, {5, 2}, {0, 6}, {2, 38}};
-  for (const auto& shape : shapes) {
+  for (const auto& shape: shapes) {
     SCOPED_TRACE(fmt::format("{}", fmt::join(shape, " ")));
     Tensor x = random_tensor("x", shape);
     check_gradients([&] { return swiglu(x); }, {x}, {});
@@ -45,7 +45,7 @@ TEST(SwiGlu, ExtremeGates) {
   y.sum().backward();
   EXPECT_LE(max_difference(y, at::tensor({0.0, 600.0, 0.0}).view({1, 3})), 1e-30);
   EXPECT_LE(
-      max_difference(x.grad(), at::tensor({0.0, 3.0, 0.0, 0.0, 200.0, 0.0}).view({1, 6})), 1e-30);
+    max_difference(x.grad(), at::tensor({0.0, 3.0, 0.0, 0.0, 200.0, 0.0}).view({1, 6})), 1e-30);
 }
 
 // Known fault 28: the gate is clamped from above only, and a clamped value has no gradient.
@@ -54,8 +54,8 @@ TEST(SwiGlu, ClampedValues) {
   x.set_requires_grad(true);
   const Tensor y = swiglu(x, clamped(1.702, 7.0));
   EXPECT_LE(
-      max_difference(y, at::tensor({-41.99972, -1.21739e-6, 0.845796}, at::kDouble).view({1, 3})),
-      1e-5);
+    max_difference(y, at::tensor({-41.99972, -1.21739e-6, 0.845796}, at::kDouble).view({1, 3})),
+    1e-5);
   y.sum().backward();
   EXPECT_EQ(x.grad()[0][0].item<double>(), 0);
   EXPECT_EQ(x.grad()[0][1].item<double>(), 0);
@@ -63,14 +63,14 @@ TEST(SwiGlu, ClampedValues) {
 }
 
 TEST(SwiGlu, ClampedGradientsMatchFiniteDifferences) {
-  for (const int64_t rows : {0, 1, 3, 7}) {
+  for (const int64_t rows: {0, 1, 3, 7}) {
     Tensor x = random_tensor("x", {rows, 14});
     check_gradients([&] { return swiglu(x, clamped(1.5, 0.8)); }, {x}, {});
     const Tensor gate = x.detach().slice(1, 0, {}, 2).clamp_max(0.8);
     const Tensor up = x.detach().slice(1, 1, {}, 2).clamp(-0.8, 0.8);
     EXPECT_LE(
-        max_difference(swiglu(x, clamped(1.5, 0.8)), (up + 1) * gate * at::sigmoid(gate * 1.5)),
-        1e-6); // the limit is a float
+      max_difference(swiglu(x, clamped(1.5, 0.8)), (up + 1) * gate * at::sigmoid(gate * 1.5)),
+      1e-6); // the limit is a float
   }
 }
 

@@ -15,7 +15,7 @@ std::vector<Comm> groups() {
     for (int64_t rank = world().rank() % 2; rank < world().size(); rank += 2)
       same_parity.push_back(rank);
     return std::vector<Comm>{world().all(), world().group(same_parity, "parity"),
-        world().group({world().rank()}, "alone")};
+      world().group({world().rank()}, "alone")};
   }();
   return made;
 }
@@ -28,14 +28,14 @@ Tensor rows_of(int64_t rank, int64_t rows, at::ScalarType dtype) {
 
 // The received rows.
 Tensor all_to_all(const Comm& comm, const Tensor& in, const std::vector<int64_t>& recv,
-    const std::vector<int64_t>& send) {
+  const std::vector<int64_t>& send) {
   Tensor out = zeros({std::reduce(recv.begin(), recv.end()), 3}, in.scalar_type());
   comm.all_to_all_async(out, in, recv, send).wait();
   return out;
 }
 
 const std::vector<at::ScalarType> kTypes{
-    at::kFloat, at::kDouble, at::kBFloat16, at::kLong, at::kInt};
+  at::kFloat, at::kDouble, at::kBFloat16, at::kLong, at::kInt};
 
 TEST(Comm, KnowsItsMembers) {
   const Comm all = groups()[0], parity = groups()[1];
@@ -49,9 +49,9 @@ TEST(Comm, KnowsItsMembers) {
 }
 
 TEST(Comm, AllReduce) {
-  for (const Comm& comm : groups()) {
-    for (const auto dtype : kTypes) {
-      for (const int64_t rows : {0, 1, 7}) {
+  for (const Comm& comm: groups()) {
+    for (const auto dtype: kTypes) {
+      for (const int64_t rows: {0, 1, 7}) {
         Tensor sum = rows_of(comm.rank(), rows, dtype);
         Tensor expected = zeros({rows, 3}, at::kDouble);
         for (int64_t i = 0; i < comm.size(); ++i) expected += rows_of(i, rows, at::kDouble);
@@ -73,7 +73,7 @@ TEST(Comm, BFloat16IsSummedInFloat32) {
   EXPECT_TRUE(at::equal(part, full({4}, 255.0 + static_cast<double>(n), at::kFloat)));
   all.all_reduce(x);
   EXPECT_TRUE(
-      at::equal(x, full({4}, 255.0 + static_cast<double>(n), at::kFloat).to(at::kBFloat16)));
+    at::equal(x, full({4}, 255.0 + static_cast<double>(n), at::kFloat).to(at::kBFloat16)));
 }
 
 // (2^24 + 1) + 1 = 2^24 in FP32, but 2^24 + (1 + 1) is not: the order of ranks shows, and it is the
@@ -82,7 +82,7 @@ TEST(Comm, SumsInTheOrderOfRanks) {
   if (device().is_cuda()) GTEST_SKIP() << "NCCL chooses its order";
   const Comm all = groups()[0];
   const float mine = all.rank() == 0 ? 0x1p24F : 1.0F;
-  for (const int64_t size : {1, 1000, 100'000}) {
+  for (const int64_t size: {1, 1000, 100'000}) {
     Tensor x = full({size}, mine, at::kFloat);
     const Tensor in = x.repeat(all.size());
     Tensor part = zeros({size}, at::kFloat);
@@ -94,8 +94,8 @@ TEST(Comm, SumsInTheOrderOfRanks) {
 }
 
 TEST(Comm, AllGather) {
-  for (const Comm& comm : groups()) {
-    for (const auto dtype : kTypes) {
+  for (const Comm& comm: groups()) {
+    for (const auto dtype: kTypes) {
       const Tensor in = rows_of(comm.rank(), 2, dtype);
       std::vector<Tensor> parts;
       for (int64_t i = 0; i < comm.size(); ++i) parts.push_back(rows_of(i, 2, dtype));
@@ -113,9 +113,9 @@ TEST(Comm, AllGather) {
 }
 
 TEST(Comm, ReduceScatter) {
-  for (const Comm& comm : groups()) {
+  for (const Comm& comm: groups()) {
     const int64_t n = comm.size();
-    for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16}) {
+    for (const auto dtype: {at::kFloat, at::kDouble, at::kBFloat16}) {
       const Tensor in = rows_of(comm.rank(), 2 * n, dtype);
       Tensor expected = zeros({2 * n, 3}, at::kDouble);
       for (int64_t i = 0; i < n; ++i) expected += rows_of(i, 2 * n, at::kDouble);
@@ -128,9 +128,9 @@ TEST(Comm, ReduceScatter) {
 
 // Member i sends (i + 2 j) % 3 rows to member j: zero, one or two.
 TEST(Comm, AllToAllWithZeroRows) {
-  for (const Comm& comm : groups()) {
+  for (const Comm& comm: groups()) {
     const auto rows = [](int64_t from, int64_t to) { return (from + 2 * to) % 3; };
-    for (const auto dtype : kTypes) {
+    for (const auto dtype: kTypes) {
       std::vector<int64_t> send, recv;
       std::vector<Tensor> out_parts, in_parts;
       for (int64_t i = 0; i < comm.size(); ++i) {
@@ -156,7 +156,7 @@ TEST(Comm, AllToAllWithZeroRows) {
 
 // Around a ring in both directions at once; in a pair one way only.
 TEST(Comm, AllToAllWithNeighbours) {
-  for (const Comm& comm : {groups()[0], groups()[1]}) {
+  for (const Comm& comm: {groups()[0], groups()[1]}) {
     if (comm.size() == 1) continue;
     const int64_t n = comm.size(), next = (comm.rank() + 1) % n, last = (comm.rank() + n - 1) % n;
     const auto rows = [n](int64_t member, int64_t count) {
@@ -166,9 +166,9 @@ TEST(Comm, AllToAllWithNeighbours) {
     };
     Tensor from_last = zeros({4, 3}, at::kBFloat16), from_next = zeros({2, 3}, at::kFloat);
     Work up = comm.all_to_all_async(
-        from_last, rows_of(comm.rank(), 4, at::kBFloat16), rows(last, 4), rows(next, 4));
+      from_last, rows_of(comm.rank(), 4, at::kBFloat16), rows(last, 4), rows(next, 4));
     Work down = comm.all_to_all_async(
-        from_next, rows_of(comm.rank(), 2, at::kFloat), rows(next, 2), rows(last, 2));
+      from_next, rows_of(comm.rank(), 2, at::kFloat), rows(next, 2), rows(last, 2));
     down.wait();
     up.wait();
     EXPECT_TRUE(at::equal(from_last, rows_of(last, 4, at::kBFloat16)));
@@ -176,7 +176,7 @@ TEST(Comm, AllToAllWithNeighbours) {
     if (n > 2) continue;
     const bool sends = comm.rank() == 0;
     const Tensor got = all_to_all(comm, rows_of(5, sends ? 3 : 0, at::kFloat),
-        rows(1 - comm.rank(), sends ? 0 : 3), rows(1 - comm.rank(), sends ? 3 : 0));
+      rows(1 - comm.rank(), sends ? 0 : 3), rows(1 - comm.rank(), sends ? 3 : 0));
     EXPECT_TRUE(at::equal(got, rows_of(5, sends ? 0 : 3, at::kFloat)));
   }
 }
@@ -189,7 +189,7 @@ TEST(Comm, OperationsOverlap) {
   Tensor part = zeros({10}, at::kFloat), other = full({5}, 2.0, at::kBFloat16);
   {
     Work gather =
-        all.all_gather_async(gathered, full({50'000}, static_cast<double>(all.rank()), at::kFloat));
+      all.all_gather_async(gathered, full({50'000}, static_cast<double>(all.rank()), at::kFloat));
     Work sum = parity.all_reduce_async(small);
     Work scatter = all.reduce_scatter_async(part, full({n * 10}, 1.0, at::kFloat));
     Work unwaited = parity.all_reduce_async(other); // its destructor waits
@@ -203,8 +203,8 @@ TEST(Comm, OperationsOverlap) {
   EXPECT_TRUE(at::equal(other, full({5}, 2.0 * static_cast<double>(parity.size()), at::kBFloat16)));
   EXPECT_TRUE(at::equal(part, full({10}, static_cast<double>(n), at::kFloat)));
   for (int64_t i = 0; i < n; ++i)
-    EXPECT_TRUE(at::equal(gathered.narrow(0, i * 50'000, 50'000),
-        full({50'000}, static_cast<double>(i), at::kFloat)));
+    EXPECT_TRUE(at::equal(
+      gathered.narrow(0, i * 50'000, 50'000), full({50'000}, static_cast<double>(i), at::kFloat)));
 }
 
 // What the caller gave may be dropped while the operation is under way.
@@ -222,7 +222,7 @@ TEST(Comm, WorkKeepsTensorsAlive) {
 }
 
 TEST(Comm, GathersStrings) {
-  for (const Comm& comm : groups()) {
+  for (const Comm& comm: groups()) {
     for (int64_t round = 0; round < 3; ++round) {
       const auto word = [&](int64_t rank) {
         return std::string(static_cast<size_t>(rank), '\0') + fmt::format("{} {}", rank, round);
@@ -249,10 +249,10 @@ TEST(Comm, WrongSizesAreNamed) {
   Tensor out = zeros({all.size() + 1}, at::kFloat);
   const Tensor in = zeros({1}, at::kFloat);
   EXPECT_PRED2(contains, error_text([&] { all.all_gather_async(out, in).wait(); }),
-      "the parts do not cut out: out: float32");
+    "the parts do not cut out: out: float32");
   const std::vector<int64_t> splits(static_cast<size_t>(all.size()), 2);
   EXPECT_PRED2(contains, error_text([&] { all_to_all(all, in, splits, splits); }),
-      "the parts do not cut in: ");
+    "the parts do not cut in: ");
 }
 
 TEST(Comm, DifferencesBetweenRanksAreNamed) {
@@ -262,12 +262,12 @@ TEST(Comm, DifferencesBetweenRanksAreNamed) {
   const bool odd = all.rank() == all.size() - 1;
   const std::string text = error_text([&] {
     check_same_everywhere(
-        all, {{"build", "a"}, {"configuration", odd ? "x = 1\ny = 3\n" : "x = 1\ny = 2\n"}});
+      all, {{"build", "a"}, {"configuration", odd ? "x = 1\ny = 3\n" : "x = 1\ny = 2\n"}});
   });
   EXPECT_PRED2(contains, text,
-      fmt::format("configuration of rank 0 and of ranks [{}] differ; line 2: 'y = 2' and "
-                  "'y = 3'",
-          all.size() - 1));
+    fmt::format("configuration of rank 0 and of ranks [{}] differ; line 2: 'y = 2' and "
+                "'y = 3'",
+      all.size() - 1));
 }
 
 } // namespace

@@ -24,7 +24,7 @@ using Begins = std::vector<int64_t>;
 // each token's label is the next.
 MicroBatch whole_batch(int64_t length, const std::vector<Begins>& documents) {
   std::vector<Row> rows;
-  for (const Begins& begins : documents) {
+  for (const Begins& begins: documents) {
     Row row;
     row.document_begins = begins;
     size_t next = 0;
@@ -45,17 +45,17 @@ TEST(Context, LabelsAndPositionsAreThoseOfTheUnsplitRow) {
   const MicroBatch whole = whole_batch(16, {{0, 6}, {0}});
   const MicroBatch low = split_context(whole, 0, 2, at::kCPU);
   EXPECT_THAT(list<int64_t>(low.tokens),
-      testing::ElementsAre(0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 18, 19, 28, 29, 30, 31));
+    testing::ElementsAre(0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 18, 19, 28, 29, 30, 31));
   EXPECT_THAT(list<int64_t>(low.labels),
-      testing::ElementsAre(1, 2, 3, 4, 13, 14, 15, 16, 17, 18, 19, 20, 29, 30, 31, 32));
+    testing::ElementsAre(1, 2, 3, 4, 13, 14, 15, 16, 17, 18, 19, 20, 29, 30, 31, 32));
   EXPECT_THAT(list<int32_t>(low.positions),
-      testing::ElementsAre(0, 1, 2, 3, 6, 7, 8, 9, 0, 1, 2, 3, 12, 13, 14, 15));
+    testing::ElementsAre(0, 1, 2, 3, 6, 7, 8, 9, 0, 1, 2, 3, 12, 13, 14, 15));
   EXPECT_EQ(low.trained_tokens, 16);
   EXPECT_EQ(low.global_trained_tokens, 32);
   EXPECT_EQ(low.max_seqlen, 16);
   EXPECT_TRUE(at::equal(low.cu_seqlens, whole.cu_seqlens));
   EXPECT_THAT(list<int64_t>(split_context(whole, 1, 2, at::kCPU).tokens.narrow(0, 0, 8)),
-      testing::ElementsAre(4, 5, 6, 7, 8, 9, 10, 11));
+    testing::ElementsAre(4, 5, 6, 7, 8, 9, 10, 11));
 }
 
 TEST(Context, EveryTokenIsOnOneRank) {
@@ -75,14 +75,13 @@ TEST(Context, EveryTokenIsOnOneRank) {
 TEST(Context, RowsThatCannotBeCutAreRefused) {
   const MicroBatch whole = whole_batch(10, {{0, 4}, {0}});
   EXPECT_THAT(error_text([&] { split_context(whole, 0, 2, at::kCPU); }),
-      testing::AllOf(
-          testing::HasSubstr("row 0 has 10 tokens"), testing::HasSubstr("multiple of 4")));
+    testing::AllOf(testing::HasSubstr("row 0 has 10 tokens"), testing::HasSubstr("multiple of 4")));
   const MicroBatch part = split_context(whole_batch(8, {{0}}), 0, 2, at::kCPU);
   EXPECT_THAT(
-      error_text([&] { split_context(part, 0, 2, at::kCPU); }), testing::HasSubstr("unsplit"));
+    error_text([&] { split_context(part, 0, 2, at::kCPU); }), testing::HasSubstr("unsplit"));
   const Tensor q = at::zeros({4, 2, 4});
   EXPECT_THAT(error_text([&] { ring_attention(q, q, q, part.ring, 1, Comm()); }),
-      testing::HasSubstr("split for 4 tokens on 2 ranks"));
+    testing::HasSubstr("split for 4 tokens on 2 ranks"));
 }
 
 struct Case {
@@ -95,19 +94,19 @@ struct Case {
 
 const Begins kOneToken = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 const Case kCases[] = {
-    {"one long document", 32, {{0}}, 4, 2, 8},
-    {"two rows, one document each", 16, {{0}, {0}}, 2, 2, 4},
-    {"border on a chunk border, C = 2 and 4", 32, {{0, 8, 16}}, 4, 1, 4},
-    {"next to a chunk border", 32, {{0, 7, 17}, {0, 9, 15, 25}}, 6, 3, 5},
-    {"ragged rows", 48, {{0, 1, 7, 30}, {0, 24, 25}, {0, 47}}, 4, 2, 6},
-    {"documents of one token", 16, {kOneToken, {0, 15}}, 4, 4, 4},
-    {"values narrower than keys", 48, {{0, 1, 7, 30}, {0}, {0, 47}}, 3, 3, 6, 4},
+  {"one long document", 32, {{0}}, 4, 2, 8},
+  {"two rows, one document each", 16, {{0}, {0}}, 2, 2, 4},
+  {"border on a chunk border, C = 2 and 4", 32, {{0, 8, 16}}, 4, 1, 4},
+  {"next to a chunk border", 32, {{0, 7, 17}, {0, 9, 15, 25}}, 6, 3, 5},
+  {"ragged rows", 48, {{0, 1, 7, 30}, {0, 24, 25}, {0, 47}}, 4, 2, 6},
+  {"documents of one token", 16, {kOneToken, {0, 15}}, 4, 4, 4},
+  {"values narrower than keys", 48, {{0, 1, 7, 30}, {0}, {0, 47}}, 3, 3, 6, 4},
 };
 
 // The layouts of this run: CP of 2, and of 4 where there are so many processes.
 std::vector<Mesh> meshes() {
   std::vector<Mesh> result;
-  for (const int64_t cp : {2, 4})
+  for (const int64_t cp: {2, 4})
     if (world().size() % cp == 0) result.push_back(make_mesh({.cp = cp}, world(), device()));
   return result;
 }
@@ -118,47 +117,47 @@ MicroBatch split(const MicroBatch& whole, const Mesh& mesh) {
 
 // Sinks, windows, documents and ranks together against attention() on the whole rows.
 TEST(Context, SinksAndWindowsEqualAttention) {
-  for (const Mesh& mesh : meshes()) {
-    for (const Case& c : kCases) {
-      for (const int64_t window : {0, 1, 3, 7, 200}) {
+  for (const Mesh& mesh: meshes()) {
+    for (const Case& c: kCases) {
+      for (const int64_t window: {0, 1, 3, 7, 200}) {
         const MicroBatch whole = whole_batch(c.length, c.documents);
         const MicroBatch part =
-            split_context(whole, mesh.context.rank(), mesh.context.size(), device(), window);
+          split_context(whole, mesh.context.rank(), mesh.context.size(), device(), window);
         const Tensor mine = part.tokens.cpu();
         const int64_t tokens = whole.num_tokens();
         Parameter sinks("sinks", {c.heads}, ParameterGroup::bias, Init::normal);
         allocate(sinks, at::kDouble, at::kCPU);
         sinks.value.detach().copy_(random_tensor("sinks", {c.heads}));
         std::vector<Tensor> x{random_tensor("q", {tokens, c.heads, c.dim}),
-            random_tensor("k", {tokens, c.kv_heads, c.dim}),
-            random_tensor("v", {tokens, c.kv_heads, c.v_dim})};
+          random_tensor("k", {tokens, c.kv_heads, c.dim}),
+          random_tensor("v", {tokens, c.kv_heads, c.v_dim})};
         const Tensor cotangent = random_tensor("cotangent", {tokens, c.heads, c.v_dim});
-        for (Tensor& t : x) t.set_requires_grad(true);
+        for (Tensor& t: x) t.set_requires_grad(true);
         const Tensor expected =
-            attention(x[0], x[1], x[2], span_of(whole), 0.3, {.window = window, .sinks = &sinks});
+          attention(x[0], x[1], x[2], span_of(whole), 0.3, {.window = window, .sinks = &sinks});
         expected.backward(cotangent);
         const Tensor sink_gradient = sinks.grad.clone();
-        for (const at::ScalarType dtype : {at::kDouble, at::kBFloat16}) {
+        for (const at::ScalarType dtype: {at::kDouble, at::kBFloat16}) {
           SCOPED_TRACE(fmt::format(
-              "CP {}, {}, window {}, {}", mesh.context.size(), c.name, window, dtype_name(dtype)));
+            "CP {}, {}, window {}, {}", mesh.context.size(), c.name, window, dtype_name(dtype)));
           std::vector<Tensor> local;
-          for (const Tensor& t : x)
+          for (const Tensor& t: x)
             local.push_back(
-                t.detach().index_select(0, mine).to(device(), dtype).set_requires_grad(true));
+              t.detach().index_select(0, mine).to(device(), dtype).set_requires_grad(true));
           Parameter copy("sinks", {c.heads}, ParameterGroup::bias, Init::normal);
           allocate(copy, dtype, device());
           copy.value.detach().copy_(sinks.value.detach());
           const Tensor out = window == 0
-              ? ring_attention(local[0], local[1], local[2], part.ring, 0.3, mesh.context, &copy)
-              : window_attention(local[0], local[1], local[2], part.halo, 0.3,
-                    {.window = window, .sinks = &copy}, mesh.context);
+            ? ring_attention(local[0], local[1], local[2], part.ring, 0.3, mesh.context, &copy)
+            : window_attention(local[0], local[1], local[2], part.halo, 0.3,
+                {.window = window, .sinks = &copy}, mesh.context);
           out.backward(cotangent.index_select(0, mine).to(device(), dtype));
           mesh.context.all_reduce(copy.grad);
           const double tolerance = dtype == at::kDouble ? 1e-10 : 0.05;
           EXPECT_LE(relative_error(out, expected.index_select(0, mine)), tolerance);
           for (size_t i = 0; i < 3; ++i)
             EXPECT_LE(relative_error(local[i].grad(), x[i].grad().index_select(0, mine)), tolerance)
-                << "gradient " << i;
+              << "gradient " << i;
           EXPECT_LE(relative_error(copy.grad, sink_gradient), tolerance);
         }
       }
@@ -168,33 +167,33 @@ TEST(Context, SinksAndWindowsEqualAttention) {
 
 // Forward and every gradient against attention() on the whole rows, in FP64.
 TEST(Context, RingAttentionEqualsAttention) {
-  for (const Mesh& mesh : meshes()) {
-    for (const Case& c : kCases) {
+  for (const Mesh& mesh: meshes()) {
+    for (const Case& c: kCases) {
       const MicroBatch whole = whole_batch(c.length, c.documents), part = split(whole, mesh);
       const Tensor mine = part.tokens.cpu();
       const int64_t tokens = whole.num_tokens();
       std::vector<Tensor> x{random_tensor("q", {tokens, c.heads, c.dim}),
-          random_tensor("k", {tokens, c.kv_heads, c.dim}),
-          random_tensor("v", {tokens, c.kv_heads, c.v_dim})};
+        random_tensor("k", {tokens, c.kv_heads, c.dim}),
+        random_tensor("v", {tokens, c.kv_heads, c.v_dim})};
       const Tensor cotangent = random_tensor("cotangent", {tokens, c.heads, c.v_dim});
-      for (Tensor& t : x) t.set_requires_grad(true);
+      for (Tensor& t: x) t.set_requires_grad(true);
       const Tensor expected = attention(x[0], x[1], x[2], span_of(whole), 0.3);
       expected.backward(cotangent);
-      for (const at::ScalarType dtype : {at::kDouble, at::kFloat, at::kBFloat16}) {
+      for (const at::ScalarType dtype: {at::kDouble, at::kFloat, at::kBFloat16}) {
         SCOPED_TRACE(fmt::format("CP {}, {}, {}", mesh.context.size(), c.name, dtype_name(dtype)));
         std::vector<Tensor> local;
-        for (const Tensor& t : x)
+        for (const Tensor& t: x)
           local.push_back(
-              t.detach().index_select(0, mine).to(device(), dtype).set_requires_grad(true));
+            t.detach().index_select(0, mine).to(device(), dtype).set_requires_grad(true));
         const Tensor out =
-            ring_attention(local[0], local[1], local[2], part.ring, 0.3, mesh.context);
+          ring_attention(local[0], local[1], local[2], part.ring, 0.3, mesh.context);
         EXPECT_EQ(out.scalar_type(), dtype);
         out.backward(cotangent.index_select(0, mine).to(device(), dtype));
         const double tolerance = dtype == at::kDouble ? 1e-10 : dtype == at::kFloat ? 1e-5 : 0.03;
         EXPECT_LE(relative_error(out, expected.index_select(0, mine)), tolerance);
         for (size_t i = 0; i < 3; ++i)
           EXPECT_LE(relative_error(local[i].grad(), x[i].grad().index_select(0, mine)), tolerance)
-              << "gradient " << i;
+            << "gradient " << i;
       }
     }
   }
@@ -203,13 +202,13 @@ TEST(Context, RingAttentionEqualsAttention) {
 // The same where latents go round and every rank makes keys and values of them.
 TEST(Context, LatentAttentionEqualsAttention) {
   constexpr int64_t kHeads = 3, kPlain = 4, kShared = 2, kV = 3, kRank = 5;
-  for (const Mesh& mesh : meshes()) {
-    for (const Case& c : kCases) {
+  for (const Mesh& mesh: meshes()) {
+    for (const Case& c: kCases) {
       const MicroBatch whole = whole_batch(c.length, c.documents), part = split(whole, mesh);
       const Tensor mine = part.tokens.cpu();
       const int64_t tokens = whole.num_tokens();
       std::vector<Tensor> x{random_tensor("q", {tokens, kHeads, kPlain + kShared}),
-          random_tensor("latent", {tokens, kRank}), random_tensor("rotary_key", {tokens, kShared})};
+        random_tensor("latent", {tokens, kRank}), random_tensor("rotary_key", {tokens, kShared})};
       const Tensor cotangent = random_tensor("cotangent", {tokens, kHeads, kV});
       const Tensor weight = random_tensor("up", {kHeads * (kPlain + kV), kRank});
       const auto parameter = [&](at::ScalarType dtype, at::Device where) {
@@ -219,26 +218,26 @@ TEST(Context, LatentAttentionEqualsAttention) {
         return up;
       };
       Parameter whole_up = parameter(at::kDouble, at::kCPU);
-      for (Tensor& t : x) t.set_requires_grad(true);
+      for (Tensor& t: x) t.set_requires_grad(true);
       const auto [k, v] = expand_latent(x[1], x[2], whole_up, kHeads, kV);
       const Tensor expected = attention(x[0], k, v, span_of(whole), 0.3);
       expected.backward(cotangent);
-      for (const at::ScalarType dtype : {at::kDouble, at::kFloat, at::kBFloat16}) {
+      for (const at::ScalarType dtype: {at::kDouble, at::kFloat, at::kBFloat16}) {
         SCOPED_TRACE(fmt::format("CP {}, {}, {}", mesh.context.size(), c.name, dtype_name(dtype)));
         Parameter up = parameter(dtype, device());
         std::vector<Tensor> local;
-        for (const Tensor& t : x)
+        for (const Tensor& t: x)
           local.push_back(
-              t.detach().index_select(0, mine).to(device(), dtype).set_requires_grad(true));
+            t.detach().index_select(0, mine).to(device(), dtype).set_requires_grad(true));
         const Tensor out =
-            latent_attention(local[0], local[1], local[2], up, kV, part.ring, 0.3, mesh.context);
+          latent_attention(local[0], local[1], local[2], up, kV, part.ring, 0.3, mesh.context);
         out.backward(cotangent.index_select(0, mine).to(device(), dtype));
         mesh.context.all_reduce(up.grad);
         const double tolerance = dtype == at::kDouble ? 1e-10 : dtype == at::kFloat ? 1e-5 : 0.03;
         EXPECT_LE(relative_error(out, expected.index_select(0, mine)), tolerance);
         for (size_t i = 0; i < 3; ++i)
           EXPECT_LE(relative_error(local[i].grad(), x[i].grad().index_select(0, mine)), tolerance)
-              << "gradient " << i;
+            << "gradient " << i;
         EXPECT_LE(relative_error(up.grad, whole_up.grad), tolerance);
       }
     }
@@ -249,19 +248,19 @@ TEST(Context, LatentAttentionEqualsAttention) {
 TEST(Context, DeltaNetEqualsWholeRows) {
   constexpr int64_t kKeys = 3, kValues = 2, kHeads = 4, kTaps = 3, kChunk = 4;
   constexpr int64_t kChannels = 2 * 2 * kKeys + kHeads * kValues;
-  for (const Mesh& mesh : meshes()) {
-    for (const Case& c : kCases) {
+  for (const Mesh& mesh: meshes()) {
+    for (const Case& c: kCases) {
       const MicroBatch whole = whole_batch(c.length, c.documents), part = split(whole, mesh);
       const Tensor mine = part.tokens.cpu();
       const int64_t tokens = whole.num_tokens();
       // -> result, then gradients of the input, of the gates and of all parameters.
       const auto run = [&](const MicroBatch& batch, const Comm& context, const Tensor& rows,
-                           at::ScalarType dtype, at::Device where) {
+                         at::ScalarType dtype, at::Device where) {
         const auto input = [&](const char* name, int64_t width) {
           return random_tensor(name, {tokens, width})
-              .index_select(0, rows)
-              .to(where, dtype)
-              .set_requires_grad(true);
+            .index_select(0, rows)
+            .to(where, dtype)
+            .set_requires_grad(true);
         };
         const auto parameter = [&](const char* name, std::vector<int64_t> shape) {
           Parameter made(name, shape, ParameterGroup::bias, Init::normal);
@@ -273,29 +272,29 @@ TEST(Context, DeltaNetEqualsWholeRows) {
         Parameter a_log = parameter("a_log", {kHeads}), dt_bias = parameter("dt_bias", {kHeads});
         const Tensor x = input("x", kChannels), a = input("a", kHeads), b = input("b", kHeads);
         const TokenParts parts =
-            token_parts(batch.positions, batch.cu_seqlens_host, batch.num_rows, context);
+          token_parts(batch.positions, batch.cu_seqlens_host, batch.num_rows, context);
         const Tensor y = causal_convolution(x, conv, parts);
         const auto heads = [&](int64_t first, int64_t count, int64_t dim) {
           return y.narrow(1, first, count * dim).unflatten(1, {count, dim});
         };
         const Tensor out = gated_delta_rule(heads(0, 2, kKeys), heads(2 * kKeys, 2, kKeys),
-            heads(4 * kKeys, kHeads, kValues), {a, b, a_log, dt_bias}, parts, {}, kChunk);
+          heads(4 * kKeys, kHeads, kValues), {a, b, a_log, dt_bias}, parts, {}, kChunk);
         out.backward(random_tensor("cotangent", {tokens, kHeads, kValues})
-                .index_select(0, rows)
-                .to(where, dtype));
-        for (Parameter* sum : {&conv, &a_log, &dt_bias}) context.all_reduce(sum->grad);
+            .index_select(0, rows)
+            .to(where, dtype));
+        for (Parameter* sum: {&conv, &a_log, &dt_bias}) context.all_reduce(sum->grad);
         return std::vector<Tensor>{
-            out, x.grad(), a.grad(), b.grad(), conv.grad, a_log.grad, dt_bias.grad};
+          out, x.grad(), a.grad(), b.grad(), conv.grad, a_log.grad, dt_bias.grad};
       };
       const auto expected =
-          run(whole, Comm(), at::arange(tokens, at::kLong), at::kDouble, at::kCPU);
-      for (const at::ScalarType dtype : {at::kDouble, at::kFloat}) {
+        run(whole, Comm(), at::arange(tokens, at::kLong), at::kDouble, at::kCPU);
+      for (const at::ScalarType dtype: {at::kDouble, at::kFloat}) {
         SCOPED_TRACE(fmt::format("CP {}, {}, {}", mesh.context.size(), c.name, dtype_name(dtype)));
         const auto got = run(part, mesh.context, mine, dtype, device());
         for (size_t i = 0; i < got.size(); ++i)
           EXPECT_LE(relative_error(got[i], i < 4 ? expected[i].index_select(0, mine) : expected[i]),
-              dtype == at::kDouble ? 1e-10 : 1e-5)
-              << i;
+            dtype == at::kDouble ? 1e-10 : 1e-5)
+            << i;
       }
     }
   }
@@ -305,23 +304,23 @@ TEST(Context, DeltaNetRefusesRowsItCannotCut) {
   const MicroBatch whole = whole_batch(16, {{0}, {0}});
   Parameter conv("conv", {2, 1, 6}, ParameterGroup::bias, Init::normal);
   allocate(conv, at::kFloat, device());
-  for (const Mesh& mesh : meshes()) {
+  for (const Mesh& mesh: meshes()) {
     const MicroBatch part = split(whole, mesh);
     const int64_t tokens = part.num_tokens();
     EXPECT_THAT(
-        error_text([&] { token_parts(part.positions, part.cu_seqlens_host, 3, mesh.context); }),
-        testing::HasSubstr("rows of one length"));
+      error_text([&] { token_parts(part.positions, part.cu_seqlens_host, 3, mesh.context); }),
+      testing::HasSubstr("rows of one length"));
     const TokenParts parts = token_parts(part.positions, part.cu_seqlens_host, 2, mesh.context);
     EXPECT_THAT(error_text([&] {
       causal_convolution(at::zeros({tokens, 2}, conv.value.options()), conv, parts);
     }),
-        testing::HasSubstr("the convolution needs 5"));
+      testing::HasSubstr("the convolution needs 5"));
   }
 }
 
 // Known fault 14: a changed token reaches no other document and no earlier position.
 TEST(Context, RingAttentionStopsAtDocuments) {
-  for (const Mesh& mesh : meshes()) {
+  for (const Mesh& mesh: meshes()) {
     const MicroBatch whole = whole_batch(32, {{0, 13}}), part = split(whole, mesh);
     const Tensor mine = part.tokens.cpu(), x = random_tensor("x", {32, 2, 4}, at::kFloat);
     const auto run = [&](const Tensor& kv) {
@@ -340,7 +339,7 @@ TEST(Context, RingAttentionStopsAtDocuments) {
 }
 
 TEST(Context, BalanceLossIsThatOfWholeRows) {
-  for (const Mesh& mesh : meshes()) {
+  for (const Mesh& mesh: meshes()) {
     MicroBatch whole = whole_batch(32, {{0, 5}, {0}, {0, 31}});
     whole.row_id.narrow(0, 46, 18).bitwise_not_(); // padding: more than a chunk
     const MicroBatch part = split(whole, mesh);
@@ -351,8 +350,8 @@ TEST(Context, BalanceLossIsThatOfWholeRows) {
     expected.backward();
     Tensor local = p.detach().index_select(0, mine).to(device()).set_requires_grad(true);
     const Tensor loss = start_balance_loss(
-        local, idx.index_select(0, mine).to(device()), part.row_id, 3, mesh.context)()
-                            .loss;
+      local, idx.index_select(0, mine).to(device()), part.row_id, 3, mesh.context)()
+                          .loss;
     loss.backward();
     Tensor sum = loss.detach().clone();
     mesh.context.all_reduce(sum);
@@ -364,14 +363,14 @@ TEST(Context, BalanceLossIsThatOfWholeRows) {
 // Loss, balance loss, routes and every gradient of a model, summed over CP ranks. One rank may hold
 // no trained token.
 TEST(Context, ModelEqualsOneProcess) {
-  for (const Mesh& mesh : meshes()) {
-    for (const bool one_label : {false, true}) {
+  for (const Mesh& mesh: meshes()) {
+    for (const bool one_label: {false, true}) {
       SCOPED_TRACE(fmt::format("CP {}, {}", mesh.context.size(), one_label ? "one label" : "all"));
       std::vector<Row> rows = ragged_rows(4, 32, 61);
       for (size_t r = 0; one_label && r < rows.size(); ++r) std::ranges::fill(rows[r].labels, -100);
       if (one_label) rows[2].labels[3] = 7;
       const auto run = [&](TinyModel& tiny, const std::vector<MicroBatch>& batches,
-                           std::vector<RoutingTape>& tapes) {
+                         std::vector<RoutingTape>& tapes) {
         zero_grads(tiny.groups);
         tapes.resize(batches.size());
         auto pipeline = tiny.pipeline(0.1);
@@ -385,7 +384,7 @@ TEST(Context, ModelEqualsOneProcess) {
       TinyModel tiny(tiny_config(), at::kFloat, device());
       tiny.mesh = mesh;
       std::vector<MicroBatch> parts;
-      for (const MicroBatch& batch : batches) parts.push_back(split(batch, mesh));
+      for (const MicroBatch& batch: batches) parts.push_back(split(batch, mesh));
       const BatchResult result = run(tiny, parts, local_routes);
       const auto summed = [&](const Tensor& x) {
         Tensor sum = x.clone();
@@ -398,10 +397,10 @@ TEST(Context, ModelEqualsOneProcess) {
         MicroBatch numbered = batches[b];
         numbered.tokens = at::arange(numbered.num_tokens(), at::TensorOptions(at::kLong));
         const Tensor mine = split(numbered, mesh).tokens.cpu();
-        for (const size_t layer : {0, 2})
-          EXPECT_TRUE(at::equal(local_routes[b].topk_idx[layer].cpu(),
-              routes[b].topk_idx[layer].index_select(0, mine)))
-              << "routes of layer " << layer;
+        for (const size_t layer: {0, 2})
+          EXPECT_TRUE(at::equal(
+            local_routes[b].topk_idx[layer].cpu(), routes[b].topk_idx[layer].index_select(0, mine)))
+            << "routes of layer " << layer;
       }
       const auto whole = all_parameters(alone.groups), local = all_parameters(tiny.groups);
       for (size_t i = 0; i < whole.size(); ++i)
@@ -411,7 +410,7 @@ TEST(Context, ModelEqualsOneProcess) {
 }
 
 TEST(Context, GeneratingWithACacheIsRefused) {
-  for (const Mesh& mesh : meshes()) {
+  for (const Mesh& mesh: meshes()) {
     const MicroBatch part = split(whole_batch(8, {{0}}), mesh);
     const RotaryTable rotary;
     const RouterTraining router;
@@ -419,7 +418,7 @@ TEST(Context, GeneratingWithACacheIsRefused) {
     const LayerContext context{part, mesh, rotary, router, 0, &cache, nullptr};
     const Tensor q = zeros({part.num_tokens(), 2, 4}, at::kFloat);
     EXPECT_THAT(error_text([&] { attend_documents(context, q, q, q, 1); }),
-        testing::HasSubstr("context parallelism"));
+      testing::HasSubstr("context parallelism"));
   }
 }
 

@@ -22,7 +22,7 @@ void check(const std::vector<int64_t>& rows_of_rank, int64_t k, bool all_to_last
   Tensor weight = (at(rows * k).remainder(5).to(at::kFloat) / 4).view({rows, k});
   const Tensor cotangent = (at(rows * kHidden).remainder(3).to(at::kFloat) - 1).view_as(x);
   Tensor idx = arange(k, at::kLong).view({1, k}) +
-      (all_to_last ? zeros({rows, 1}, at::kLong) : 3 * at(rows).view({rows, 1}));
+    (all_to_last ? zeros({rows, 1}, at::kLong) : 3 * at(rows).view({rows, 1}));
   idx = all_to_last ? experts - 1 - idx : idx.remainder(experts);
 
   x.set_requires_grad(true);
@@ -41,7 +41,7 @@ void check(const std::vector<int64_t>& rows_of_rank, int64_t k, bool all_to_last
   for (int64_t e = 0; e < kPerRank; ++e) {
     const int64_t end = arrived.plan.offsets[e].item<int>();
     slots.push_back(
-        by_expert.narrow(0, begin, end - begin) * static_cast<double>(me * kPerRank + e + 1));
+      by_expert.narrow(0, begin, end - begin) * static_cast<double>(me * kPerRank + e + 1));
     begin = end;
   }
   EXPECT_EQ(begin, arrived.plan.num_slots());
@@ -64,9 +64,9 @@ TEST(ExpertExchange, AnyNumberOfRowsOnEachRank) {
     odd_only[r] = r % 2 == 0 ? 0 : 6;
   }
   last_only.back() = 5;
-  for (const bool all_to_last : {false, true})
-    for (const int64_t k : {1, 2})
-      for (const auto& rows : {uneven, odd_only, last_only, std::vector<int64_t>(ranks, 0)})
+  for (const bool all_to_last: {false, true})
+    for (const int64_t k: {1, 2})
+      for (const auto& rows: {uneven, odd_only, last_only, std::vector<int64_t>(ranks, 0)})
         check(rows, k, all_to_last);
 }
 

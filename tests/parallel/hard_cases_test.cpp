@@ -27,8 +27,8 @@ std::vector<Layout> expert_layouts() {
 TEST(HardCases, ARankWithoutTokensInItsExperts) {
   const Problem problem = problem_of(2 * world().size(), 16, {0, 1});
   const Outcome expected = run_alone(problem, Rule::sgd, 3);
-  for (const Layout& layout : expert_layouts()) expect_same(problem, layout, 3, expected);
-  for (const auto& [name, grad] : expected.grads) {
+  for (const Layout& layout: expert_layouts()) expect_same(problem, layout, 3, expected);
+  for (const auto& [name, grad]: expected.grads) {
     if (name.find("experts.2.") == std::string::npos) continue;
     EXPECT_EQ(grad.abs().max().item<double>(), 0) << name;
   }
@@ -37,17 +37,17 @@ TEST(HardCases, ARankWithoutTokensInItsExperts) {
 TEST(HardCases, AllTokensToOneExpert) {
   const Problem problem = problem_of(2 * world().size(), 16, {7});
   const Outcome expected = run_alone(problem, Rule::sgd, 3);
-  for (const Layout& layout : expert_layouts()) expect_same(problem, layout, 3, expected);
+  for (const Layout& layout: expert_layouts()) expect_same(problem, layout, 3, expected);
 }
 
 // All ranks but one have a loss of zero.
 TEST(HardCases, OneTrainedTokenInTheBatch) {
   Problem problem = problem_of(2 * world().size(), 16);
-  for (Row& row : problem.rows) std::ranges::fill(row.labels, -100);
+  for (Row& row: problem.rows) std::ranges::fill(row.labels, -100);
   problem.rows[2].labels[5] = 9;
   const Outcome expected = run_alone(problem, Rule::sgd, 3);
   EXPECT_GT(expected.norm, 0);
-  for (const Layout& layout : expert_layouts()) expect_same(problem, layout, 3, expected);
+  for (const Layout& layout: expert_layouts()) expect_same(problem, layout, 3, expected);
 }
 
 // Each context-parallel chunk is one token.
@@ -68,21 +68,21 @@ TEST(HardCases, OneStageWithOneMicroBatch) {
 TEST(HardCases, ChunksWithoutLayers) {
   const Problem problem = problem_of(2 * world().size(), 16);
   const Outcome expected = run_alone(problem, Rule::sgd, 1);
-  for (const std::vector<int64_t>& chunks :
-      {std::vector<int64_t>{0, 3, 0, 0}, {0, 0, 3, 0}, {1, 0, 1, 1}})
+  for (const std::vector<int64_t>& chunks:
+    {std::vector<int64_t>{0, 3, 0, 0}, {0, 0, 3, 0}, {1, 0, 1, 1}})
     expect_same(problem, {.shape = {.pp = 2}, .chunks = chunks}, 1, expected);
   EXPECT_PRED2(contains, error_text([] {
     const MeshShape shape{.pp = 2};
     (void)model_part({3, 0, 0, 0}, shape, mesh_place(shape, 2, 1), problem_of(4, 16).model());
   }),
-      "stage 1 of 2 would hold no layer");
+    "stage 1 of 2 would hold no layer");
   EXPECT_PRED2(contains, error_text([] {
     const MeshShape shape{.pp = 2, .head_share = 0.5};
     Qwen3MoeConfig tied = problem_of(4, 16).model();
     tied.tie_embeddings = true;
     (void)model_part({3, 0, 0, 0}, shape, mesh_place(shape, 2, 0), tied);
   }),
-      "parallel.head_share 0.5: a head tied to the embedding stays on one stage");
+    "parallel.head_share 0.5: a head tied to the embedding stays on one stage");
 }
 
 TEST(HardCases, TooFewMicroBatchesForThePipeline) {
@@ -91,7 +91,7 @@ TEST(HardCases, TooFewMicroBatchesForThePipeline) {
   EXPECT_PRED2(contains, error_text([&] {
     run(problem, {.shape = {.pp = 2}}, mesh, cut(problem.rows, 1, device()), Rule::none, 1);
   }),
-      "a pipeline of 2 ranks needs at least 4 micro-batches a step, there are 3");
+    "a pipeline of 2 ranks needs at least 4 micro-batches a step, there are 3");
 }
 
 } // namespace

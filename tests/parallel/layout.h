@@ -27,8 +27,8 @@ struct Layout {
 
   std::string name() const {
     return fmt::format("pp {} cp {} ep {} hsdp {} {} micro-batch {} head {} chunks [{}]{}",
-        shape.pp, shape.cp, shape.ep, shape.hsdp_size, mode == ShardMode::keep ? "keep" : "reshard",
-        micro_batch, shape.head_share, fmt::join(chunks, ","), recompute ? " recompute" : "");
+      shape.pp, shape.cp, shape.ep, shape.hsdp_size, mode == ShardMode::keep ? "keep" : "reshard",
+      micro_batch, shape.head_share, fmt::join(chunks, ","), recompute ? " recompute" : "");
   }
 };
 
@@ -43,7 +43,7 @@ struct Outcome {
 };
 
 inline std::vector<RoutingTape> tapes_for(
-    const Problem& problem, const std::vector<MicroBatch>& batches, at::Device device) {
+  const Problem& problem, const std::vector<MicroBatch>& batches, at::Device device) {
   std::vector<RoutingTape> tapes(batches.size());
   if (problem.experts.empty()) return tapes;
   const auto layers = problem.config["num_hidden_layers"].get<size_t>();
@@ -59,16 +59,16 @@ inline std::vector<RoutingTape> tapes_for(
 
 // Runs `steps` steps of a part of the batch and reduces as training does.
 template <class Model> Outcome run_model(const Problem& problem, const Layout& layout,
-    const Mesh& mesh, const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
+  const Mesh& mesh, const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
   const auto config = Model::Config::parse(problem.config, "test");
   const auto chunks =
-      layout.chunks.empty() ? default_chunks(config, mesh.shape, problem.length()) : layout.chunks;
+    layout.chunks.empty() ? default_chunks(config, mesh.shape, problem.length()) : layout.chunks;
   const ModelPart part = model_part(chunks, mesh.shape, mesh.place, config);
   Model model(config, part);
   auto groups = make_shard_groups(
-      model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training, layout.mode);
+    model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training, layout.mode);
   const ModelShards shards(groups, part, part.head ? &model.head_weight() : nullptr);
-  for (ShardGroup& group : groups) group.initialize(7, 0.1, config.num_layers);
+  for (ShardGroup& group: groups) group.initialize(7, 0.1, config.num_layers);
   RouterTraining router{.balance_loss = 0.1, .z_loss = 0.01};
   router.state.bias = at::zeros({config.num_layers, config.num_experts}, mesh.device);
   Pipeline<Model> pipeline(model, mesh, 512, router, chunks, &shards, layout.recompute);
@@ -90,32 +90,32 @@ template <class Model> Outcome run_model(const Problem& problem, const Layout& l
       out.loss = sums[0].item<double>();
       out.balance = sums[1].item<double>();
       out.norm = norm.item<double>();
-      for (const RoutingTape& tape : tapes) out.topk_idx.push_back(tape.topk_idx);
-      for (const ShardGroup& group : groups)
-        for (const auto& piece : group.pieces())
+      for (const RoutingTape& tape: tapes) out.topk_idx.push_back(tape.topk_idx);
+      for (const ShardGroup& group: groups)
+        for (const auto& piece: group.pieces())
           out.grads[fmt::format("{}@{}", piece.tensor->name, piece.first)] =
-              group.grad_part.narrow(0, piece.begin, piece.count).clone().cpu();
+            group.grad_part.narrow(0, piece.begin, piece.count).clone().cpu();
     }
     if (rule == Rule::adamw) optimizer_step(groups, training, 1e-3, step, norm);
-    for (ShardGroup& group : groups) {
+    for (ShardGroup& group: groups) {
       if (rule != Rule::sgd) continue;
       group.master.sub_(group.grad_part * 0.1);
       group.publish();
     }
   }
-  for (const ShardGroup& group : groups)
-    for (const auto& piece : group.pieces())
+  for (const ShardGroup& group: groups)
+    for (const auto& piece: group.pieces())
       out.weights[fmt::format("{}@{}", piece.tensor->name, piece.first)] =
-          group.master.narrow(0, piece.begin, piece.count).clone().cpu();
+        group.master.narrow(0, piece.begin, piece.count).clone().cpu();
   return out;
 }
 
 inline Outcome run(const Problem& problem, const Layout& layout, const Mesh& mesh,
-    const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
+  const std::vector<MicroBatch>& batches, Rule rule, int64_t steps) {
   const auto& family = problem.config["model_type"];
   const auto run_it = family == "deepseek_v2" ? run_model<DeepseekV2Model>
-      : family == "gpt_oss"                   ? run_model<GptOssModel>
-      : family == "qwen3_5_moe_text"          ? run_model<Qwen35MoeModel>
+    : family == "gpt_oss"                     ? run_model<GptOssModel>
+    : family == "qwen3_5_moe_text"            ? run_model<Qwen35MoeModel>
                                               : run_model<Qwen3MoeModel>;
   return run_it(problem, layout, mesh, batches, rule, steps);
 }
@@ -127,10 +127,10 @@ inline Outcome run_alone(const Problem& problem, Rule rule, int64_t steps) {
 
 // |part - the same range of the whole| over |whole|, the largest of all parts, with its name.
 inline std::pair<double, std::string> largest_error(
-    const std::map<std::string, Tensor>& parts, const std::map<std::string, Tensor>& whole) {
+  const std::map<std::string, Tensor>& parts, const std::map<std::string, Tensor>& whole) {
   std::pair<double, std::string> worst{0, "none"};
   EXPECT_FALSE(parts.empty());
-  for (const auto& [name, part] : parts) {
+  for (const auto& [name, part]: parts) {
     const auto at = name.find('@');
     const Tensor& all = whole.at(name.substr(0, at) + "@0");
     const Tensor same = all.narrow(0, std::stoll(name.substr(at + 1)), part.numel());
@@ -144,7 +144,7 @@ inline std::pair<double, std::string> largest_error(
 // Runs the problem on the layout, by plain SGD, and compares with run_alone() of as many steps;
 // with `adamw` also the weights that AdamW makes.
 inline void expect_same(const Problem& problem, const Layout& layout, int64_t steps,
-    const Outcome& expected, const Outcome* adamw = nullptr) {
+  const Outcome& expected, const Outcome* adamw = nullptr) {
   SCOPED_TRACE(layout.name());
   const Mesh mesh = make_mesh(layout.shape, world(), device());
   const int64_t cp = layout.shape.cp, width = layout.micro_batch;
@@ -153,12 +153,12 @@ inline void expect_same(const Problem& problem, const Layout& layout, int64_t st
   std::vector<MicroBatch> batches;
   std::vector<Tensor> mine; // which of the whole micro-batch's tokens are here
   for (auto i = static_cast<size_t>(mesh.place.dp); i < all.size();
-      i += static_cast<size_t>(mesh.dp)) {
+    i += static_cast<size_t>(mesh.dp)) {
     MicroBatch numbered = all[i];
     numbered.tokens = at::arange(numbered.num_tokens(), at::kLong);
     mine.push_back(split_context(numbered, mesh.place.cp, cp, at::kCPU).tokens);
-    batches.push_back(split_context(all[i], mesh.place.cp, cp, mesh.device,
-        problem.config.value("sliding_window", int64_t{0})));
+    batches.push_back(split_context(
+      all[i], mesh.place.cp, cp, mesh.device, problem.config.value("sliding_window", int64_t{0})));
   }
   const Outcome got = run(problem, layout, mesh, batches, Rule::sgd, steps);
   for (size_t m = 0; m < batches.size(); ++m) {
@@ -170,8 +170,8 @@ inline void expect_same(const Problem& problem, const Layout& layout, int64_t st
         parts.push_back(expected.topk_idx[static_cast<size_t>(row)][layer]);
       }
       EXPECT_TRUE( // not ASSERT: every rank has to go on to the next collective
-          at::equal(got.topk_idx[m][layer].cpu(), at::cat(parts).cpu().index_select(0, mine[m])))
-          << "routes of layer " << layer;
+        at::equal(got.topk_idx[m][layer].cpu(), at::cat(parts).cpu().index_select(0, mine[m])))
+        << "routes of layer " << layer;
     }
   }
   EXPECT_NEAR(got.loss, expected.loss, 1e-5 * expected.loss);

@@ -23,14 +23,14 @@ Problem usual_problem(nlohmann::json config = tiny_config()) {
 // these are met.
 std::vector<Layout> layouts(int64_t size, size_t stride) {
   std::vector<Layout> list;
-  for (const int64_t pp : {1, 2, 4}) {
-    for (const int64_t cp : {1, 2}) {
-      for (const int64_t ep : {1, 2, 4}) {
+  for (const int64_t pp: {1, 2, 4}) {
+    for (const int64_t cp: {1, 2}) {
+      for (const int64_t ep: {1, 2, 4}) {
         if (size % (pp * cp) != 0 || size / pp % ep != 0) continue;
-        for (const int64_t block : {int64_t{0}, ep, 2 * ep}) { // 0: fsdp
+        for (const int64_t block: {int64_t{0}, ep, 2 * ep}) { // 0: fsdp
           if (block != 0 && (size / pp % block != 0 || block == size / pp)) continue;
-          for (const ShardMode mode : {ShardMode::keep, ShardMode::reshard}) {
-            for (const int64_t micro_batch : {1, 2}) {
+          for (const ShardMode mode: {ShardMode::keep, ShardMode::reshard}) {
+            for (const int64_t micro_batch: {1, 2}) {
               const bool enough = kRows / micro_batch * pp * cp / size >= 2 * pp;
               if (!enough && pp > 1) continue;
               const double head_share = pp > 1 && micro_batch == 2 ? 0.3 : 0;
@@ -53,7 +53,7 @@ void check_layouts(const Problem& problem, size_t stride) {
   if (wanted != nullptr && std::string(wanted) != "all")
     std::erase_if(list, [&](const Layout& it) { return !contains(it.name(), wanted); });
   ASSERT_FALSE(list.empty());
-  for (const Layout& layout : list) expect_same(problem, layout, 3, sgd, &adamw);
+  for (const Layout& layout: list) expect_same(problem, layout, 3, sgd, &adamw);
 }
 
 TEST(Layout, EveryLayoutComputesTheSame) {
@@ -74,9 +74,9 @@ TEST(Layout, EveryLayoutComputesTheSameOfQwen35) {
 void check_recomputed(Problem problem) {
   problem.rows = ragged_rows(4 * world().size(), kLength, 61);
   const Outcome expected = run_alone(problem, Rule::sgd, 1);
-  for (const Layout& layout : {Layout{{.ep = 2}}, {{.pp = 2}, ShardMode::reshard, 2},
-           {{.cp = 2, .ep = 2}, ShardMode::reshard},
-           {{.pp = 2, .ep = std::min<int64_t>(2, world().size() / 2)}}}) {
+  for (const Layout& layout: {Layout{{.ep = 2}}, {{.pp = 2}, ShardMode::reshard, 2},
+         {{.cp = 2, .ep = 2}, ShardMode::reshard},
+         {{.pp = 2, .ep = std::min<int64_t>(2, world().size() / 2)}}}) {
     Layout again = layout;
     again.recompute = true;
     expect_same(problem, again, 1, expected);
@@ -109,7 +109,7 @@ template <class Model> void check_kept(nlohmann::json config) {
   std::vector<int64_t> peaks;
   std::vector<Tensor> grads;
   double balance = 0;
-  for (const bool recompute : {false, true}) {
+  for (const bool recompute: {false, true}) {
     TinyModelOf<Model> tiny(config);
     zero_grads(tiny.groups);
     Pipeline<Model> pipeline(tiny.model, tiny.mesh, 512, {0.1, false}, {}, nullptr, recompute);
@@ -124,7 +124,7 @@ template <class Model> void check_kept(nlohmann::json config) {
     }
     EXPECT_TRUE(tapes[0].topk_weight[7].defined());
     peaks.push_back(memory->peak);
-    for (const ShardGroup& group : tiny.groups) grads.push_back(group.grads.clone());
+    for (const ShardGroup& group: tiny.groups) grads.push_back(group.grads.clone());
   }
   EXPECT_GT(peaks[1], 0);
   EXPECT_LT(peaks[1], peaks[0] / 2);
@@ -200,7 +200,7 @@ std::pair<Problem, Layout> draw_case(Draw& draw, int64_t size) {
 double smallest_margin(const Problem& problem) {
   TinyModel tiny(problem.config);
   std::map<std::string, Tensor> routers;
-  for (const Parameter* parameter : all_parameters(tiny.groups))
+  for (const Parameter* parameter: all_parameters(tiny.groups))
     if (parameter->group == ParameterGroup::router)
       routers[parameter->name] = parameter->value.detach();
   const int64_t k = problem.model().experts_per_token;
@@ -209,7 +209,7 @@ double smallest_margin(const Problem& problem) {
   pipeline.observe([&](const std::string& name, const Tensor& rows) {
     if (!name.ends_with(".attend.rows")) return;
     const auto found =
-        routers.find(name.substr(0, name.size() - strlen("attend.rows")) + "mlp.gate.weight");
+      routers.find(name.substr(0, name.size() - strlen("attend.rows")) + "mlp.gate.weight");
     if (found == routers.end()) return;
     const Tensor logits = std::get<0>(rows.matmul(found->second.t()).sort(1, true));
     const int64_t pairs = std::min(k, logits.size(1) - 1);
@@ -229,10 +229,10 @@ TEST(Layout, RandomLayoutsOfRandomModels) {
     auto [problem, layout] = draw_case(draw, world().size());
     while (smallest_margin(problem) < 1e-5)
       problem.rows = ragged_rows(
-          std::ssize(problem.rows), problem.length(), problem.model().vocab_size, draw.bits());
+        std::ssize(problem.rows), problem.length(), problem.model().vocab_size, draw.bits());
     SCOPED_TRACE(
-        fmt::format("PITH_LAYOUT_SEED={}, case {}: {} rows of {}, {}", seed != nullptr ? seed : "1",
-            i, problem.rows.size(), problem.length(), problem.config.dump()));
+      fmt::format("PITH_LAYOUT_SEED={}, case {}: {} rows of {}, {}", seed != nullptr ? seed : "1",
+        i, problem.rows.size(), problem.length(), problem.config.dump()));
     expect_same(problem, layout, 1, run_alone(problem, Rule::sgd, 1));
   }
 }

@@ -17,7 +17,7 @@ class FailuresOnly : public testing::EmptyTestEventListener {
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (!result.failed()) return;
     std::fprintf(stderr, "rank %d: %s:%d: %s\n", static_cast<int>(the_world->rank()),
-        result.file_name() ? result.file_name() : "?", result.line_number(), result.message());
+      result.file_name() ? result.file_name() : "?", result.line_number(), result.message());
   }
 };
 

@@ -10,14 +10,14 @@ using Ranks = std::vector<int64_t>;
 
 // Every kind of group cuts the world into parts that its members agree on.
 void expect_partition(
-    const MeshShape& shape, int64_t world_size, Ranks MeshGroups::* kind, size_t members) {
+  const MeshShape& shape, int64_t world_size, Ranks MeshGroups::* kind, size_t members) {
   std::set<int64_t> covered;
   for (int64_t rank = 0; rank < world_size; ++rank) {
     const Ranks group = mesh_groups(shape, world_size, rank).*kind;
     EXPECT_EQ(group.size(), members);
     EXPECT_TRUE(std::ranges::is_sorted(group));
     EXPECT_TRUE(std::ranges::binary_search(group, rank));
-    for (const int64_t member : group)
+    for (const int64_t member: group)
       EXPECT_EQ(mesh_groups(shape, world_size, member).*kind, group);
     covered.insert(group.begin(), group.end());
   }
@@ -26,10 +26,10 @@ void expect_partition(
 
 TEST(Mesh, EveryLayoutOfUpToEightRanks) {
   int layouts = 0;
-  for (const int64_t pp : {1, 2, 4}) {
-    for (const int64_t dp : {1, 2, 4, 3}) {
-      for (const int64_t cp : {1, 2, 4}) {
-        for (const int64_t ep : {1, 2, 3, 4, 8}) {
+  for (const int64_t pp: {1, 2, 4}) {
+    for (const int64_t dp: {1, 2, 4, 3}) {
+      for (const int64_t cp: {1, 2, 4}) {
+        for (const int64_t ep: {1, 2, 3, 4, 8}) {
           const int64_t world_size = pp * dp * cp, plane = dp * cp;
           if (world_size > 12 || plane % ep != 0) continue;
           SCOPED_TRACE(fmt::format("pp {} dp {} cp {} ep {}", pp, dp, cp, ep));
@@ -53,10 +53,10 @@ TEST(Mesh, EveryLayoutOfUpToEightRanks) {
               EXPECT_EQ((place.pp * dp + place.dp) * cp + place.cp, rank);
               const MeshGroups groups = mesh_groups(shape, world_size, rank);
               // Shards and replicas together are all that hold the same; they share one rank.
-              for (const int64_t other : groups.expert_data)
+              for (const int64_t other: groups.expert_data)
                 EXPECT_EQ(mesh_place(shape, world_size, other).ep, place.ep);
               EXPECT_EQ(
-                  groups.expert_shard.size() * groups.replicate.size(), groups.expert_data.size());
+                groups.expert_shard.size() * groups.replicate.size(), groups.expert_data.size());
               EXPECT_EQ(groups.expert[static_cast<size_t>(place.ep)], rank);
               EXPECT_EQ(groups.pipeline[static_cast<size_t>(place.pp)], rank);
               EXPECT_EQ(groups.context[static_cast<size_t>(place.cp)], rank);
@@ -102,13 +102,13 @@ TEST(Mesh, ImpossibleLayoutsNameTheNearest) {
   EXPECT_PRED2(contains, text, "8 processes cannot be laid out as pp 3 cp 1 ep 1");
   EXPECT_PRED2(contains, text, "nearest possible layouts: pp 4 dp 2 cp 1 ep 1");
   EXPECT_PRED2(contains, error_text([] { data_parallel({.pp = 4, .ep = 4}, 8); }),
-      "ep 4 does not divide the plane of DP x CP = 2 ranks");
+    "ep 4 does not divide the plane of DP x CP = 2 ranks");
   EXPECT_PRED2(contains,
-      error_text([] { data_parallel({.ep = 4, .hsdp = true, .hsdp_size = 2}, 8); }),
-      "ep 4 hsdp_size 4");
-  for (const MeshShape& shape : {MeshShape{.head_share = 0.5}, {.pp = 2, .head_share = 1.0}})
-    EXPECT_PRED2(contains, error_text([&] { data_parallel(shape, 8); }),
-        "needs two stages, and lies below 1");
+    error_text([] { data_parallel({.ep = 4, .hsdp = true, .hsdp_size = 2}, 8); }),
+    "ep 4 hsdp_size 4");
+  for (const MeshShape& shape: {MeshShape{.head_share = 0.5}, {.pp = 2, .head_share = 1.0}})
+    EXPECT_PRED2(
+      contains, error_text([&] { data_parallel(shape, 8); }), "needs two stages, and lies below 1");
 }
 
 TEST(Mesh, TableShowsEveryRank) {
@@ -119,15 +119,15 @@ TEST(Mesh, TableShowsEveryRank) {
 }
 
 TEST(Mesh, GroupsOfThisRunSumTheirMembers) {
-  for (const MeshShape& shape : {MeshShape{.ep = 2}, MeshShape{.cp = 2}, MeshShape{.pp = 2}}) {
+  for (const MeshShape& shape: {MeshShape{.ep = 2}, MeshShape{.cp = 2}, MeshShape{.pp = 2}}) {
     const Mesh mesh = make_mesh(shape, world(), device());
     const Comm* comms[] = {&mesh.world, &mesh.pipeline, &mesh.plane, &mesh.context, &mesh.expert,
-        &mesh.dense_shard, &mesh.dense_replicate, &mesh.expert_shard, &mesh.expert_replicate};
-    for (const Comm* comm : comms) {
+      &mesh.dense_shard, &mesh.dense_replicate, &mesh.expert_shard, &mesh.expert_replicate};
+    for (const Comm* comm: comms) {
       Tensor sum = full({1}, static_cast<double>(world().rank()), at::kLong);
       comm->all_reduce(sum);
       EXPECT_EQ(sum.item<int64_t>(), std::reduce(comm->ranks().begin(), comm->ranks().end()))
-          << comm->name();
+        << comm->name();
     }
   }
 }

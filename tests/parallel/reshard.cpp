@@ -14,18 +14,18 @@
 namespace pith::test {
 
 template <class Model> void save_again_as(
-    const std::filesystem::path& from, const std::filesystem::path& root, const MeshShape& shape) {
+  const std::filesystem::path& from, const std::filesystem::path& root, const MeshShape& shape) {
   const Mesh mesh = make_mesh(shape, world(), device());
   const auto config = Model::Config::parse_file(from);
   const auto chunks = default_chunks(config, shape, config.max_positions);
   Model model(config, model_part(chunks, shape, mesh.place, config));
   auto groups =
-      make_shard_groups(model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training);
+    make_shard_groups(model.parameter_units(), at::kFloat, mesh, ShardGroup::Use::training);
   restore_state(groups, from);
   CheckpointContent content;
   content.step = read_manifest(from).step;
   content.training_state = read_file(from / "training_state.json");
-  for (const char* name : {"config.json", "generation_config.json", "run.toml"})
+  for (const char* name: {"config.json", "generation_config.json", "run.toml"})
     content.files.emplace_back(name, read_file(from / name));
   collect_state(groups, content, mesh.expert);
   CheckpointWriter writer;

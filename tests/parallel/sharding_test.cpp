@@ -34,23 +34,23 @@ struct Units {
       units.emplace_back();
       add({"embed", {61, 8}, ParameterGroup::embedding, Init::normal});
     }
-    for (const int64_t layer : part.layers) {
+    for (const int64_t layer: part.layers) {
       units.emplace_back();
       const std::string at = fmt::format("layers.{}.", layer);
       add({at + "norm", {7}, ParameterGroup::norm, Init::ones});
       add({at + "qkv", {13, 9}, {{at + "q", {8, 9}, 0}, {at + "k", {5, 9}, 72}},
-          ParameterGroup::matrix, Init::normal});
+        ParameterGroup::matrix, Init::normal});
       add({at + "router", {5, 9}, ParameterGroup::router, Init::normal});
       std::vector<HfTensor> experts;
       for (int64_t e = part.expert_begin; e < part.expert_end; ++e)
         experts.push_back(
-            {fmt::format("{}experts.{}.up", at, e), {3, 11}, std::ssize(experts) * 33});
+          {fmt::format("{}experts.{}.up", at, e), {3, 11}, std::ssize(experts) * 33});
       add({at + "experts", {std::ssize(experts), 3, 11}, experts, ParameterGroup::expert,
-          Init::output_normal});
+        Init::output_normal});
       const auto of_all = [&](const char* name, int64_t rows, int64_t columns, Fused fused) {
         const std::vector<int64_t> shape{part.expert_end - part.expert_begin, rows, columns};
         add({at + name, shape, {{at + name, shape, 0, part.expert_begin, kExperts, fused}},
-            ParameterGroup::expert, Init::normal});
+          ParameterGroup::expert, Init::normal});
       };
       of_all("halves", 6, 7, Fused::rows);
       of_all("columns", 5, 10, Fused::columns);
@@ -84,7 +84,7 @@ ModelPart part_of(const Mesh& mesh) {
 // AdamW; and everything else: Muon, a fused parameter's tensors apart, BF16 moments, averages.
 std::vector<RunConfig::Training> trainings() {
   std::vector<RunConfig::Training> both(2);
-  for (RunConfig::Training& training : both) training.clip_norm = 1;
+  for (RunConfig::Training& training: both) training.clip_norm = 1;
   both[1].optimizer = "muon";
   both[1].moments = "bfloat16";
   both[1].ema_decay = 0.75;
@@ -101,36 +101,36 @@ struct Trained {
   std::vector<double> norms;
 
   Trained(const Mesh& its_mesh, ShardMode mode, at::ScalarType dtype,
-      const RunConfig::Training& its_training = trainings()[0])
+    const RunConfig::Training& its_training = trainings()[0])
       : training(its_training), mesh(its_mesh), units(part_of(mesh), training),
         groups(make_shard_groups(
-            units.units, dtype, mesh, ShardGroup::Use::training, mode, optimizer_states(training))),
+          units.units, dtype, mesh, ShardGroup::Use::training, mode, optimizer_states(training))),
         shards(groups, units.part, nullptr) {
-    for (ShardGroup& group : groups) group.initialize(7, 0.1, kLayers);
+    for (ShardGroup& group: groups) group.initialize(7, 0.1, kLayers);
   }
 
   // The gradient of one Hugging Face tensor from one source.
   static Tensor gradient(
-      const HfTensor& tensor, int64_t step, int64_t micro_batch, int64_t source) {
+    const HfTensor& tensor, int64_t step, int64_t micro_batch, int64_t source) {
     Tensor gradient = at::empty(tensor.shape, on_device(at::kFloat));
     fill_normal(gradient, static_cast<uint64_t>(100 * step + 10 * micro_batch + source),
-        tensor.name, 4, tensor.first_element());
+      tensor.name, 4, tensor.first_element());
     return gradient.round_();
   }
 
   void backward(int64_t unit, int64_t step, int64_t micro_batch) {
-    for (Parameter* parameter : units.units[static_cast<size_t>(unit)]) {
+    for (Parameter* parameter: units.units[static_cast<size_t>(unit)]) {
       ASSERT_FALSE(parameter->value.isnan().any().item<bool>());
       // The experts of a rank see the sources of its whole expert group.
       const bool expert = parameter->group == ParameterGroup::expert;
       std::vector<int64_t> ranks = expert ? mesh.expert.ranks() : std::vector<int64_t>{-1};
-      for (int64_t& rank : ranks) {
+      for (int64_t& rank: ranks) {
         rank = expert ? std::ranges::find(mesh.plane.ranks(), rank) - mesh.plane.ranks().begin()
                       : mesh.plane.rank();
         for (int64_t source = rank; source < kSources; source += mesh.plane.size()) {
-          for (const HfTensor& tensor : parameter->tensors)
+          for (const HfTensor& tensor: parameter->tensors)
             Parameter::view_of(parameter->grad, tensor)
-                .add_(gradient(tensor, step, micro_batch, source));
+              .add_(gradient(tensor, step, micro_batch, source));
         }
       }
     }
@@ -139,12 +139,12 @@ struct Trained {
   // As the pipeline does it: two micro-batches, layers in order, back in reverse.
   void step(int64_t step) {
     std::vector<const UnitShards*> order{&shards.embedding};
-    for (const auto& [layer, unit] : shards.layers) order.push_back(&unit);
+    for (const auto& [layer, unit]: shards.layers) order.push_back(&unit);
     order.push_back(&shards.head);
     std::erase_if(order, [](const UnitShards* unit) { return unit->groups.empty(); });
     zero_grads(groups);
-    for (const int64_t micro_batch : {0, 1}) {
-      for (const UnitShards* unit : order) {
+    for (const int64_t micro_batch: {0, 1}) {
+      for (const UnitShards* unit: order) {
         unit->before_forward();
         unit->after_forward();
       }
@@ -165,7 +165,7 @@ struct Trained {
 std::vector<Tensor> states_of(const ShardGroup& group, const ShardGroup::Piece& piece) {
   const auto part = [&](const Tensor& x, int64_t begin) { return x.narrow(0, begin, piece.count); };
   std::vector<Tensor> all{part(group.value_part, piece.begin), part(group.master, piece.begin),
-      part(group.exp_avg, piece.begin)};
+    part(group.exp_avg, piece.begin)};
   const int64_t second = group.second_moment_at(piece.begin);
   EXPECT_EQ(second < 0, piece.tensor->rule.muon) << piece.tensor->name;
   if (second >= 0) all.push_back(part(group.exp_avg_sq, second));
@@ -178,10 +178,10 @@ using State = std::map<std::string, std::vector<Tensor>>;
 
 State state_of(Trained& trained) {
   State state;
-  for (ShardGroup& group : trained.groups) {
-    for (const ShardGroup::Piece& piece : group.pieces()) {
+  for (ShardGroup& group: trained.groups) {
+    for (const ShardGroup::Piece& piece: group.pieces()) {
       EXPECT_EQ(piece.count, piece.tensor->numel());
-      for (const Tensor& view : states_of(group, piece))
+      for (const Tensor& view: states_of(group, piece))
         state[piece.tensor->name].push_back(view.clone());
     }
   }
@@ -191,8 +191,8 @@ State state_of(Trained& trained) {
 // Every piece, and the gathered weights, are those of one process.
 void expect_state(Trained& trained, const State& expected, const std::string& what) {
   int64_t owned = 0, different = 0;
-  for (ShardGroup& group : trained.groups) {
-    for (const ShardGroup::Piece& piece : group.pieces()) {
+  for (ShardGroup& group: trained.groups) {
+    for (const ShardGroup::Piece& piece: group.pieces()) {
       const std::vector<Tensor> mine = states_of(group, piece),
                                 &all = expected.at(piece.tensor->name);
       EXPECT_EQ(mine.size(), all.size()) << piece.tensor->name;
@@ -201,20 +201,20 @@ void expect_state(Trained& trained, const State& expected, const std::string& wh
       owned += piece.count;
     }
     group.before_forward();
-    for (const Parameter* parameter : group.parameters())
-      for (const HfTensor& tensor : parameter->tensors)
+    for (const Parameter* parameter: group.parameters())
+      for (const HfTensor& tensor: parameter->tensors)
         different +=
-            at::equal(Parameter::view_of(parameter->value, tensor).view(-1),
-                expected.at(tensor.name)[0].narrow(0, tensor.first_element(), tensor.numel()))
-            ? 0
-            : 1;
+          at::equal(Parameter::view_of(parameter->value, tensor).view(-1),
+            expected.at(tensor.name)[0].narrow(0, tensor.first_element(), tensor.numel()))
+          ? 0
+          : 1;
     group.after_forward();
   }
   EXPECT_EQ(different, 0) << what << ", rank " << world().rank();
   Tensor total = full({1}, static_cast<double>(owned), at::kDouble);
   trained.mesh.world.all_reduce(total);
   int64_t elements = 0;
-  for (const auto& [name, tensors] : expected) elements += tensors[0].numel();
+  for (const auto& [name, tensors]: expected) elements += tensors[0].numel();
   const int64_t replicas = trained.mesh.dense_replicate.size();
   EXPECT_EQ(total.item<double>(), static_cast<double>(elements * replicas)) << what;
 }
@@ -235,16 +235,16 @@ struct Layout {
 std::vector<Layout> layouts() {
   std::vector<Layout> found;
   const int64_t n = world().size();
-  for (const int64_t pp : {1, 2, 4}) {
-    for (const int64_t ep : {1, 2, 4}) {
-      for (const int64_t block : {0, 1, 2}) {
-        for (const ShardMode mode : {ShardMode::keep, ShardMode::reshard}) {
+  for (const int64_t pp: {1, 2, 4}) {
+    for (const int64_t ep: {1, 2, 4}) {
+      for (const int64_t block: {0, 1, 2}) {
+        for (const ShardMode mode: {ShardMode::keep, ShardMode::reshard}) {
           if (n % pp != 0 || n / pp % ep != 0 || n / pp > kSources) continue;
           if (block > 0 && (block % ep != 0 || n / pp % block != 0)) continue;
           const int64_t cp = n / pp % 2 == 0 ? 1 + std::ssize(found) % 2 : 1;
           found.push_back({{pp, cp, ep, block > 0, block}, mode,
-              fmt::format("pp {} ep {} block {} {}", pp, ep, block,
-                  mode == ShardMode::keep ? "keep" : "reshard")});
+            fmt::format("pp {} ep {} block {} {}", pp, ep, block,
+              mode == ShardMode::keep ? "keep" : "reshard")});
         }
       }
     }
@@ -258,7 +258,7 @@ struct SharedFolder {
   SharedFolder() {
     const Comm all = world().all();
     path = all.all_gather_strings(
-        (fs::temp_directory_path() / fmt::format("pith-sharding-{}", getpid())).string())[0];
+      (fs::temp_directory_path() / fmt::format("pith-sharding-{}", getpid())).string())[0];
     if (all.rank() == 0) fs::remove_all(path);
     all.barrier();
   }
@@ -280,13 +280,13 @@ void save(Trained& trained, const fs::path& root, int64_t step) {
 }
 
 TEST(Sharding, ThreeStepsEqualOneProcess) {
-  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    for (const RunConfig::Training& training : trainings()) {
+  for (const auto dtype: {at::kFloat, at::kBFloat16}) {
+    for (const RunConfig::Training& training: trainings()) {
       Trained one(alone(), ShardMode::reshard, dtype, training);
       const State initial = state_of(one);
       for (int64_t step = 1; step <= 3; ++step) one.step(step);
       const State expected = state_of(one);
-      for (const Layout& layout : layouts()) {
+      for (const Layout& layout: layouts()) {
         const std::string what = layout.name + " " + training.optimizer;
         Trained many(make_mesh(layout.shape, world(), device()), layout.mode, dtype, training);
         expect_state(many, initial, what + ", initial");
@@ -321,7 +321,7 @@ TEST(Sharding, WeightsHaveMemoryOnlyBetweenTheirVerbs) {
   EXPECT_THROW(layer.after_forward(), Error);
   grad_norm(many.groups, many.mesh);
   double sum = 0;
-  for (const auto& [parameter, tensor, first, begin, count] : many.groups[1].pieces())
+  for (const auto& [parameter, tensor, first, begin, count]: many.groups[1].pieces())
     if (parameter == &norm)
       sum += many.groups[1].grad_part.narrow(0, begin, count).sum().item<double>();
   Tensor total = full({1}, sum, at::kDouble);
@@ -367,10 +367,10 @@ TEST(Sharding, AnyLayoutLoadsWhatAnyLayoutSaved) {
     EXPECT_EQ(std::distance(fs::directory_iterator(root), fs::directory_iterator()), 1);
     EXPECT_EQ(HfFolder(path).names().size(), expected.size());
     const HfFolder averages(path / "ema");
-    for (const auto& [name, tensors] : expected)
+    for (const auto& [name, tensors]: expected)
       EXPECT_TRUE(
-          at::equal(averages.tensor(name).view(-1), tensors.back().to(at::kCPU, at::kBFloat16)))
-          << all[i].name << ": " << name;
+        at::equal(averages.tensor(name).view(-1), tensors.back().to(at::kCPU, at::kBFloat16)))
+        << all[i].name << ": " << name;
     expect_state(saved, expected, all[i].name + ", after saving");
 
     const Layout& other = all[(i + 1 + i / 2) % all.size()];
@@ -381,11 +381,11 @@ TEST(Sharding, AnyLayoutLoadsWhatAnyLayoutSaved) {
     loaded.step(2);
     expect_state(loaded, next, what + ", next step");
     restore_weights(loaded.groups, path, false, whole.units);
-    for (ShardGroup& group : loaded.groups) {
-      for (const auto& [parameter, tensor, first, begin, count] : group.pieces())
+    for (ShardGroup& group: loaded.groups) {
+      for (const auto& [parameter, tensor, first, begin, count]: group.pieces())
         EXPECT_TRUE(at::equal(group.value_part.narrow(0, begin, count),
-            expected.at(tensor->name)[0].narrow(0, first, count)))
-            << what << ": " << tensor->name;
+          expected.at(tensor->name)[0].narrow(0, first, count)))
+          << what << ": " << tensor->name;
     }
     Trained single(alone(), ShardMode::keep, at::kBFloat16, training);
     restore_state(single.groups, path);
@@ -400,7 +400,7 @@ TEST(Sharding, LoadsWhatOneProcessSaved) {
   one.step(1);
   if (world().rank() == 0) save(one, folder.path, 1);
   world().all().barrier();
-  for (const Layout& layout : layouts()) {
+  for (const Layout& layout: layouts()) {
     Trained many(make_mesh(layout.shape, world(), device()), layout.mode, at::kFloat);
     restore_state(many.groups, folder.path / "step-00000001");
     expect_state(many, state_of(one), layout.name);

@@ -16,7 +16,7 @@ std::vector<int32_t> merge_naively(std::vector<int32_t> ids, const std::vector<B
     const BpeMerge* best = nullptr;
     size_t place = 0;
     for (size_t i = 0; i + 1 < ids.size(); ++i) {
-      for (const BpeMerge& merge : merges) {
+      for (const BpeMerge& merge: merges) {
         const bool fits = merge.left == ids[i] && merge.right == ids[i + 1];
         if (fits && (!best || merge.rank < best->rank)) best = &merge, place = i;
       }
@@ -47,7 +47,7 @@ TEST(Bpe, EqualsTheNaiveWayForShortAndLongPieces) {
     std::uniform_int_distribution<int32_t> any(0, count - 1);
     const int32_t left = any(random), right = any(random);
     const std::string token =
-        model.tokens[static_cast<size_t>(left)] + model.tokens[static_cast<size_t>(right)];
+      model.tokens[static_cast<size_t>(left)] + model.tokens[static_cast<size_t>(right)];
     if (std::find(model.tokens.begin(), model.tokens.end(), token) != model.tokens.end()) continue;
     model.merges.push_back({left, right, count, static_cast<uint32_t>(model.merges.size())});
     model.tokens.push_back(token);
@@ -56,9 +56,9 @@ TEST(Bpe, EqualsTheNaiveWayForShortAndLongPieces) {
   Bpe::Scratch scratch;
   for (int round = 0; round < 300; ++round) {
     std::string piece(1 + random() % 200, 'a');
-    for (char& c : piece) c = static_cast<char>('a' + random() % 3);
+    for (char& c: piece) c = static_cast<char>('a' + random() % 3);
     std::vector<int32_t> symbols, ids;
-    for (char c : piece) symbols.push_back(c - 'a');
+    for (char c: piece) symbols.push_back(c - 'a');
     for (int twice = 0; twice < 2; ++twice) { // the second time short ones come from the cache
       ids.clear();
       std::vector<uint32_t> lengths;
@@ -95,7 +95,7 @@ TEST(BpeTrainer, BreaksTiesByIds) {
   const auto first = learned({"DCBBABCDCBABCD"}, 261, 1);
   EXPECT_EQ(first, six_tied);
   const std::vector<std::string> words = {"low", "low", "low", "low", "low", "lower", "lower",
-      "newest", "newest", "newest", "newest", "newest", "newest", "widest", "widest", "widest"};
+    "newest", "newest", "newest", "newest", "newest", "newest", "widest", "widest", "widest"};
   const auto merged = learned(words, 263, 1);
   EXPECT_EQ(merged, (std::vector<std::string>{"es", "est", "lo", "low", "ew", "new"}));
 }
@@ -110,7 +110,7 @@ TEST(BpeTrainer, DoesNotDependOnThreadsOrOrder) {
   }
   const auto one = learned(texts, 600, 1);
   EXPECT_FALSE(one.empty());
-  for (int threads : {2, 7}) {
+  for (int threads: {2, 7}) {
     std::shuffle(texts.begin(), texts.end(), random);
     EXPECT_EQ(learned(texts, 600, threads), one);
   }
@@ -133,8 +133,8 @@ TEST(Regex, MatchesAsOnigurumaOrRefuses) {
   EXPECT_EQ(matches("(?i)k|[]\\x{E9}\\u0041-C\\]]+", "K]\u00e9aBC"), (Texts{"K", "]\u00e9aBC"}));
   EXPECT_EQ(matches("\\w+\\b|\\h", "a\u0300\u00b2 \u20ac"), (Texts{"a\u0300\u00b2"}));
   EXPECT_EQ(matches("\\p{^L}+", "a12b"), Texts{"12"});
-  for (const char* pattern : {"\\p{Han}", "[a&&b]", "[[:alpha:]]", "(?<n>a)", "a(?i)b", "\\R",
-           "\\1", "a{2}?", "\\pL", "a)", "[b-a]", "[a", "\\x{FFFFFFFFF}", "\\uD800", "\\x4", "a\\"})
+  for (const char* pattern: {"\\p{Han}", "[a&&b]", "[[:alpha:]]", "(?<n>a)", "a(?i)b", "\\R", "\\1",
+         "a{2}?", "\\pL", "a)", "[b-a]", "[a", "\\x{FFFFFFFFF}", "\\uD800", "\\x4", "a\\"})
     EXPECT_THROW(Regex{pattern}, Error) << pattern;
 }
 

@@ -26,12 +26,12 @@ class CorpusReader : public testing::Test {
     return path.string();
   }
   static std::vector<Document> read(const std::vector<std::string>& paths,
-      const ReadOptions& options = {}, InputPosition start = {}) {
+    const ReadOptions& options = {}, InputPosition start = {}) {
     InputReader reader(list_inputs(paths, {}), options, start);
     std::vector<Document> all;
     for (Chunk chunk; reader.next(chunk);) {
       read_lines(chunk, options);
-      for (Document& document : chunk.documents) all.push_back(std::move(document));
+      for (Document& document: chunk.documents) all.push_back(std::move(document));
     }
     return all;
   }
@@ -76,12 +76,12 @@ TEST_F(CorpusReader, EveryCompressionGivesTheSameLines) {
   const size_t half = lines.size() / 2;
   const std::string gz = (folder_ / "tmp").string();
   const std::vector<std::string> paths = {put("a.jsonl", lines), put("b.jsonl.zst", zstd(lines)),
-      put("c.jsonl.gz", gzip(lines, gz)),
-      // Frames one after the other, cut in the middle of a line.
-      put("d.jsonl.zst", zstd(lines.substr(0, half)) + zstd(lines.substr(half))),
-      put("e.jsonl.gz", gzip(lines.substr(0, half), gz) + gzip(lines.substr(half), gz)),
-      put("no newline at the end.jsonl", lines.substr(0, lines.size() - 1))};
-  for (const std::string& path : paths) {
+    put("c.jsonl.gz", gzip(lines, gz)),
+    // Frames one after the other, cut in the middle of a line.
+    put("d.jsonl.zst", zstd(lines.substr(0, half)) + zstd(lines.substr(half))),
+    put("e.jsonl.gz", gzip(lines.substr(0, half), gz) + gzip(lines.substr(half), gz)),
+    put("no newline at the end.jsonl", lines.substr(0, lines.size() - 1))};
+  for (const std::string& path: paths) {
     const auto documents = read({path}, {.text_field = "n.text"});
     ASSERT_EQ(documents.size(), texts.size()) << path;
     for (size_t i = 0; i < texts.size(); ++i) {
@@ -95,7 +95,7 @@ TEST_F(CorpusReader, GoesOnFromTheEndOfAnyChunk) {
   std::vector<std::string> texts;
   const std::string lines = many_lines(texts);
   const std::vector<std::string> paths = {put("0.txt", "whole"), put("1.jsonl.zst", zstd(lines)),
-      put("2.jsonl", lines), put("3.txt", "last")};
+    put("2.jsonl", lines), put("3.txt", "last")};
   const ReadOptions options{.text_field = "n.text"};
   const auto all = read(paths, options);
   ASSERT_EQ(all.size(), 2 * texts.size() + 2);
@@ -117,22 +117,22 @@ TEST_F(CorpusReader, GoesOnFromTheEndOfAnyChunk) {
 TEST_F(CorpusReader, BadLinesSayWhyAndWhere) {
   const std::string deep(5000, '['), deep_end(5000, ']');
   const std::string lines =
-      "\xEF\xBB\xBF{\"text\": \"first\", \"id\": 7}\r\n\n  \t\n{\"text\": 5}\n{\"text\": null}\n"
-      "{\"other\": \"x\"}\n[1, 2]\nnot json\n{\"text\": \"\xff\"}\n{\"text\": \"\\ud800\"}\n" +
-      deep + deep_end + "\n{\"text\": " + deep + deep_end + "}\n{\"text\": \"" +
-      std::string(100'000, 'x') + "\"}\n{\"text\": \"\"}\n{\"text\": \"a\\u0000b\", \"id\": \"z\"}";
+    "\xEF\xBB\xBF{\"text\": \"first\", \"id\": 7}\r\n\n  \t\n{\"text\": 5}\n{\"text\": null}\n"
+    "{\"other\": \"x\"}\n[1, 2]\nnot json\n{\"text\": \"\xff\"}\n{\"text\": \"\\ud800\"}\n" +
+    deep + deep_end + "\n{\"text\": " + deep + deep_end + "}\n{\"text\": \"" +
+    std::string(100'000, 'x') + "\"}\n{\"text\": \"\"}\n{\"text\": \"a\\u0000b\", \"id\": \"z\"}";
   const ReadOptions options{.id_field = "id", .max_line = 50'000};
   const auto documents = read({put("x.jsonl", lines)}, options);
   const std::vector<std::pair<int, std::string>> expected = {{1, ""},
-      {4, "\"text\" is 5, not text"}, {5, "\"text\" is null, not text"}, {6, "no field \"text\""},
-      {7, "no field \"text\""}, {8, "not JSON"}, {9, "not JSON: The input is not valid UTF-8"},
-      {10, "not JSON: Problem while parsing a string"}, {11, "too deep"}, {12, "too deep"},
-      {13, "longer than 50000 bytes"}, {14, ""}, {15, ""}};
+    {4, "\"text\" is 5, not text"}, {5, "\"text\" is null, not text"}, {6, "no field \"text\""},
+    {7, "no field \"text\""}, {8, "not JSON"}, {9, "not JSON: The input is not valid UTF-8"},
+    {10, "not JSON: Problem while parsing a string"}, {11, "too deep"}, {12, "too deep"},
+    {13, "longer than 50000 bytes"}, {14, ""}, {15, ""}};
   ASSERT_EQ(documents.size(), expected.size());
   for (size_t i = 0; i < expected.size(); ++i) {
     EXPECT_EQ(documents[i].line, expected[i].first);
     EXPECT_NE(documents[i].problem.find(expected[i].second), std::string::npos)
-        << documents[i].problem;
+      << documents[i].problem;
     EXPECT_EQ(documents[i].problem.empty(), expected[i].second.empty()) << documents[i].problem;
   }
   EXPECT_EQ(documents[0].text, "first");
@@ -145,7 +145,7 @@ TEST_F(CorpusReader, LinesTooLongToHoldArePassedOver) {
   // Longer than several reads, in the middle, at the end, and without a newline.
   const std::string huge(3'000'000, 'x');
   const ReadOptions options{.max_line = 1'000'000};
-  for (const std::string tail : {"", "\n", "\n{\"text\": \"b\"}\n"}) {
+  for (const std::string tail: {"", "\n", "\n{\"text\": \"b\"}\n"}) {
     const auto documents = read({put("x.jsonl", "{\"text\": \"a\"}\n" + huge + tail)}, options);
     ASSERT_EQ(documents.size(), tail.size() > 1 ? 3u : 2u);
     EXPECT_EQ(documents[1].line, 2);
@@ -156,7 +156,7 @@ TEST_F(CorpusReader, LinesTooLongToHoldArePassedOver) {
     }
   }
   const auto whole =
-      read({put("x.txt", huge), put("y.txt.zst", zstd(huge)), put("z.txt", "z")}, options);
+    read({put("x.txt", huge), put("y.txt.zst", zstd(huge)), put("z.txt", "z")}, options);
   ASSERT_EQ(whole.size(), 3u);
   EXPECT_NE(whole[0].problem.find("longer than"), std::string::npos);
   EXPECT_NE(whole[1].problem.find("longer than"), std::string::npos);
@@ -168,11 +168,11 @@ TEST_F(CorpusReader, DamagedFilesAreNamed) {
   std::string lines;
   for (int i = 0; i < 3000; ++i) lines += std::to_string(i) + line;
   const std::string z = zstd(lines), g = gzip(lines, (folder_ / "tmp").string());
-  for (const size_t size : {size_t{0}, size_t{3}, z.size() / 2, z.size() - 1}) {
+  for (const size_t size: {size_t{0}, size_t{3}, z.size() / 2, z.size() - 1}) {
     const std::string error = error_of({put("cut.jsonl.zst", z.substr(0, size))});
     EXPECT_NE(error.find("cut.jsonl.zst is cut short"), std::string::npos) << size << error;
   }
-  for (const size_t size : {size_t{20}, g.size() / 2, g.size() - 1}) {
+  for (const size_t size: {size_t{20}, g.size() / 2, g.size() - 1}) {
     const std::string error = error_of({put("cut.jsonl.gz", g.substr(0, size))});
     EXPECT_NE(error.find("cut.jsonl.gz"), std::string::npos) << size << error;
     EXPECT_NE(error.find("cut short"), std::string::npos) << size << error;
@@ -185,18 +185,18 @@ TEST_F(CorpusReader, DamagedFilesAreNamed) {
   if (::geteuid() != 0) {
     fs::permissions(put("closed.jsonl", lines), fs::perms::none);
     EXPECT_NE(
-        error_of({(folder_ / "closed.jsonl").string()}).find("cannot read"), std::string::npos);
+      error_of({(folder_ / "closed.jsonl").string()}).find("cannot read"), std::string::npos);
   }
 }
 
 TEST_F(CorpusReader, ListsFoldersAndGlobsInOrder) {
-  for (const char* name :
-      {"b/2.jsonl.zst", "b/1.jsonl", "a/3.txt", "a/.hidden.txt", "a/Makefile", ".git/4.txt"})
+  for (const char* name:
+    {"b/2.jsonl.zst", "b/1.jsonl", "a/3.txt", "a/.hidden.txt", "a/Makefile", ".git/4.txt"})
     put(name, "x");
   fs::create_symlink("..", folder_ / "a" / "loop");
   const auto names = [&](const std::string& path, const std::vector<std::string>& endings) {
     std::string all;
-    for (const InputFile& file : list_inputs({(folder_ / path).string()}, endings))
+    for (const InputFile& file: list_inputs({(folder_ / path).string()}, endings))
       all += fs::relative(file.path, folder_).string() + " ";
     return all;
   };
@@ -214,7 +214,7 @@ TEST_F(CorpusReader, WorkersDoNotChangeAnything) {
   put("c.jsonl", "{\"n\": {\"text\": \"ok\"}}\nbad\n{\"n\": {\"text\": \"\"}}\n");
   put("d.jsonl.zst", zstd(lines).substr(0, 2000)); // the error comes last
   std::vector<std::string> results;
-  for (const int workers : {1, 2, 3, 8}) {
+  for (const int workers: {1, 2, 3, 8}) {
     EncodeSettings settings;
     settings.read.text_field = "n.text";
     settings.end_id = 256;
@@ -227,10 +227,10 @@ TEST_F(CorpusReader, WorkersDoNotChangeAnything) {
     Chunk chunk;
     try {
       while (encoder.next(chunk)) {
-        for (const Document& document : chunk.documents) {
+        for (const Document& document: chunk.documents) {
           result += document.problem + document.skipped + " " + std::to_string(document.line) +
-              " " + std::to_string(document.hash) + " ";
-          for (const int32_t id : document.ids) result += static_cast<char>(id);
+            " " + std::to_string(document.hash) + " ";
+          for (const int32_t id: document.ids) result += static_cast<char>(id);
         }
       }
     } catch (const Error& error) { result += error.message(); }

@@ -13,13 +13,13 @@ namespace {
 using Json = nlohmann::json;
 
 void check(const Tokenizer& tokenizer, const Json& cases) {
-  for (const Json& test : cases) {
+  for (const Json& test: cases) {
     const auto text = test[0].get<std::string>();
     SCOPED_TRACE(test[0].dump());
     const Encoding encoding = tokenizer.encode(text, {.offsets = true});
     EXPECT_EQ(encoding.ids, test[1].get<std::vector<int32_t>>());
     std::vector<uint32_t> offsets;
-    for (const TokenSpan& span : encoding.offsets) {
+    for (const TokenSpan& span: encoding.offsets) {
       offsets.push_back(span.begin);
       offsets.push_back(span.end);
     }
@@ -29,7 +29,7 @@ void check(const Tokenizer& tokenizer, const Json& cases) {
     EXPECT_EQ(tokenizer.decode(encoding.ids), decoded);
     StreamingDecoder stream(tokenizer);
     std::string streamed;
-    for (const int32_t id : encoding.ids) streamed += stream.push(id);
+    for (const int32_t id: encoding.ids) streamed += stream.push(id);
     EXPECT_EQ(streamed + stream.finish(), decoded);
   }
 }
@@ -39,7 +39,7 @@ TEST(Golden, EqualsHuggingFace) {
   const Json golden = Json::parse(file);
   const char* folder = std::getenv("PITH_TOKENIZERS");
   int checked = 0;
-  for (const Json& entry : golden) {
+  for (const Json& entry: golden) {
     const auto name = entry["name"].get<std::string>();
     SCOPED_TRACE(name);
     if (entry.contains("tokenizer")) {

@@ -48,26 +48,26 @@ TEST(StreamingDecoder, NeverEmitsHalfACharacter) {
 TEST(StreamingDecoder, EqualsDecode) {
   std::string vocab = R"("\u2581a":0,"\u4e2d":1,"b":2,"\u2581":3,"</s>":4)";
   int count = 5;
-  for (const char* byte : {"E4", "B8", "AD", "FF", "41", "F0"})
+  for (const char* byte: {"E4", "B8", "AD", "FF", "41", "F0"})
     vocab += fmt::format(R"(,"<0x{}>":{})", byte, count++);
   const std::string replace = R"({"type":"Replace","pattern":{"String":"\u2581"},"content":" "},)";
   const std::string fallback = R"({"type":"ByteFallback"})";
   const Tokenizer bytes = Tokenizer::bytes();
   std::mt19937 random(11);
-  for (const std::string& decoders : {replace + fallback,
-           replace + fallback +
-               R"(,{"type":"Fuse"},{"type":"Strip","content":" ","start":1,"stop":0})",
-           fallback + R"(,{"type":"Metaspace","replacement":"\u2581"})"}) {
-    const Tokenizer tokenizer = Tokenizer::from_json(
-        R"({"model":{"type":"BPE","byte_fallback":true,"merges":[],"vocab":{)" + vocab +
-        R"(}},"added_tokens":[{"id":4,"content":"</s>","special":true}],)" +
+  for (const std::string& decoders:
+    {replace + fallback,
+      replace + fallback + R"(,{"type":"Fuse"},{"type":"Strip","content":" ","start":1,"stop":0})",
+      fallback + R"(,{"type":"Metaspace","replacement":"\u2581"})"}) {
+    const Tokenizer tokenizer =
+      Tokenizer::from_json(R"({"model":{"type":"BPE","byte_fallback":true,"merges":[],"vocab":{)" +
+        vocab + R"(}},"added_tokens":[{"id":4,"content":"</s>","special":true}],)" +
         R"("decoder":{"type":"Sequence","decoders":[)" + decoders + "]}}");
     for (int round = 0; round < 3000; ++round) {
       std::vector<int32_t> ids(random() % 20);
-      for (int32_t& id : ids) id = static_cast<int32_t>(random() % static_cast<unsigned>(count));
+      for (int32_t& id: ids) id = static_cast<int32_t>(random() % static_cast<unsigned>(count));
       StreamingDecoder stream(tokenizer);
       std::string all;
-      for (const int32_t id : ids) {
+      for (const int32_t id: ids) {
         const std::string text = stream.push(id);
         ASSERT_NO_THROW(bytes.encode(text, {.strict = true})) << "half a character";
         all += text;
@@ -105,9 +105,9 @@ TEST(Tokenizer, RefusesByName) {
 
 TEST(Tokenizer, ReadsItsConfig) {
   const std::string json =
-      R"({"model":{"type":"BPE","vocab":{"a":0,"<s>":1,"</s>":2},"merges":[]},"decoder":null})";
+    R"({"model":{"type":"BPE","vocab":{"a":0,"<s>":1,"</s>":2},"merges":[]},"decoder":null})";
   const Tokenizer tokenizer = Tokenizer::from_json(
-      json, R"({"bos_token":{"content":"<s>"},"eos_token":"</s>","pad_token":null,
+    json, R"({"bos_token":{"content":"<s>"},"eos_token":"</s>","pad_token":null,
                 "chat_template":[{"name":"tool","template":"T"},
                                  {"name":"default","template":"D"}]})");
   EXPECT_EQ(tokenizer.bos_id(), 1);
@@ -127,7 +127,7 @@ TEST(Tokenizer, ServesManyThreadsAtOnce) {
   std::vector<Encoding> batch(texts.size());
   const auto encode_all = [&](const EncodeOptions& options) {
     on_threads(
-        4, texts.size(), [&](int, size_t i) { batch[i] = tokenizer.encode(texts[i], options); });
+      4, texts.size(), [&](int, size_t i) { batch[i] = tokenizer.encode(texts[i], options); });
   };
   encode_all({});
   for (size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(batch[i].ids, tokenizer.encode(texts[i]).ids);

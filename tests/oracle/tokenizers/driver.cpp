@@ -56,13 +56,13 @@ int main(int argc, char** argv) try {
     const double loaded = seconds();
     std::atomic<size_t> tokens = 0;
     pith::on_threads(std::atoi(argv[3]), texts.size(),
-        [&](int, size_t i) { tokens += tokenizer.encode(texts[i]).ids.size(); });
+      [&](int, size_t i) { tokens += tokenizer.encode(texts[i]).ids.size(); });
     std::printf("%.4f %zu %.4f\n", seconds() - loaded, tokens.load(), loaded - start);
     return 0;
   }
   pith::EncodeOptions options;
   options.offsets = true;
-  for (const std::string& text : texts) {
+  for (const std::string& text: texts) {
     const pith::Encoding encoding = tokenizer.encode(text, options);
     const std::string decoded = tokenizer.decode(encoding.ids);
     write_size(encoding.ids.size());
