@@ -307,7 +307,7 @@ bool grouped_product(const void* x, const int32_t* row_of_slot, const void* weig
     constexpr int kBytes = sizeof(Shared<ACTIVATE>) + 1024, kHalf = kHalves<ACROSS, ACTIVATE>;
     static const unsigned blocks = persistent_blocks(product_kernel<ACROSS, ACTIVATE>, kBytes);
     const int64_t width = out / kHalf, active = out / 2;
-    const bool fits = in % 8 == 0 && width % 8 == 0 &&
+    const bool fits = in % 8 == 0 && width % 8 == 0 && (ACROSS || !bias) &&
       (!ACTIVATE || (active % 8 == 0 && (ACROSS ? form.alternating : form == SwigluForm()))) &&
       aligned<uint8_t, 16>({x, weights, y, activation}, {}) && aligned<uint8_t, 4>({bias}, {});
     if (blocks == 0 || !fits) return false;
